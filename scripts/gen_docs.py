@@ -2,6 +2,7 @@
 
 docs/reference/config.md       from the config models
 docs/reference/support.md      from lockstep.config.support
+docs/reference/errors.md       from lockstep.errors
 docs/reference/engines.md      from the translate.py of each engine, by calling it
 docs/reference/algorithms.md   its options table, from lockstep.config.algorithm.PUBLISHED
 README.md                      its table of statuses, from lockstep.config.support
@@ -31,7 +32,7 @@ from lockstep.config.toml import toml_value
 from lockstep.engine.sglang import translate as sglang
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm import translate as vllm
-from lockstep.errors import EngineError
+from lockstep.errors import CODES, EngineError
 from lockstep.schema.rollout import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +59,7 @@ def pages() -> dict[str, str]:
         "docs/reference/config.md": config_page(),
         "docs/reference/support.md": support_page(),
         "docs/reference/engines.md": engines_page(),
+        "docs/reference/errors.md": errors_page(),
     }
     for path, name, text in (
         ("docs/reference/algorithms.md", "published", published_table()),
@@ -278,6 +280,25 @@ def published_table() -> str:
         for name, values in PUBLISHED.items()
     )
     return table(("`algorithm.name`", *(f"`{option}`" for option in options)), rows)
+
+
+def errors_page() -> str:
+    """The kinds of mistakes, by code."""
+    parts = [
+        "# Error codes",
+        NOTE,
+        "Every error that Lockstep raises on purpose is a `lockstep.errors.LockstepError`. Its text is for "
+        "people, and may be worded otherwise in the next version. A program reads `error.code`, which says "
+        "what kind of mistake it is, and `error.fields`, the values that the text names, such as `setting`, "
+        "`path` or `name`. Several problems of one config are one error: it has the code and the setting of "
+        'the first, and `fields["problems"]` has those of each. `code` is also in the '
+        "`summary.json` of a run "
+        "that failed, and in its log below the traceback.",
+        table(
+            ("code", "what it means, and what to do"), ((f"`{c}`", text) for c, text in sorted(CODES.items()))
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 PLACE = EngineSpec(

@@ -101,7 +101,10 @@ class PlainBackend:
             value, terms = loss(logprobs, entropy, batch, slice(0, batch.num_slots))
             if not bool(value.isfinite()):
                 self.optimizer.zero_grad()
-                raise TrainError(f"step {self.steps_done}: the loss of samples {batch.sample_ids} is {value}")
+                raise TrainError(
+                    f"step {self.steps_done}: the loss of samples {batch.sample_ids} is {value}",
+                    code="not-finite",
+                )
             value.backward()
             stats.losses.append(value.detach())
             stats.logprobs.append(torch.where(batch.loss_mask, logprobs.detach(), 0.0))
@@ -114,7 +117,7 @@ class PlainBackend:
         """Clip, step, schedule."""
         norm = float(nn.utils.clip_grad_norm_(self.named.values(), self.config.max_grad_norm))
         if not norm < float("inf"):
-            raise TrainError(f"step {self.steps_done}: the gradient's norm is {norm}")
+            raise TrainError(f"step {self.steps_done}: the gradient's norm is {norm}", code="not-finite")
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

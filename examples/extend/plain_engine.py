@@ -39,12 +39,14 @@ class PlainEngine(Streaming):
 
     def _require_ready(self) -> None:
         if self.state != "awake":
-            raise EngineError(f"engine plain is {self.state}")
+            raise EngineError(f"engine plain is {self.state}", code="unsupported-sampling")
 
     def _check(self, turn: Turn) -> None:
         self.check_request(turn.request, index=turn.index)
         if turn.request.sampling.stop:
-            raise EngineError("engine plain has no stop strings: leave sampling.stop out")
+            raise EngineError(
+                "engine plain has no stop strings: leave sampling.stop out", code="unsupported-sampling"
+            )
 
     def _advance(self) -> list[Ended]:
         """The turn that came first. Its samples that run have one length, so nothing is padded."""

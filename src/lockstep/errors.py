@@ -11,17 +11,64 @@
     ├── RecordingError(ValueError)   a recording is missing, damaged or does not fit what it is replayed on
     └── ParityError(AssertionError)  two things that must agree do not
 
-A message names the value, the reason and what to set instead.
+A message names the value, the reason and what to set instead. A `code` of CODES says which kind of mistake it
+is, and `fields` hold what the message names: a program reads these, and not the words.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class LockstepError(Exception):
-    """Root of the errors that Lockstep raises on purpose."""
+    """Root of the errors that Lockstep raises on purpose.
+
+    Args:
+        message: one line for the user, sometimes more.
+        code: the kind of mistake, one of CODES.
+        fields: what the message names, as JSON values: setting="train.lr", path=..., name=...; of a path and
+            of anything else that JSON does not have its text is kept.
+
+    Example:
+        >>> error = ConfigError("train.lr = -1 ...", code="out-of-range", setting="train.lr")
+        >>> error.data
+        {'code': 'out-of-range', 'setting': 'train.lr'}
+    """
+
+    def __init__(self, message: str, *, code: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        self.code = code
+        self.fields = {name: _plain(value) for name, value in fields.items()}
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Code and fields: what an error that says more about this one is raised with, and what is written
+        where an error is written as JSON."""
+        return {"code": self.code, **self.fields}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is pickled with its positional arguments only, and `code` is none.
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[LockstepError], args: tuple[Any, ...], state: dict[str, Any]) -> LockstepError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    # Half a surrogate pair, as in the name of a file, could be sent to no other rank.
+    return str(value).encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 class ConfigError(LockstepError, ValueError):
@@ -58,6 +105,126 @@ class RecordingError(LockstepError, ValueError):
 
 class ParityError(LockstepError, AssertionError):
     """Two things that must agree do not."""
+
+
+CODES = {
+    "unknown-name": (
+        "A name is none of those that are known here. The message lists them and the nearest ones."
+    ),
+    "unknown-setting": "There is no such setting, flag or argument. The message names the nearest ones.",
+    "missing-setting": "A setting or flag that is needed here is not given. Give it.",
+    "wrong-type": "A value is of another type than the one expected, such as a text for a number.",
+    "out-of-range": "A number is outside of what is allowed. The message has the bounds.",
+    "wrong-format": "A text is not of the form expected. The message shows the form.",
+    "no-effect": "A setting would have no effect with the others. Leave it out, or set what it needs.",
+    "contradiction": (
+        "Two settings or flags exclude each other, or their values do not fit together. Change one."
+    ),
+    "unsupported-combination": (
+        "Settings that cannot be used together here. The message says which one to change."
+    ),
+    "not-divisible": "A number must be a multiple of another one, and is not.",
+    "duplicate": "Something that may be named once is named twice, or stands twice in a file.",
+    "nothing-to-do": "With these settings nothing would be trained, recorded, measured or compared.",
+    "not-enough": "There is less than is asked for: data, prompts, nodes. Ask for less, or give more.",
+    "endless": "A source without an end was given where all of it is needed. Set its size.",
+    "ambiguous": "Several things fit. Name one of them.",
+    "missing-package": (
+        "A Python package or program is not installed. The message has the command that installs it."
+    ),
+    "missing-device": "This machine has no such device, or the work is not possible on this kind of device.",
+    "wrong-environment": (
+        "An environment variable, or the environment of this process, is not what it must be."
+    ),
+    "unsupported-version": "The version of a package or server, or of what it wrote, is not supported.",
+    "wrong-part": (
+        "A part of yours (backend, engine, reward, ...) cannot be loaded, or lacks what it must have."
+    ),
+    "missing-argument": "A part was made without an object that it needs.",
+    "no-such-file": "There is no such file or folder.",
+    "not-a-file": "A plain file or a folder was expected, and the path is something else.",
+    "bad-file-name": "No file can have this name.",
+    "already-exists": "The output exists already. Name another, or say that the present one may be used.",
+    "cannot-read": "A file or folder cannot be read. The message has the cause.",
+    "cannot-write": "A file or folder cannot be made, written or removed. The message has the cause.",
+    "no-space": "The disk is full, or has less space than is needed.",
+    "not-text": "Bytes are not text in UTF-8, or text holds what no encoding can write.",
+    "leads-out-of-folder": "A link or a name leads out of the folder that it must stay in.",
+    "too-large": "More bytes, values or entries than are read, or than fit.",
+    "too-deep": "Lists, tables or archives are nested more deeply than is read.",
+    "not-json": "Not valid JSON.",
+    "not-toml": "Not valid TOML.",
+    "damaged-file": "A file is damaged. Fetch or copy it again.",
+    "wrong-field": "A field of a file has a value that it cannot have. The file was edited, or is damaged.",
+    "missing-field": "A file lacks a field that it must have.",
+    "version-differs": (
+        "Two sides are of different versions: a file and this Lockstep, a node and another one."
+    ),
+    "hash-differs": "The content of a file does not match its checksum. It is damaged or was edited.",
+    "mixed-files": "Files of two saves or recordings are mixed. Restore all of them from one.",
+    "incomplete": (
+        "Files or lines are missing from what was written. Restore them, or run what wrote them again."
+    ),
+    "out-of-order": "Lines of a file are out of order, or there twice.",
+    "wrong-kind-of-file": (
+        "The file or folder is readable, and not what is expected there: no run, no recording, ..."
+    ),
+    "locked": "Another process uses it. Wait for it or end it.",
+    "forbidden-content": "A file asks for what would execute code, and nothing of it was executed.",
+    "wrong-row": "A row of a dataset is not what it must be. Correct it.",
+    "missing-column": (
+        "The rows have no such column, or one of them does not. Rename it, or set another name."
+    ),
+    "empty": "A prompt, a document or a text is empty.",
+    "too-long": "A text, document or path is longer than fits.",
+    "outside-vocabulary": "A token id is outside of the model's vocabulary.",
+    "no-tokenizer": "Text is to be read or written and the model has no (fitting) tokenizer.",
+    "no-chat-template": "A conversation needs a chat template and there is none.",
+    "unsupported-chat-template": "The chat template cannot be used for this purpose.",
+    "nothing-left": "No rows, prompts, inputs or losses are left after what was asked for.",
+    "wrong-pairs": "Answers do not make the pairs, or the two kinds, that the loss compares.",
+    "unsupported-model": "The model's architecture, config or code is not supported.",
+    "wrong-shape": "A tensor, a list or a result has another shape or number of entries than it must have.",
+    "wrong-weights": "Names of weights are unknown, missing, or came twice.",
+    "other-model": "Files, weights, a server or a tokenizer are of another model than this one.",
+    "batch-dependent": "The results of a model depend on what else is in the batch.",
+    "not-batch-invariant": (
+        "Something has no batch-invariant form. Set train.batch_invariant = false, or change it."
+    ),
+    "kernels-differ": "Trainer and generator do not compute with the same kernels.",
+    "values-differ": "Two things that must hold equal values do not.",
+    "wrong-state": "The call is not possible now: closed, asleep, busy, in an update, done already.",
+    "wrong-result": "An engine or a part of yours returned what it was not asked for.",
+    "bad-reply": "A reply is malformed, or its status is an error.",
+    "refused": (
+        "A server, library, program or template refused what it was given. The message has its reason."
+    ),
+    "unreachable": "Nothing answers at the address, or the connection broke.",
+    "deadline": "Something did not happen in time. The message names the setting with the time.",
+    "process-died": "A process ended, or could not be started. The message names its log.",
+    "port-in-use": "Another process has the port.",
+    "server-settings": (
+        "A server was started with other settings than this run needs. The message has the flag."
+    ),
+    "transfer-failed": "Weights could not be carried from the trainer to the engine.",
+    "unsupported-sampling": "The engine cannot honour a sampling parameter.",
+    "unrequested-abort": "The engine aborted samples and was not asked to; somebody else uses it.",
+    "not-authenticated": "A token or a secret is missing or wrong, or a cluster asks nobody for one.",
+    "not-finite": "A loss, a gradient, a score or a logprob is NaN or infinite.",
+    "out-of-memory": "The memory of a device or of the machine is too small. The message says what to lower.",
+    "no-gradients": "There are no gradients to step with.",
+    "missing-values": "A batch lacks what the loss needs, such as ref_logprobs.",
+    "wrong-batch": "Samples or a batch are of another kind than the loss or the packer takes.",
+    "too-many-recompiles": "Code was compiled again more often than train.max_recompiles allows.",
+    "ranks-differ": "Ranks were given different settings, data or micro-batches.",
+    "out-of-step": "A rank waits for another one that does something else, or has gone.",
+    "peer-failed": "This rank ends because another one failed or has gone.",
+    "not-resumable": "A run cannot go on with these settings.",
+    "equal-rewards": "Too few groups have rewards that differ.",
+    "reward-failed": "A reward raised, timed out, or returned no finite number.",
+    "cell-failed": "One of two compared configurations raised an error.",
+}
+"""The kinds of mistakes: what each code means, and what to do about it."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

@@ -38,7 +38,7 @@ class Registry(Mapping[str, str]):
         """Import and return the object behind `name`."""
         target = self._table.get(name, name)
         if ":" not in target:
-            raise ConfigError(unknown_name(self.kind, name, self._table))
+            raise ConfigError(unknown_name(self.kind, name, self._table), code="unknown-name")
         return load_object(target, what=f"{self.kind} {name!r}")
 
 
@@ -46,7 +46,10 @@ def require_members(value: Any, names: Iterable[str], *, what: str) -> None:
     """Raise ConfigError unless `value`, a class or an instance, has every attribute in `names`."""
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
-        raise ConfigError(f"{what} lacks {', '.join(missing)}; docs/how-to/extend.md has what it must have")
+        raise ConfigError(
+            f"{what} lacks {', '.join(missing)}; docs/how-to/extend.md has what it must have",
+            code="wrong-part",
+        )
 
 
 def load_object(target: str, *, what: str) -> Any:
@@ -63,12 +66,15 @@ def load_object(target: str, *, what: str) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{what} needs the module {error.name!r}, which is not installed or not on the Python path "
-            f"(looked for {target!r})"
+            f"(looked for {target!r})",
+            code="missing-package",
         ) from error
     try:
         value: Any = module
         for part in attribute.split("."):
             value = getattr(value, part)
     except AttributeError as error:
-        raise ConfigError(f"{what}: module {module_name!r} has no attribute {attribute!r}") from error
+        raise ConfigError(
+            f"{what}: module {module_name!r} has no attribute {attribute!r}", code="wrong-part"
+        ) from error
     return value

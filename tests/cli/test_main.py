@@ -22,9 +22,13 @@ def command(monkeypatch: pytest.MonkeyPatch, error: BaseException | int) -> None
 @pytest.mark.parametrize(
     ("error", "status", "told"),
     [
-        (ConfigError("train.lr is 0; set 1e-6"), 2, "lockstep train: train.lr is 0; set 1e-6\n"),
-        (RewardError("row 3"), 1, "lockstep train: row 3\n"),
-        (LockstepError("x"), 1, "lockstep train: x\n"),
+        (
+            ConfigError("train.lr is 0; set 1e-6", code="wrong-state"),
+            2,
+            "lockstep train: train.lr is 0; set 1e-6\n",
+        ),
+        (RewardError("row 3", code="wrong-state"), 1, "lockstep train: row 3\n"),
+        (LockstepError("x", code="wrong-state"), 1, "lockstep train: x\n"),
         (KeyboardInterrupt(), 130, "lockstep train: interrupted\n"),
         (0, 0, ""),
         (7, 7, ""),

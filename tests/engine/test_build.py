@@ -43,7 +43,7 @@ class External:
         if External.barrier is not None:
             External.barrier.wait(5)  # breaks unless all start at the same time
         if External.fails_at is not None and spec.work_dir.name == f"replica-{External.fails_at}":
-            raise EngineError("it does not start")
+            raise EngineError("it does not start", code="wrong-state")
         External.made.append(self)
 
     def close(self):

@@ -47,7 +47,7 @@ class Scripted(Streaming):
 
     def _check(self, turn):
         if turn.request.sampling.max_tokens > 1000:
-            raise EngineError("too long")
+            raise EngineError("too long", code="wrong-state")
         self.requests.append(turn.request)
 
     def _advance(self):
@@ -217,7 +217,11 @@ def test_an_early_finisher_is_reported_while_others_still_run():
 
 
 def test_an_error_of_one_replica_aborts_the_others_and_is_raised_with_its_number():
-    engines = [Scripted(0, held=True), Scripted(1, fails=EngineError("out of luck")), Scripted(2, held=True)]
+    engines = [
+        Scripted(0, held=True),
+        Scripted(1, fails=EngineError("out of luck", code="wrong-state")),
+        Scripted(2, held=True),
+    ]
     seen = []
     with pytest.raises(EngineError, match=r"^replica 1 of 3: out of luck$") as caught:
         Dispatcher(engines).generate(
@@ -250,7 +254,7 @@ def test_a_replica_that_does_not_stop_is_named_within_the_deadline(monkeypatch):
     monkeypatch.setattr(dispatch, "ABORT_SECONDS", 0.3)
     stuck = Scripted(0, held=True)
     stuck.abort = lambda: None
-    both = Dispatcher([stuck, Scripted(1, fails=EngineError("gone"))])
+    both = Dispatcher([stuck, Scripted(1, fails=EngineError("gone", code="wrong-state"))])
     with pytest.raises(EngineError, match="replica 1 of 2") as caught:
         both.generate([request((0,)), request((1,))])
     assert caught.value.__notes__ == ["replica 0 did not stop within 0.3 s of being aborted"]
@@ -373,7 +377,7 @@ def test_sleep_wake_and_close_are_for_all_and_an_error_of_one_stops_none():
     together = Dispatcher(engines)
     together.sleep()
     together.wake()
-    engines[1].fails = EngineError("stuck")
+    engines[1].fails = EngineError("stuck", code="wrong-state")
     with pytest.raises(EngineError, match="replica 1 of 3: stuck"):
         together.close()
     assert all(engine.calls == ["sleep", "wake", "close"] for engine in engines)
@@ -381,7 +385,10 @@ def test_sleep_wake_and_close_are_for_all_and_an_error_of_one_stops_none():
 
 def test_every_error_is_told():
     engines = scripted(3)
-    engines[0].fails, engines[2].fails = EngineError("first"), EngineError("third")
+    engines[0].fails, engines[2].fails = (
+        EngineError("first", code="wrong-state"),
+        EngineError("third", code="wrong-state"),
+    )
     with pytest.raises(EngineError, match="replica 0 of 3: first") as caught:
         Dispatcher(engines).sleep()
     assert caught.value.__cause__.__notes__ == ["replica 2 failed too: third"]

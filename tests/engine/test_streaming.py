@@ -25,7 +25,7 @@ class Echo(Streaming):
 
     def _check(self, turn):
         if turn.request.prompt_token_ids == (0,):
-            raise EngineError(f"request {turn.index} is impossible")
+            raise EngineError(f"request {turn.index} is impossible", code="wrong-state")
 
     def _advance(self):
         if self.fail is not None:

@@ -300,7 +300,7 @@ class Engine:
         return self.count()
 
     def stalled(self, text):
-        return EngineError(text)
+        return EngineError(text, code="wrong-state")
 
     def tokenizer(self):
         return None

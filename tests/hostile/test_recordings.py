@@ -690,7 +690,7 @@ def test_a_header_that_asks_for_much_is_refused(replayable: Path, header_change:
     edit_root(root, lambda v: v | header_change)
     with pytest.raises(RecordingError, match=r"capacity|--max-memory"):
         row = replayed(root, max_memory=2**26)
-        raise RecordingError(row.error["line"])
+        raise RecordingError(row.error["line"], code="wrong-state")
 
 
 # --- keys ---------------------------------------------------------------------------------------------------

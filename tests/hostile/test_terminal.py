@@ -98,7 +98,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 def test_errors_are_one_escaped_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fails(monkeypatch, LockstepError(f"two problems\n  {EVIL}"))
+    fails(monkeypatch, LockstepError(f"two problems\n  {EVIL}", code="wrong-state"))
     assert main(["train"]) == 1
     assert check(capsys.readouterr().err).splitlines() == [
         "lockstep train: two problems",

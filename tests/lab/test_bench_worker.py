@@ -154,7 +154,7 @@ def test_ranks_wait_for_each_other_as_long_as_the_suite_for_a_turn(
     job: BenchJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def init_ranks(*, device: str, seconds: float) -> RankContext:
-        raise ConfigError(f"{device} {seconds}")
+        raise ConfigError(f"{device} {seconds}", code="wrong-state")
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

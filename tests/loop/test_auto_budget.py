@@ -63,7 +63,7 @@ def test_it_holds_the_longest_document_and_not_much_more_than_a_step() -> None:
 
 def test_where_there_is_no_plan_it_is_that_of_a_cpu() -> None:
     def no_plan(tokens: int) -> int:
-        raise ConfigError("no attribute memory_parts")
+        raise ConfigError("no attribute memory_parts", code="wrong-state")
 
     choice = choose_token_budget(sft(), device="cuda", total_bytes=1, ranks=1, peak=no_plan)
     assert choice.value == 4096 and "memory_parts" in choice.reason

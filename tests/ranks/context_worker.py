@@ -38,7 +38,7 @@ def failing(ranks: RankContext, rank: int, error: Exception) -> Callable[[], int
 
 def in_together(ranks: RankContext) -> None:
     with ranks.together("opening"):
-        failing(ranks, 0, RewardError("no folder"))()
+        failing(ranks, 0, RewardError("no folder", code="wrong-state"))()
 
 
 def main(out: Path) -> None:
@@ -55,7 +55,8 @@ def main(out: Path) -> None:
             "first": [ranks.from_first(lambda: made.append(1) or "made once", what="a value"), bool(made)],
             "reward": raised(
                 lambda: ranks.each(
-                    failing(ranks, 1, RewardError("reward 'x' of row 3 failed")), what="scoring"
+                    failing(ranks, 1, RewardError("reward 'x' of row 3 failed", code="wrong-state")),
+                    what="scoring",
                 )
             ),
             "other": raised(lambda: ranks.each(failing(ranks, 2, KeyError("mine")), what="scoring")),

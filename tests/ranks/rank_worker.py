@@ -82,13 +82,13 @@ def in_vain(ranks: RankContext, guard: Guard) -> None:
     ranks.gather(None, None, what="both are there")
     if ranks.rank == 1:
         time.sleep(300)
-    raise RankError("rank 0 of 2, at gradients: a rank did not come within 2 s")
+    raise RankError("rank 0 of 2, at gradients: a rank did not come within 2 s", code="wrong-state")
 
 
 def fails_with_a_bad_shutdown(ranks: RankContext, guard: Guard) -> None:
     """Of Python, which a thread of gloo can abort; here it always ends with 77."""
     atexit.register(os._exit, 77)
-    raise RankError("no luck")
+    raise RankError("no luck", code="wrong-state")
 
 
 def interrupted_with_a_bad_shutdown(ranks: RankContext, guard: Guard) -> None:

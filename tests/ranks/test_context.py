@@ -27,7 +27,7 @@ def test_a_process_alone_agrees_with_itself() -> None:
     ranks.require_same({"a": 1}, what="x")
     ranks.at("here", step=3)
     with pytest.raises(RewardError, match=r"^as it was$"), ranks.together("x"):
-        raise RewardError("as it was")
+        raise RewardError("as it was", code="wrong-state")
     with pytest.raises(ValueError, match=r"^mine$"), ranks:
         ranks.each(lambda: int_or_error("mine"), what="x")
 
@@ -85,6 +85,6 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(found: lis
 
 
 def test_who_only_lost_another_is_not_to_blame() -> None:
-    assert lost_peer(PeerFailed("rank 1 failed"))
+    assert lost_peer(PeerFailed("rank 1 failed", code="wrong-state"))
     assert lost_peer(RuntimeError("Connection closed by peer [127.0.0.1]"))
-    assert not lost_peer(ConfigError("x"))
+    assert not lost_peer(ConfigError("x", code="wrong-state"))

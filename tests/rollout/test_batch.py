@@ -191,7 +191,7 @@ def test_what_is_finished_before_an_abort_stays(model, data, tmp_path):
 def test_a_crash_of_the_engine_keeps_what_is_finished(model, data, tmp_path):
     def script(number, completion):
         if number == 5:
-            raise EngineError("died")
+            raise EngineError("died", code="wrong-state")
         return completion
 
     made = setup(model, data)

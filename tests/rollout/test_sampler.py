@@ -215,7 +215,7 @@ def test_a_group_is_scored_while_others_are_sampled():
 def test_a_reward_that_fails_ends_the_generation():
     class Rewards(FakeRewards):
         def score(self, inputs):
-            raise RewardError("row 3: no column")
+            raise RewardError("row 3: no column", code="wrong-state")
 
     engine = Waiting(threading.Event())
     with pytest.raises(RewardError, match="row 3: no column"):
@@ -227,7 +227,7 @@ def test_a_reward_that_fails_ends_the_generation():
 def test_an_engine_that_fails_leaves_no_thread():
     class Broken(FakeEngine):
         def generate(self, requests, *, on_completion=None):
-            raise EngineError("no memory")
+            raise EngineError("no memory", code="wrong-state")
 
     with pytest.raises(EngineError, match="no memory"):
         sample(Broken())

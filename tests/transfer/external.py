@@ -43,7 +43,7 @@ class ExternalHF(HFEngine):
 
     def generate(self, requests, *, on_completion=None, **kwargs):
         if self.dirty:
-            raise EngineError("the test's engine is dirty and refuses to generate")
+            raise EngineError("the test's engine is dirty and refuses to generate", code="wrong-state")
         results = super().generate(requests, on_completion=on_completion, **kwargs)
         if "stale" in self.faults:  # what a prefix cache that is not flushed does, as badly as can be
             for request, group in zip(requests, results, strict=True):
@@ -125,7 +125,7 @@ class ExternalHF(HFEngine):
 
     def _fail_at(self, where):
         if where in self.faults:
-            raise EngineError(f"the test's engine fails at {where}")
+            raise EngineError(f"the test's engine fails at {where}", code="wrong-state")
 
 
 def random_model(spec) -> LoadedModel:
@@ -192,7 +192,7 @@ class RunsOut(ExternalHF):
 
     def generate(self, requests, **kwargs):
         if len(requests) > 2 and self.finished > 1:
-            raise EngineError("the test's engine ran out of memory: CUDA out of memory")
+            raise EngineError("the test's engine ran out of memory: CUDA out of memory", code="wrong-state")
         return super().generate(requests, **kwargs)
 
 

@@ -116,7 +116,7 @@ class Holder:
                 process.stdin.write(json.dumps({"bucket": values, "seconds": seconds}) + "\n")
                 process.stdin.flush()
             except BrokenPipeError as error:
-                raise EngineError("a worker is gone") from error
+                raise EngineError("a worker is gone", code="wrong-state") from error
         answers = self._answers(self.answer_seconds or seconds)
         assert all(answer == answers[0] for answer in answers)
         assert not answers[0].keys() & self.held.keys()
@@ -131,14 +131,16 @@ class Holder:
             while len(found) < self.receivers:
                 ready = selector.select(max(deadline - time.monotonic(), 0.01))
                 if not ready:
-                    raise EngineError("a worker did not answer")
+                    raise EngineError("a worker did not answer", code="wrong-state")
                 for key, _ in ready:
                     line = key.fileobj.readline()
                     if not line:
-                        raise EngineError(f"a worker ended with exit status {key.data.wait()}")
+                        raise EngineError(
+                            f"a worker ended with exit status {key.data.wait()}", code="wrong-state"
+                        )
                     answer = json.loads(line)
                     if "error" in answer:
-                        raise EngineError(f"a worker says: {answer['error']}")
+                        raise EngineError(f"a worker says: {answer['error']}", code="wrong-state")
                     found.append(answer["tensors"])
         return found
 

@@ -24,18 +24,20 @@ def test_a_memory_report_has_both_processes() -> None:
     assert take_memory_report(SimpleNamespace(external=False), device=CPU).engine is None
 
     def dead():
-        raise EngineError("gone")
+        raise EngineError("gone", code="wrong-state")
 
     report = take_memory_report(SimpleNamespace(external=True, memory=dead), device=CPU)
     assert "engine not reported" in explain("engine", before=None, after=None, now=report)
 
 
 def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
-    wrapped = TrainError("micro-batch 3 is too large")
+    wrapped = TrainError("micro-batch 3 is too large", code="wrong-state")
     wrapped.__cause__ = torch.OutOfMemoryError("x")
     assert ran_out_of_memory(wrapped)
-    assert ran_out_of_memory(EngineError("the server said: CUDA out of memory. Tried to allocate"))
-    assert not ran_out_of_memory(EngineError("the server said no"))
+    assert ran_out_of_memory(
+        EngineError("the server said: CUDA out of memory. Tried to allocate", code="wrong-state")
+    )
+    assert not ran_out_of_memory(EngineError("the server said no", code="wrong-state"))
 
 
 def parts_of(engine, transfer) -> SimpleNamespace:
@@ -45,8 +47,8 @@ def parts_of(engine, transfer) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("side", "error", "kind"),
     [
-        ("engine", EngineError("out of memory"), EngineError),
-        ("trainer", TrainError("out of memory"), TrainError),
+        ("engine", EngineError("out of memory", code="wrong-state"), EngineError),
+        ("trainer", TrainError("out of memory", code="wrong-state"), TrainError),
         ("trainer", torch.OutOfMemoryError("16 GiB"), TrainError),
         ("engine", torch.OutOfMemoryError("16 GiB"), EngineError),
     ],
@@ -71,7 +73,14 @@ def test_the_side_and_the_memory_reports_around_the_last_update_are_named(side, 
     assert caught.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", [RewardError("out of memory"), EngineError("dirty"), RuntimeError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RewardError("out of memory", code="wrong-state"),
+        EngineError("dirty", code="wrong-state"),
+        RuntimeError("x"),
+    ],
+)
 def test_other_errors_are_left_as_they_are(error) -> None:
     transfer = SimpleNamespace(transport="disk", before=None, after=None)
     with (

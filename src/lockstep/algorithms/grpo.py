@@ -50,7 +50,9 @@ class PolicyAlgorithm:
             raise ConfigError(
                 f"algorithm.overlong.buffer_tokens = {self._buffer_tokens} exceeds max_tokens = "
                 f"{max_tokens}, so every completion would be punished; lower it, or leave it out for a "
-                "fifth of max_tokens"
+                "fifth of max_tokens",
+                code="out-of-range",
+                setting="algorithm.overlong.buffer_tokens",
             )
 
     def keep(self, group: RolloutGroup) -> bool:
@@ -153,7 +155,9 @@ class PolicyAlgorithm:
         if ref_logprobs is None or len(ref_logprobs) != len(samples):
             raise TrainError(
                 f"algorithm.kl.place = 'reward' needs ref_logprobs of all {len(samples)} rollouts, got "
-                f"{'none' if ref_logprobs is None else len(ref_logprobs)}"
+                f"{'none' if ref_logprobs is None else len(ref_logprobs)}",
+                code="missing-values",
+                name="ref_logprobs",
             )
         return [
             -self.kl_coef * kl_k1(sample.rollout_logprobs[sample.loss_mask], ref[sample.loss_mask])
@@ -170,7 +174,9 @@ class PolicyAlgorithm:
         if problem is not None:
             raise TrainError(
                 f"algorithm.advantage = {self.config.advantage!r} returned {problem}; return one finite "
-                "advantage per rollout"
+                "advantage per rollout",
+                code="wrong-result",
+                setting="algorithm.advantage",
             )
 
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:

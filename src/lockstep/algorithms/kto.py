@@ -43,7 +43,11 @@ class KTOLoss:
         """See protocols.TokenLoss; rows must hold every trained slot of the batch."""
         batch = _unpaired(batch)
         if batch.kl_baseline is None:
-            raise TrainError("KTO compares with a baseline, but the batch has no kl_baseline; set it first")
+            raise TrainError(
+                "KTO compares with a baseline, but the batch has no kl_baseline; set it first",
+                code="missing-values",
+                name="kl_baseline",
+            )
         slots = logprobs.new_zeros(batch.num_slots)
         slots[rows] = logprobs
         options = self.config
@@ -147,7 +151,9 @@ def log_ratios(logprobs: Tensor, batch: UnpairedBatch) -> Tensor:
     if batch.ref_logprobs is None:
         raise TrainError(
             "KTO compares with a reference, but the batch has no ref_logprobs; run "
-            "backend.ref.logprobs(batches) first"
+            "backend.ref.logprobs(batches) first",
+            code="missing-values",
+            name="ref_logprobs",
         )
     ref = masked(batch.ref_logprobs.to(logprobs.device), batch.loss_mask)
     return document_sums(masked(logprobs, batch.loss_mask) - ref, batch.cu_seqlens)
@@ -194,5 +200,8 @@ def _of_documents(values: Tensor, batch: PackedBatch) -> Tensor:
 
 def _unpaired(batch: PackedBatch) -> UnpairedBatch:
     if not isinstance(batch, UnpairedBatch):
-        raise TrainError(f"KTO needs an UnpairedBatch, got {type(batch).__name__}; pack UnpairedSamples")
+        raise TrainError(
+            f"KTO needs an UnpairedBatch, got {type(batch).__name__}; pack UnpairedSamples",
+            code="wrong-batch",
+        )
     return batch

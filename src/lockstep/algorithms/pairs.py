@@ -59,7 +59,9 @@ class PairLoss(ABC):
             if batch.ref_logprobs is None:
                 raise TrainError(
                     "the loss compares with a reference, but the batch has no ref_logprobs; run "
-                    "backend.ref.logprobs(batches) first"
+                    "backend.ref.logprobs(batches) first",
+                    code="missing-values",
+                    name="ref_logprobs",
                 )
             scores = scores - masked(batch.ref_logprobs.to(outputs.device), batch.loss_mask)
         documents = document_sums(scores, batch.cu_seqlens)
@@ -96,7 +98,10 @@ def pair_weights(samples: Sequence[TrainSample]) -> list[Tensor]:
         DataError: there is an odd number of samples.
     """
     if len(samples) % 2:
-        raise DataError(f"{len(samples)} samples are no preference pairs: there is one without its other")
+        raise DataError(
+            f"{len(samples)} samples are no preference pairs: there is one without its other",
+            code="wrong-pairs",
+        )
     return [sample.loss_mask.to(torch.float32) * (2.0 / len(samples)) for sample in samples]
 
 
@@ -108,6 +113,7 @@ def of_pairs(documents: Tensor, batch: PreferenceBatch) -> Tensor:
 def _preferences(batch: PackedBatch) -> PreferenceBatch:
     if not isinstance(batch, PreferenceBatch):
         raise TrainError(
-            f"a loss of pairs needs a PreferenceBatch, got {type(batch).__name__}; pack PreferenceSamples"
+            f"a loss of pairs needs a PreferenceBatch, got {type(batch).__name__}; pack PreferenceSamples",
+            code="wrong-batch",
         )
     return batch

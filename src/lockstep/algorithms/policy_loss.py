@@ -105,7 +105,10 @@ class PolicyLoss:
 
     def __init__(self, config: GRPOConfig) -> None:
         if config.objective is None or config.kl.estimator is None:
-            raise ConfigError("PolicyLoss needs a resolved GRPOConfig; call config.resolved() first")
+            raise ConfigError(
+                "PolicyLoss needs a resolved GRPOConfig; call config.resolved() first",
+                code="missing-argument",
+            )
         self.config = config
         self.objective: Objective = OBJECTIVES.load(config.objective)
         self.clip_low, self.clip_high = config.clip_low, config.clip_high
@@ -132,7 +135,9 @@ class PolicyLoss:
         if loss.shape != terms.ratio.shape:
             raise TrainError(
                 f"algorithm.objective = {config.objective!r} returned a loss of shape {list(loss.shape)} for "
-                f"{terms.ratio.shape[0]} tokens; return one entry per token"
+                f"{terms.ratio.shape[0]} tokens; return one entry per token",
+                code="wrong-result",
+                setting="algorithm.objective",
             )
         loss = loss * terms.is_weight * terms.off_policy_mask
         if config.kl.coef > 0:
@@ -154,7 +159,9 @@ class PolicyLoss:
         if batch.ref_logprobs is None:
             raise TrainError(
                 "the loss has a KL term but the batch has no ref_logprobs; run backend.ref.logprobs(batches) "
-                "first, or set algorithm.kl.coef = 0"
+                "first, or set algorithm.kl.coef = 0",
+                code="missing-values",
+                name="ref_logprobs",
             )
         ref = masked(batch.ref_logprobs[rows], terms.mask)
         estimate = kl(terms.logprobs, ref, estimator=config.estimator, max_nats=config.max_nats)
@@ -174,7 +181,9 @@ class PolicyLoss:
         if len(stats.terms) != len(batches):
             raise TrainError(
                 f"the train backend returned the loss's terms of {len(stats.terms)} of {len(batches)} "
-                "micro-batches; put LossOutput.terms of every call into StepStats.terms, [K, T] each"
+                "micro-batches; put LossOutput.terms of every call into StepStats.terms, [K, T] each",
+                code="missing-values",
+                name="terms",
             )
         masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
         rows = torch.cat([x[:, mask] for x, mask in zip(stats.terms, masks, strict=True)], 1)
@@ -275,7 +284,10 @@ class PolicyLoss:
 
 def _policy_batch(batch: PackedBatch) -> PolicyBatch:
     if not isinstance(batch, PolicyBatch):
-        raise TrainError(f"a policy loss needs a PolicyBatch, got {type(batch).__name__}; pack PolicySamples")
+        raise TrainError(
+            f"a policy loss needs a PolicyBatch, got {type(batch).__name__}; pack PolicySamples",
+            code="wrong-batch",
+        )
     return batch
 
 

@@ -46,7 +46,11 @@ class PPO(PolicyAlgorithm):
         ref_logprobs: Sequence[Tensor] | None = None,
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
         """Raise TrainError: there are none without values."""
-        raise TrainError("PPO has no advantages without values; give the loop a value model (parts.value)")
+        raise TrainError(
+            "PPO has no advantages without values; give the loop a value model (parts.value)",
+            code="missing-values",
+            name="values",
+        )
 
     def estimates(
         self,
@@ -65,7 +69,9 @@ class PPO(PolicyAlgorithm):
         """
         if len(values) != len(samples):
             raise TrainError(
-                f"there are values of {len(values)} of {len(samples)} rollouts; score all of them"
+                f"there are values of {len(values)} of {len(samples)} rollouts; score all of them",
+                code="missing-values",
+                name="values",
             )
         shaped, penalties = self.shaped(self._scaled(groups), samples, ref_logprobs)
         metrics = self._adapt_kl(penalties) if self._kl_in_reward else {}
@@ -97,7 +103,8 @@ class PPO(PolicyAlgorithm):
         """See protocols.ValueAlgorithm."""
         if state.keys() != self.state().keys():
             raise CheckpointError(
-                f"the state of PPO has {sorted(self.state())}, the checkpoint {sorted(state)}"
+                f"the state of PPO has {sorted(self.state())}, the checkpoint {sorted(state)}",
+                code="wrong-field",
             )
         self.kl_coef = state["kl_coef"]
         self._seen = RunningMoments.of(state)

@@ -65,5 +65,8 @@ class ValueLoss:
 
 def _value_batch(batch: PackedBatch) -> ValueBatch:
     if not isinstance(batch, ValueBatch):
-        raise TrainError(f"a value loss needs a ValueBatch, got {type(batch).__name__}; pack ValueSamples")
+        raise TrainError(
+            f"a value loss needs a ValueBatch, got {type(batch).__name__}; pack ValueSamples",
+            code="wrong-batch",
+        )
     return batch

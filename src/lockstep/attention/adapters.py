@@ -37,7 +37,7 @@ def implementation(kernel: str) -> str:
     if kernel.startswith("hf:") and len(kernel) > 3:
         return kernel.removeprefix("hf:")
     if kernel not in KERNELS and ":" not in kernel:
-        raise ConfigError(unknown_name("attention kernel", kernel, names("attention")))
+        raise ConfigError(unknown_name("attention kernel", kernel, names("attention")), code="unknown-name")
     _register(kernel)
     return PREFIX + kernel
 
@@ -119,13 +119,16 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         if cu_seqlens is None and ring is None:
             raise ModelError(
                 f"attention implementation {PREFIX + kernel!r} was called without cu_seqlens; run the model "
-                "through lockstep.models.forward.hidden_states, or load it with attention = 'hf:sdpa'"
+                "through lockstep.models.forward.hidden_states, or load it with attention = 'hf:sdpa'",
+                code="missing-values",
+                name="cu_seqlens",
             )
         # transformers passes both to every implementation, so a kernel that ignored them would compute
         # another model without a word.
         if dropout or softcap is not None:
             raise ModelError(
-                f"attention kernel {kernel!r} has no dropout and no softcap (got {dropout}, {softcap})"
+                f"attention kernel {kernel!r} has no dropout and no softcap (got {dropout}, {softcap})",
+                code="unsupported-combination",
             )
         if ring is not None:
             return _ring(query, key, value, ring=ring, scale=scaling, window=sliding_window), None
@@ -161,7 +164,9 @@ def _ring(
     """query [1, N, t, H], key and value [1, K, t, H] -> [1, t, N, H]."""
     if window is not None:
         raise ModelError(
-            f"ring attention has no sliding window (this layer's is {window}); set train.ring = 1"
+            f"ring attention has no sliding window (this layer's is {window}); set train.ring = 1",
+            code="unsupported-combination",
+            setting="train.ring",
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return ring_attention(q, k, v, shard=ring.shard, group=ring.group, scale=scale)[None]

@@ -37,7 +37,9 @@ def enable_cpu_reference() -> None:
     if taken:
         raise ModelError(
             f"torch {torch.__version__} already has CPU kernels for {', '.join(taken)}, and Lockstep does "
-            "not replace them; set train.attention = 'sdpa'"
+            "not replace them; set train.attention = 'sdpa'",
+            code="unsupported-version",
+            setting="train.attention",
         )
     # Kernels under torch's own ops, so that without a GPU the very graph is traced, compiled and tested that
     # runs on one.

@@ -73,21 +73,29 @@ def ring_attention(
     if here != (shard.rank, shard.size):
         raise ModelError(
             f"the shard is of rank {shard.rank} of {shard.size}, but this is rank {here[0]} of a group of "
-            f"{here[1]}; make it with ring_shard(..., rank={here[0]}, size={here[1]})"
+            f"{here[1]}; make it with ring_shard(..., rank={here[0]}, size={here[1]})",
+            code="out-of-range",
+            name="rank",
         )
     if q.shape[0] != shard.num_rows or k.shape[0] != shard.num_rows or k.shape != v.shape:
         raise ModelError(
             f"rank {shard.rank} of the ring has {shard.num_rows} rows, not q {list(q.shape)}, "
-            f"k {list(k.shape)}, v {list(v.shape)}"
+            f"k {list(k.shape)}, v {list(v.shape)}",
+            code="wrong-shape",
         )
     if shard.index.device != q.device:
-        raise ModelError(f"the ring's shard is on {shard.index.device}, q on {q.device}; move it: shard.to()")
+        raise ModelError(
+            f"the ring's shard is on {shard.index.device}, q on {q.device}; move it: shard.to()",
+            code="missing-device",
+        )
     if q.device.type == "cpu":
         enable_cpu_reference()
     elif q.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
             f"ring attention runs flash kernels, which have no {q.dtype} on {q.device.type}; "
-            "set model.dtype = 'bfloat16'"
+            "set model.dtype = 'bfloat16'",
+            code="unsupported-combination",
+            setting="model.dtype",
         )
     out: Tensor = _apply(q, k, v, Ring(shard=shard, group=group), scale)
     return out
@@ -214,7 +222,8 @@ def _attend(
     if lse.shape != (q.shape[1], q.shape[0]):
         raise ModelError(
             f"torch {torch.__version__} gives the log-sum-exp of packed documents as {list(lse.shape)}, not "
-            f"[{q.shape[1]}, {q.shape[0]}]; ring attention needs torch 2.11 or later"
+            f"[{q.shape[1]}, {q.shape[0]}]; ring attention needs torch 2.11 or later",
+            code="unsupported-version",
         )
     return out, lse
 

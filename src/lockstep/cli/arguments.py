@@ -100,7 +100,9 @@ def pair(flag: str, word: str, *, example: str) -> tuple[str, str]:
     """The two parts of NAME=VALUE. Raises ConfigError."""
     name, equals, value = word.partition("=")
     if not equals or not name:
-        raise ConfigError(f"{flag} {word!r}: write NAME=VALUE, such as {example}")
+        raise ConfigError(
+            f"{flag} {word!r}: write NAME=VALUE, such as {example}", code="wrong-format", setting=flag
+        )
     return name, value
 
 

@@ -17,7 +17,7 @@ from lockstep.cli.arguments import leading_word
 from lockstep.cli.flags import parse_flags
 from lockstep.config.base import Config
 from lockstep.config.load import check, dump_toml, merge, read_toml, to_values
-from lockstep.config.problems import model_of, unknown_keys
+from lockstep.config.problems import model_of, refusal, unknown_keys
 from lockstep.errors import ConfigError
 from lockstep.loop.interrupt import Interrupt
 from lockstep.observe.files import write_json
@@ -130,11 +130,14 @@ def _from_file(source: str | None, model: type[AnyConfig], *, start: Mapping[str
     if source is not None:
         path = Path(source)
         if not path.is_file():
-            raise ConfigError(f"no such file: {source!r}; settings come from flags and from one TOML file")
+            raise ConfigError(
+                f"no such file: {source!r}; settings come from flags and from one TOML file",
+                code="no-such-file",
+            )
         values = read_toml(path)
     problems, known = unknown_keys(values, model)
     if problems:
-        raise ConfigError(f"{source}: " + "\n  ".join(problems))
+        raise refusal(f"{source}: ", problems)
     together = _over(start, known)
     fields = {name: _field(model, name, value, str(source)) for name, value in together.items()}
     return cast(AnyConfig, model.model_construct(**fields))

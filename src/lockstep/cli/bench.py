@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     command, *rest = argv
     if command not in COMMANDS:
-        raise ConfigError(unknown_name("command of lockstep bench", command, COMMANDS))
+        raise ConfigError(unknown_name("command of lockstep bench", command, COMMANDS), code="unknown-name")
     return step(rest)
 
 
@@ -155,7 +155,9 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
         names = ", ".join(cell.name for cell in cells)
         raise ConfigError(
             f"--ranks {args.ranks} has no effect with {names}: backend {cells[0].backend} is one process; "
-            f"add a cell of {' or '.join(spanning)}, or leave --ranks out"
+            f"add a cell of {' or '.join(spanning)}, or leave --ranks out",
+            code="no-effect",
+            setting="--ranks",
         )
     device, gpus = device_of(args.device)
     work = _work(args)
@@ -186,7 +188,9 @@ def _cells(args: argparse.Namespace) -> list[BenchCell]:
     lists_given = [axis for axis, text in lists.items() if text is not None]
     if lists_given:
         raise ConfigError(
-            f"--cells and --{lists_given[0]} exclude each other; give the cells, or lists of values"
+            f"--cells and --{lists_given[0]} exclude each other; give the cells, or lists of values",
+            code="contradiction",
+            setting="--cells",
         )
     return parse_cells(args.cells)
 
@@ -194,17 +198,23 @@ def _cells(args: argparse.Namespace) -> list[BenchCell]:
 def _work(args: argparse.Namespace) -> BenchWork:
     from pydantic import ValidationError
 
+    from lockstep.config.problems import first_data
     from lockstep.lab.step_bench.work import BenchWork
 
     if args.prompts * args.group > MOST_SAMPLES:
         raise ConfigError(
-            f"--prompts {args.prompts} x --group {args.group} are more than {MOST_SAMPLES} samples; lower one"
+            f"--prompts {args.prompts} x --group {args.group} are more than {MOST_SAMPLES} samples; "
+            f"lower one",
+            code="out-of-range",
+            setting="--prompts",
         )
     names = ("prompts", "group", "prompt_tokens", "longest", "seed")
     try:
         return BenchWork.model_validate({name: getattr(args, name) for name in names})
     except ValidationError as error:
-        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+        raise ConfigError(
+            error.errors()[0]["msg"].removeprefix("Value error, "), **first_data(error)
+        ) from error
 
 
 def _run(args: argparse.Namespace, *, work: BenchWork, device: str, attention: str) -> Any:
@@ -214,7 +224,9 @@ def _run(args: argparse.Namespace, *, work: BenchWork, device: str, attention: s
     budget = args.token_budget or max(args.longest, min(sum(work.lengths()), MOST_TOKENS))
     if budget < args.longest:
         raise ConfigError(
-            f"--token-budget {budget} is below --longest {args.longest}: a document must fit one micro-batch"
+            f"--token-budget {budget} is below --longest {args.longest}: a document must fit one micro-batch",
+            code="contradiction",
+            setting="--token-budget",
         )
     settings: dict[str, Any] = {
         "name": "bench",
@@ -253,10 +265,14 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 def _check_settable(name: str) -> None:
     if name in FLAG_OF:
         what = "an axis of cells" if name in AXIS_OF else "part of what is measured"
-        raise ConfigError(f"--set {name} is {what}; choose it with {FLAG_OF[name]}")
+        raise ConfigError(
+            f"--set {name} is {what}; choose it with {FLAG_OF[name]}", code="contradiction", setting="--set"
+        )
     inside = next((setting for setting in FLAG_OF if setting.startswith(f"{name}.")), None)
     if inside is not None:
         raise ConfigError(
             f"--set {name} would replace {inside} too, which {FLAG_OF[inside]} decides; set what is in "
-            f"{name} one by one: --set {name}.NAME=VALUE"
+            f"{name} one by one: --set {name}.NAME=VALUE",
+            code="contradiction",
+            setting="--set",
         )

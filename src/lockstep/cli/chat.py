@@ -67,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
         try:
             line = input("> " if terminal else "")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"the input is not text in {sys.stdin.encoding}: {error}") from error
+            raise ConfigError(
+                f"the input is not text in {sys.stdin.encoding}: {error}", code="not-text"
+            ) from error
         except EOFError:
             if terminal:
                 echo()
@@ -108,7 +110,8 @@ class Chat:
         if len(ids) >= self._max_positions:
             raise ConfigError(
                 f"the conversation has {len(ids)} tokens and the model {self._max_positions} positions; "
-                "start anew with /reset"
+                "start anew with /reset",
+                code="too-long",
             )
         request = GenerationRequest(
             prompt_token_ids=tuple(ids),

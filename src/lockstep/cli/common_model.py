@@ -51,7 +51,8 @@ class OpenModel:
 
         if self.model.tokenizer is None:
             raise ConfigError(
-                f"{self.source} has no tokenizer, so it cannot read text; sample --num-prompts instead"
+                f"{self.source} has no tokenizer, so it cannot read text; sample --num-prompts instead",
+                code="no-tokenizer",
             )
         return ChatFormat(self.data, self.model.tokenizer)
 
@@ -83,7 +84,9 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
         weights = find_weights(folder, checkpoint)
     elif checkpoint is not None:
         raise ConfigError(
-            f"--checkpoint {checkpoint} needs a run directory, and {where!r} holds no config.toml"
+            f"--checkpoint {checkpoint} needs a run directory, and {where!r} holds no config.toml",
+            code="wrong-kind-of-file",
+            setting="--checkpoint",
         )
     else:
         weights = None
@@ -124,11 +127,15 @@ def find_weights(run_dir: Path, checkpoint: str | None) -> Path:
         return saved[int(checkpoint)]
     if checkpoint is not None and checkpoint not in ("export", "last") and not checkpoint.isdecimal():
         raise ConfigError(
-            f"--checkpoint {checkpoint} is neither export, last nor a step; known: {', '.join(known)}"
+            f"--checkpoint {checkpoint} is neither export, last nor a step; known: {', '.join(known)}",
+            code="unknown-name",
+            setting="--checkpoint",
         )
     raise CheckpointError(
         f"{run_dir} has no {'weights' if checkpoint is None else f'checkpoint {checkpoint}'}; "
-        f"there are: {', '.join(known) or 'none'}"
+        f"there are: {', '.join(known) or 'none'}",
+        code="no-such-file",
+        setting="--checkpoint",
     )
 
 
@@ -147,7 +154,7 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
     try:
         opened = StoredTensors(read_index(directory))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; choose another --checkpoint") from error
+        raise CheckpointError(f"{error}; choose another --checkpoint", **error.data) from error
     with opened as stored, torch.no_grad():
         weights = stored.weights()
         wrong = [n for n, load in weights.items() if n not in own or own[n].shape != load.shape]
@@ -155,7 +162,8 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
         if wrong or missing:
             raise CheckpointError(
                 f"{directory} does not fit the run's model: {len(wrong)} unknown or misshapen weights "
-                f"{wrong[:3]}, {len(missing)} missing {missing[:3]}"
+                f"{wrong[:3]}, {len(missing)} missing {missing[:3]}",
+                code="other-model",
             )
         for name, load in weights.items():
             own[name].copy_(load())
@@ -186,6 +194,7 @@ def _sequence(checkpoint: Path) -> int:
     sequence = value.get("sequence") if isinstance(value, dict) else None
     if not isinstance(sequence, int):
         raise CheckpointError(
-            f"{checkpoint / _COMPLETE} is damaged (sequence {sequence!r:.80}); name a step by --checkpoint"
+            f"{checkpoint / _COMPLETE} is damaged (sequence {sequence!r:.80}); name a step by --checkpoint",
+            code="damaged-file",
         )
     return sequence

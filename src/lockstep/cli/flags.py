@@ -35,9 +35,13 @@ def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunCon
     if source in RUN_KINDS:
         return load_run(recipe, kind=source)
     if source is not None and recipe is not None:
-        raise ConfigError(f"{source!r} and --recipe {recipe} both name a config; give one of them")
+        raise ConfigError(
+            f"{source!r} and --recipe {recipe} both name a config; give one of them",
+            code="contradiction",
+            setting="--recipe",
+        )
     if source is None and recipe is None:
-        raise ConfigError(nothing)
+        raise ConfigError(nothing, code="missing-setting")
     return load_run(source or recipe)
 
 
@@ -235,7 +239,11 @@ def _overrides(
 def _pair(word: str, path: str) -> tuple[str, Any]:
     key, equals, text = word.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--{path} {word!r}: expected {PAIRS}, such as --{path} min_terms=2")
+        raise ConfigError(
+            f"--{path} {word!r}: expected {PAIRS}, such as --{path} min_terms=2",
+            code="wrong-format",
+            setting=f"--{path}",
+        )
     return key, parse_value(text, origin=f"--{path} {key}")
 
 
@@ -244,7 +252,9 @@ def _item(word: str, path: str) -> dict[str, Any]:
         table = parse_value(word, origin=f"--{path}")
         if not isinstance(table, dict):
             raise ConfigError(
-                f"--{path} {word[:200]!r}: not a TOML table, such as {{name = 'math', weight = 2}}"
+                f"--{path} {word[:200]!r}: not a TOML table, such as {{name = 'math', weight = 2}}",
+                code="not-toml",
+                setting=f"--{path}",
             )
         return table
     name, equals, weight = word.partition("=")

@@ -114,11 +114,23 @@ def parse(argv: Sequence[str]) -> Command:
         short=SHORT,
     )
     if not config.data.source:
-        raise ConfigError("no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)")
+        raise ConfigError(
+            "no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)",
+            code="missing-setting",
+            setting="--data",
+        )
     if config.engine.name not in (*ENGINES, "auto") and ":" not in config.engine.name:
-        raise ConfigError(unknown_name("inference engine", config.engine.name, [*ENGINES, "auto"]))
+        raise ConfigError(
+            unknown_name("inference engine", config.engine.name, [*ENGINES, "auto"]),
+            code="unknown-name",
+            setting="engine.name",
+        )
     if values["out"] is None and not values["print_config"]:
-        raise ConfigError("no file for the rows: give --out FILE.jsonl or --out FILE.parquet")
+        raise ConfigError(
+            "no file for the rows: give --out FILE.jsonl or --out FILE.parquet",
+            code="missing-setting",
+            setting="--out",
+        )
     check_writable(values["json"])
     return Command(config=config, **values)
 
@@ -254,7 +266,9 @@ def find(config: GenerateConfig, checkpoint: str | None) -> Weights:
     if not (folder / "config.toml").is_file():
         if checkpoint is not None:
             raise ConfigError(
-                f"--checkpoint {checkpoint} needs a run directory, and {name!r} holds no config.toml"
+                f"--checkpoint {checkpoint} needs a run directory, and {name!r} holds no config.toml",
+                code="wrong-kind-of-file",
+                setting="--checkpoint",
             )
         return Weights(model=config.model, checkpoint=None)
     run = build(read_toml(folder / "config.toml"), origin=str(folder / "config.toml"))

@@ -82,7 +82,7 @@ def _run(command: str, *rest: str) -> int:
         _check_arguments((command, *rest))
         _check_launcher()
         if command not in COMMANDS:
-            raise ConfigError(unknown_name("command", command, COMMANDS))
+            raise ConfigError(unknown_name("command", command, COMMANDS), code="unknown-name")
         module = importlib.import_module(f"lockstep.cli.{command}")
         return int(module.main(list(rest)))
     except LockstepError as error:
@@ -117,12 +117,15 @@ def _check_arguments(words: Sequence[str]) -> None:
             word.encode()
         except UnicodeEncodeError as error:  # it would fail where it is written to a file or a report
             raise ConfigError(
-                f"argument {number}, {word[:80]!a}, is not UTF-8; rename the file, or write the text in UTF-8"
+                f"argument {number}, {word[:80]!a}, is not UTF-8; rename the file, or write the "
+                f"text in UTF-8",
+                code="not-text",
             ) from error
         if _CONTROL.search(word):
             raise ConfigError(
                 f"argument {number}, {word[:80]!r}, holds a control character; rename the file, or write the "
-                "text in a TOML file, where \\u001b stands for one"
+                "text in a TOML file, where \\u001b stands for one",
+                code="wrong-format",
             )
 
 
@@ -135,12 +138,14 @@ def _check_launcher() -> None:
         if not re.fullmatch(r"[0-9]{1,6}", value):
             raise ConfigError(
                 f"the environment variable {name} = {value[:80]!r} is no number; torchrun sets it, elsewhere "
-                "unset RANK and WORLD_SIZE"
+                "unset RANK and WORLD_SIZE",
+                code="wrong-environment",
             )
     if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
         raise ConfigError(
             f"the environment variable RANK = {os.environ['RANK']} is not below WORLD_SIZE = "
-            f"{os.environ['WORLD_SIZE']}; torchrun sets both, elsewhere unset them"
+            f"{os.environ['WORLD_SIZE']}; torchrun sets both, elsewhere unset them",
+            code="wrong-environment",
         )
 
 

@@ -146,9 +146,17 @@ def _shared(args: argparse.Namespace) -> list[str]:
 
 def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if args.resume and args.out is None:
-        raise ConfigError("--resume goes on with a matrix; name its folder with --out")
+        raise ConfigError(
+            "--resume goes on with a matrix; name its folder with --out",
+            code="missing-setting",
+            setting="--out",
+        )
     if args.retry and not args.resume:
-        raise ConfigError("--retry runs again what did not work in an earlier matrix; it needs --resume")
+        raise ConfigError(
+            "--retry runs again what did not work in an earlier matrix; it needs --resume",
+            code="missing-setting",
+            setting="--resume",
+        )
     check_writable(args.json)
     from lockstep.cli.replay import parser as replay_parser
 

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     command, *rest = argv
     if command not in COMMANDS:
-        raise ConfigError(unknown_name("command of lockstep parity", command, COMMANDS))
+        raise ConfigError(unknown_name("command of lockstep parity", command, COMMANDS), code="unknown-name")
     if command == "train":
         return train(rest)
     other = importlib.import_module(f"lockstep.cli.parity_{command}")
@@ -171,7 +171,9 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
     skip = parse_skip(args.skip) if isinstance(args.skip, str) else args.skip
     if args.skip and reference.backend in skip and not backends()[reference.backend].spans_ranks:
         raise ConfigError(
-            f"{reference.backend} is skipped, but it is the reference; name another with --reference"
+            f"{reference.backend} is skipped, but it is the reference; name another with --reference",
+            code="contradiction",
+            setting="--reference",
         )
     args.model = args.model or "bundled:smollm2-135m"
     return arguments.options(
@@ -212,7 +214,11 @@ def take_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> li
         try:
             setattr(args, argument, kinds.get(argument, str)(environ[name]))
         except argparse.ArgumentTypeError as error:
-            raise ConfigError(f"{name} in the environment: {error}; correct it, or give {flag}") from error
+            raise ConfigError(
+                f"{name} in the environment: {error}; correct it, or give {flag}",
+                code="wrong-environment",
+                name=name,
+            ) from error
         settings.append(f"{name}={environ[name]}")
     if args.stacks is None:
         sizes = {"tp": 2, "ring": 2}
@@ -243,7 +249,11 @@ def _size(name: str, text: str) -> int:
     try:
         return arguments.positive(text)
     except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"{name} in the environment: {error}; correct it, or give --stacks") from error
+        raise ConfigError(
+            f"{name} in the environment: {error}; correct it, or give --stacks",
+            code="wrong-environment",
+            name=name,
+        ) from error
 
 
 def _skip_word(name: str) -> str:
@@ -260,7 +270,9 @@ def _is_on(name: str, text: str) -> bool:
         return True
     if word in ("", "0", "false", "no", "off"):
         return False
-    raise ConfigError(f"{name}={text!r} in the environment: set 1 to skip, 0 or nothing to run")
+    raise ConfigError(
+        f"{name}={text!r} in the environment: set 1 to skip, 0 or nothing to run", code="wrong-environment"
+    )
 
 
 def device_of(name: str) -> tuple[str, int]:
@@ -269,7 +281,11 @@ def device_of(name: str) -> tuple[str, int]:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and not gpus:
-        raise ConfigError("--device cuda: this machine shows no GPU; set --device cpu")
+        raise ConfigError(
+            "--device cuda: this machine shows no GPU; set --device cpu",
+            code="missing-device",
+            setting="--device",
+        )
     device = name if name != "auto" else "cuda" if gpus else "cpu"
     return device, gpus if device == "cuda" else 0
 
@@ -324,19 +340,29 @@ def _check_read(args: argparse.Namespace) -> None:
     if on_policy and args.dataset is not None:
         raise ConfigError(
             f"--dataset (DATASET) {args.dataset} is not read with --algorithm {args.algorithm}, whose inputs "
-            "are those of a recording; give --recording, or leave --dataset out"
+            "are those of a recording; give --recording, or leave --dataset out",
+            code="no-effect",
+            setting="--dataset",
         )
     if not on_policy and args.recording is not None:
         raise ConfigError(
             f"--recording {args.recording} is not read with --algorithm {args.algorithm}, whose inputs are "
-            "documents; give --dataset, or --algorithm grpo or ppo"
+            "documents; give --dataset, or --algorithm grpo or ppo",
+            code="no-effect",
+            setting="--recording",
         )
     if not args.data:
         return
     if args.dataset is None:
-        raise ConfigError(f"--data {args.data[0]} is about --dataset (DATASET), which is not given")
+        raise ConfigError(
+            f"--data {args.data[0]} is about --dataset (DATASET), which is not given",
+            code="no-effect",
+            setting="--data",
+        )
     if args.dataset == "ids" or args.dataset.startswith("reasoning_gym:"):
         raise ConfigError(
             f"--data {args.data[0]} is not read with --dataset {args.dataset}: these documents are made up "
-            "here, by --max-samples, --max-length and --seed alone; leave --data out"
+            "here, by --max-samples, --max-length and --seed alone; leave --data out",
+            code="no-effect",
+            setting="--data",
         )

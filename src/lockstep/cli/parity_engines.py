@@ -138,13 +138,21 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
 
     engines = parse_engines(args.engines, python=args.python, url=args.url, option=args.option)
     if args.max_prompts < 2:
-        raise ConfigError("--max-prompts 1: one short and one long prompt are the least; set 2 or more")
+        raise ConfigError(
+            "--max-prompts 1: one short and one long prompt are the least; set 2 or more",
+            code="out-of-range",
+            setting="--max-prompts",
+        )
     device = device_of(args.device)[0]
     model = model_of(args, device)
     train = check({"attention": args.attention}, TrainConfig, origin="--attention")
     if train.attention != "auto" and not is_kernel(train.attention):
         kernels = AXES["attention"]
-        raise ConfigError(f"--attention: {unknown_name('attention kernel', train.attention, kernels)}")
+        raise ConfigError(
+            f"--attention: {unknown_name('attention kernel', train.attention, kernels)}",
+            code="unknown-name",
+            setting="--attention",
+        )
     check({"temperature": args.temperature}, SamplingConfig, origin="--temperature")
     prompts = make_prompts(
         model,
@@ -187,17 +195,33 @@ def parse_engines(
         engine = engine if equals else word
         name = name if equals else word.rpartition(":")[2]
         if not name or not engine or (engine not in ENGINES and ":" not in engine):
-            raise ConfigError(f"--engines: {unknown_name('inference engine', engine or word, ENGINES)}")
+            raise ConfigError(
+                f"--engines: {unknown_name('inference engine', engine or word, ENGINES)}",
+                code="unknown-name",
+                setting="--engines",
+            )
         if name in settings:
-            raise ConfigError(f"--engines names {name} twice; give each a name, such as {name}-2={engine}")
+            raise ConfigError(
+                f"--engines names {name} twice; give each a name, such as {name}-2={engine}",
+                code="duplicate",
+                setting="--engines",
+            )
         settings[name] = {"name": engine}
     if not settings:
-        raise ConfigError("--engines is empty; name at least one, such as hf,vllm")
+        raise ConfigError(
+            "--engines is empty; name at least one, such as hf,vllm",
+            code="missing-setting",
+            setting="--engines",
+        )
     for flag, words in (("python", python), ("url", url)):
         for word in words:
             name, equals, value = word.partition("=")
             if not equals or not value:
-                raise ConfigError(f"--{flag} {word!r}: write NAME=VALUE, such as {_example(flag)}")
+                raise ConfigError(
+                    f"--{flag} {word!r}: write NAME=VALUE, such as {_example(flag)}",
+                    code="wrong-format",
+                    setting=f"--{flag}",
+                )
             # not resolved: an environment's interpreter is a link, and what it links to is another one
             settings[_known(name, settings, flag)][flag] = value if flag == "url" else os.path.abspath(value)
     for word in option:
@@ -211,7 +235,11 @@ def _example(flag: str) -> str:
 
 def _known(name: str, settings: dict[str, dict[str, Any]], flag: str) -> str:
     if name not in settings:
-        raise ConfigError(f"--{flag}: {unknown_name('engine of --engines', name, settings)}")
+        raise ConfigError(
+            f"--{flag}: {unknown_name('engine of --engines', name, settings)}",
+            code="unknown-name",
+            setting=f"--{flag}",
+        )
     return name
 
 
@@ -222,10 +250,18 @@ def _take_option(word: str, settings: dict[str, dict[str, Any]]) -> None:
     where, equals, text = word.partition("=")
     name, dot, key = where.rpartition(".")
     if not equals or not dot or not key:
-        raise ConfigError(f"--option {word!r}: write NAME.KEY=VALUE, such as vllm.batch_invariant=true")
+        raise ConfigError(
+            f"--option {word!r}: write NAME.KEY=VALUE, such as vllm.batch_invariant=true",
+            code="wrong-format",
+            setting="--option",
+        )
     own = settings[_known(name, settings, "option")]
     if key in ("name", "options"):
-        raise ConfigError(f"--option {word!r}: {key} cannot be set here; name a single setting")
+        raise ConfigError(
+            f"--option {word!r}: {key} cannot be set here; name a single setting",
+            code="unsupported-combination",
+            setting="--option",
+        )
     values = own if key in EngineConfig.model_fields else own.setdefault("options", {})
     values[key] = parse_value(text, origin=f"--option {where}")
 
@@ -234,10 +270,13 @@ def _checked(name: str, values: dict[str, Any]) -> EngineConfig:
     from pydantic import ValidationError
 
     from lockstep.config.engine import EngineConfig
+    from lockstep.config.problems import first_data
 
     try:
         return EngineConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"engine {name}: {where + ': ' if where else ''}{first['msg']}") from error
+        raise ConfigError(
+            f"engine {name}: {where + ': ' if where else ''}{first['msg']}", **first_data(error)
+        ) from error

@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:
-        raise ConfigError(unknown_name("recording command", name, COMMANDS))
+        raise ConfigError(unknown_name("recording command", name, COMMANDS), code="unknown-name")
     kind, run = COMMANDS[name]
     args = tyro.cli(kind, args=rest, prog=f"lockstep recording {name}")
     check_writable(args.json)
@@ -176,7 +176,11 @@ def _check_new(out: Path) -> None:
     """Raises ConfigError: a recording cannot be made there."""
     _as_argument("--out", arguments.path, str(out))
     if os.path.lexists(out):
-        raise ConfigError(f"--out {str(out)!r} exists already; name a directory that does not")
+        raise ConfigError(
+            f"--out {str(out)!r} exists already; name a directory that does not",
+            code="already-exists",
+            setting="--out",
+        )
     check_above(out)
 
 
@@ -372,7 +376,8 @@ def show(args: Show) -> Result:
     recording = Recording.open(args.path)
     if not -len(recording) <= args.index < len(recording):
         raise ConfigError(
-            f"input {args.index} is not there; the recording has inputs 0 to {len(recording) - 1}"
+            f"input {args.index} is not there; the recording has inputs 0 to {len(recording) - 1}",
+            code="out-of-range",
         )
     recorded = recording[args.index]
     decoder, why = (None, "--ids") if args.ids else find_decoder(recording.header)
@@ -455,7 +460,7 @@ def _as_argument(flag: str, parse: Callable[[str], Any], text: str) -> Any:
     try:
         return parse(text)
     except (argparse.ArgumentTypeError, ValueError) as error:  # the latter: thousands of digits
-        raise ConfigError(f"{flag} {error}") from None
+        raise ConfigError(f"{flag} {error}", code="wrong-format", setting=flag) from None
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -464,7 +469,7 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
     try:
         return parse_numbers(text, what=flag)
     except RecordingError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(str(error), **error.data) from None
 
 
 def _selection(steps: str | None, rank: str | None, **more: Any) -> Any:

@@ -160,13 +160,21 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: flags that contradict each other.
     """
     if args.flash_attn is not None and args.attention is not None:
-        raise ConfigError("--flash-attn and --attention both choose the kernel; give one of them")
+        raise ConfigError(
+            "--flash-attn and --attention both choose the kernel; give one of them",
+            code="contradiction",
+            setting="--attention",
+        )
     modes = {"--compile": args.compile is not None, "--joint": args.joint, "--deepcompile": args.deepcompile}
     if sum(modes.values()) > 1:
         both = " and ".join(name for name, fields in modes.items() if fields)
-        raise ConfigError(f"{both} both choose the execution mode; give one of them")
+        raise ConfigError(f"{both} both choose the execution mode; give one of them", code="contradiction")
     if args.optimizer_step and not args.backward:
-        raise ConfigError("--optimizer-step needs gradients; leave --no-backward out")
+        raise ConfigError(
+            "--optimizer-step needs gradients; leave --no-backward out",
+            code="contradiction",
+            setting="--optimizer-step",
+        )
     fields: dict[str, Any] = {}
     if args.preset == "all-off":
         from lockstep.lab.replay.cell import ALL_OFF
@@ -180,7 +188,11 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
     if args.joint or args.deepcompile:
         fields["execution"] = "joint" if args.joint else "deepcompile"
     if args.packing is not None and args.layout is not None:
-        raise ConfigError("--packing and --layout both choose the layout; give one of them")
+        raise ConfigError(
+            "--packing and --layout both choose the layout; give one of them",
+            code="contradiction",
+            setting="--packing",
+        )
     if args.packing is not None:
         fields["layout"] = "packed" if args.packing else "padded"
     return fields

@@ -67,7 +67,11 @@ def main(argv: Sequence[str]) -> int:
     for name in ("n", "num_prompts"):
         if not 1 <= getattr(args, name) <= arguments.MOST:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise ConfigError(f"{flag} must be at least 1, and at most {arguments.MOST:,}")
+            raise ConfigError(
+                f"{flag} must be at least 1, and at most {arguments.MOST:,}",
+                code="out-of-range",
+                setting=flag,
+            )
     check_writable(args.json)
     overrides = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     overrides = {name: value for name, value in overrides.items() if value is not None}
@@ -102,11 +106,13 @@ def override(sampling: SamplingConfig, values: Mapping[str, Any]) -> SamplingCon
     """The same settings with some replaced; raises ConfigError for impossible ones."""
     from pydantic import ValidationError
 
+    from lockstep.config.problems import first_data
+
     try:
         return SamplingConfig.model_validate(sampling.model_dump() | dict(values))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"cannot sample with {dict(values)}: {problems}") from error
+        raise ConfigError(f"cannot sample with {dict(values)}: {problems}", **first_data(error)) from error
 
 
 def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
@@ -121,7 +127,11 @@ def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
         )
         return [Prompt(index=0, token_ids=tuple(chat.encode(text)), text=text)]
     if not isinstance(opened.run, GRPORun):
-        raise ConfigError(f"{opened.source} comes with no held-out prompts; give --prompt TEXT")
+        raise ConfigError(
+            f"{opened.source} comes with no held-out prompts; give --prompt TEXT",
+            code="missing-setting",
+            setting="--prompt",
+        )
     vocab_size = text_config(opened.model.module).vocab_size
     held_out = load_train_and_held_out(opened.run, tokenizer=opened.model.tokenizer, vocab_size=vocab_size)[1]
     return [held_out[i] for i in range(min(args.num_prompts, len(held_out)))]

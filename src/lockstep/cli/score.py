@@ -81,9 +81,17 @@ def parse(argv: Sequence[str]) -> Command:
     if not values["print_config"]:
         for name in ("data", "out"):
             if values[name] is None:
-                raise ConfigError(f"--{name} is missing: lockstep score --data SAMPLES --out SCORED")
+                raise ConfigError(
+                    f"--{name} is missing: lockstep score --data SAMPLES --out SCORED",
+                    code="missing-setting",
+                    setting=f"--{name}",
+                )
         if values["data"].resolve() == values["out"].resolve():
-            raise ConfigError(f"--out {values['out']} is the file of --data; write to another file")
+            raise ConfigError(
+                f"--out {values['out']} is the file of --data; write to another file",
+                code="contradiction",
+                setting="--out",
+            )
     check_writable(values["json"])
     return Command(config=config, **values)
 
@@ -102,7 +110,7 @@ def score(command: Command, _: Interrupt) -> dict[str, Any]:
         first = first or item
         count += 1
     if first is None:
-        raise DataError(f"--data {str(data)!r} has no rows")
+        raise DataError(f"--data {str(data)!r} has no rows", code="nothing-left", setting="--data")
     check_columns(config, first)
     rows = RowFile(
         out,

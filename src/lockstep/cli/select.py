@@ -29,16 +29,27 @@ def main(argv: Sequence[str]) -> int:
     """
     args = parser().parse_args(argv)
     if not args.best_of_n and args.top_k is None and args.min_reward is None and args.pairs is None:
-        raise ConfigError("nothing to select by: give --best-of-n, --top-k K, --min-reward X or --pairs")
+        raise ConfigError(
+            "nothing to select by: give --best-of-n, --top-k K, --min-reward X or --pairs",
+            code="missing-setting",
+        )
     _check_flags(args)
     from lockstep.rollout.rows import check_out
 
     check_out(args.out)
     check_writable(args.json)
     if args.out.resolve() == args.data.resolve():
-        raise ConfigError(f"--out {args.out} is the file of --data; write to another file")
+        raise ConfigError(
+            f"--out {args.out} is the file of --data; write to another file",
+            code="contradiction",
+            setting="--out",
+        )
     if args.out.exists() and not args.overwrite:
-        raise ConfigError(f"--out {str(args.out)!r} exists; choose another file, or give --overwrite")
+        raise ConfigError(
+            f"--out {str(args.out)!r} exists; choose another file, or give --overwrite",
+            code="already-exists",
+            setting="--out",
+        )
     result = _documents(args) if args.pairs is None else _pairs(args)
     if args.json is not None:
         write_json(args.json, result)
@@ -62,7 +73,8 @@ def _documents(args: argparse.Namespace) -> dict[str, Any]:
     if not selection.rows:
         raise DataError(
             f"no sample of the {selection.prompts} prompts in {args.data} is left "
-            f"({dict(selection.left_out)}); lower --min-reward, or sample more of each prompt"
+            f"({dict(selection.left_out)}); lower --min-reward, or sample more of each prompt",
+            code="nothing-left",
         )
     rows = [sft_row(row) for row in selection.rows]
     return _written(args, "sft", rows, selection) | {
@@ -87,7 +99,8 @@ def _pairs(args: argparse.Namespace) -> dict[str, Any]:
     if not selection.rows:
         raise DataError(
             f"no two samples of one of the {selection.prompts} prompts in {args.data} make a pair "
-            f"({dict(selection.left_out)}); sample more of each prompt, or ask for less"
+            f"({dict(selection.left_out)}); sample more of each prompt, or ask for less",
+            code="nothing-left",
         )
     rows = list(selection.rows)
     lengths = [(len(_text(row["chosen"])), len(_text(row["rejected"]))) for row in rows]
@@ -124,7 +137,9 @@ def _scored(path: Path) -> Iterator[dict[str, Any]]:
     if not files:
         raise DataError(
             f"--data {str(path)!r} has no rollouts/step-*.jsonl: it is no directory of an RL run, or "
-            "rollout.save was off; name a run, or a file of scored samples"
+            "rollout.save was off; name a run, or a file of scored samples",
+            code="wrong-kind-of-file",
+            setting="--data",
         )
     for file in files:
         yield from read_rows(file)
@@ -135,15 +150,21 @@ def _check_flags(args: argparse.Namespace) -> None:
     only_pairs = {"--min-gap": args.min_gap, "--by": args.by, "--ends-in-number": args.ends_in_number or None}
     for flag, value in only_pairs.items():
         if args.pairs is None and value is not None:
-            raise ConfigError(f"{flag} has no effect without --pairs; leave it out")
+            raise ConfigError(
+                f"{flag} has no effect without --pairs; leave it out", code="no-effect", setting=flag
+            )
     if args.pairs is not None and args.unique:
         raise ConfigError(
-            "--unique has no effect with --pairs, which never takes an answer twice; leave it out"
+            "--unique has no effect with --pairs, which never takes an answer twice; leave it out",
+            code="no-effect",
+            setting="--unique",
         )
     if args.pairs is None and args.data.is_dir():
         raise ConfigError(
             f"--data {str(args.data)!r} is a directory, from which only --pairs selects; name a file of "
-            "samples"
+            "samples",
+            code="wrong-kind-of-file",
+            setting="--data",
         )
 
 
@@ -213,7 +234,9 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     try:
         write_atomic(path, json_lines(rows))
     except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}; make room and run it again") from error
+        raise DataError(
+            f"cannot write {path}: {error.strerror}; make room and run it again", code="cannot-write"
+        ) from error
 
 
 def train_command(kind: str, path: Path, rows: Sequence[Mapping[str, Any]]) -> str:

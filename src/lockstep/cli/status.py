@@ -35,7 +35,9 @@ def main(argv: Sequence[str]) -> int:
         looks = [look(run) for run in arguments.run]
         texts, values_of = [one.text() for one in looks], [one.as_dict() for one in looks]
     else:
-        raise ConfigError("status of what? name run directories, or --cluster http://HEAD:8265")
+        raise ConfigError(
+            "status of what? name run directories, or --cluster http://HEAD:8265", code="missing-setting"
+        )
     for line in texts:
         echo(line)
     if arguments.json is not None:

@@ -35,18 +35,29 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     own, rest = _parser().parse_known_args(argv)
     if own.cluster is None:
-        raise ConfigError("submit needs --cluster http://HEAD:8265; without a cluster: lockstep train")
+        raise ConfigError(
+            "submit needs --cluster http://HEAD:8265; without a cluster: lockstep train",
+            code="missing-setting",
+            setting="--cluster",
+        )
     if not rest:
-        raise ConfigError("nothing to submit: name a TOML file, grpo, ppo, sft, dpo, rm or --resume RUN_DIR")
+        raise ConfigError(
+            "nothing to submit: name a TOML file, grpo, ppo, sft, dpo, rm or --resume RUN_DIR",
+            code="missing-setting",
+        )
     command = parse(rest)
     if command.json is not None or command.print_config:
-        raise ConfigError("--json and --print-config are of lockstep train; leave them out")
+        raise ConfigError(
+            "--json and --print-config are of lockstep train; leave them out", code="unsupported-combination"
+        )
     check_cluster(command)
     run_dir = command.run.run_dir if command.resume is None else command.resume.absolute()
     if run_dir is None or not run_dir.is_absolute():
         raise ConfigError(
             f"run_dir = {None if run_dir is None else str(run_dir)!r}: a job runs in a folder of Ray's that "
-            "is removed later; give --run-dir with an absolute path that the nodes have"
+            "is removed later; give --run-dir with an absolute path that the nodes have",
+            code="missing-setting",
+            setting="run_dir",
         )
     from lockstep.cluster.jobs import RUN_FILE, Jobs, packed
 

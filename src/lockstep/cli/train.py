@@ -165,7 +165,11 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     else:
         run = override(run, overrides, origin=f"lockstep train {_origin(source, early)}")
     if values["rank_timeout"] is not None and not values["rank_timeout"] > 0:
-        raise ConfigError(f"--rank-timeout {values['rank_timeout']:g} must be above 0 seconds")
+        raise ConfigError(
+            f"--rank-timeout {values['rank_timeout']:g} must be above 0 seconds",
+            code="out-of-range",
+            setting="--rank-timeout",
+        )
     check_writable(values["json"])
     return TrainCommand(
         run=run,
@@ -225,7 +229,9 @@ def _cluster_config(command: TrainCommand) -> ClusterConfig:
         raise ConfigError(
             f"--ranks {command.ranks} with a cluster: [cluster] says {config.nodes} * "
             f"{config.per_node} = {config.ranks} ranks; leave --ranks out, or set "
-            "cluster.nodes, cluster.gpus or cluster.slots"
+            "cluster.nodes, cluster.gpus or cluster.slots",
+            code="contradiction",
+            setting="--ranks",
         )
     return config
 
@@ -253,7 +259,9 @@ def _check_launcher(command: TrainCommand) -> None:
     if command.ranks not in (None, started):
         raise ConfigError(
             f"--ranks {command.ranks}, but {started} ranks were started; leave --ranks out under torchrun "
-            "and deepspeed, or give the same number"
+            "and deepspeed, or give the same number",
+            code="contradiction",
+            setting="--ranks",
         )
     check_ranks(command.run, started)
 
@@ -325,12 +333,16 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
     if early.resume is not None:
         if source is not None or early.recipe is not None:
             raise ConfigError(
-                "--resume takes its config from the run's folder; leave the recipe, file or kind out"
+                "--resume takes its config from the run's folder; leave the recipe, file or kind out",
+                code="contradiction",
+                setting="--resume",
             )
         return load_resumed(early.resume)
     if early.checkpoint is not None:
         raise ConfigError(
-            f"--checkpoint {early.checkpoint} says where to go on from; it needs --resume RUN_DIR"
+            f"--checkpoint {early.checkpoint} says where to go on from; it needs --resume RUN_DIR",
+            code="missing-setting",
+            setting="--resume",
         )
     nothing = "nothing to train: name grpo, ppo, sft, dpo, rm, a TOML file, --recipe NAME or --resume RUN_DIR"
     return named_run(source, early.recipe, nothing=nothing)

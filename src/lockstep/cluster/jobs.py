@@ -113,7 +113,8 @@ class Jobs:
         except self._errors as error:
             raise ConfigError(
                 f"--cluster {address}: {str(error).splitlines()[0][:300]}. Is the token "
-                "(RAY_AUTH_TOKEN_PATH) the one that the head has?"
+                "(RAY_AUTH_TOKEN_PATH) the one that the head has?",
+                code="not-authenticated",
             ) from error
 
     def submit(self, folder: Path, command: Sequence[str], *, run_dir: Path) -> str:
@@ -131,7 +132,9 @@ class Jobs:
             if job.lives and job.run_dir == str(run_dir):
                 raise ConfigError(
                     f"run_dir = {str(run_dir)!r}: job {job.id} is {job.state} there; wait for it, stop it "
-                    f"(lockstep stop {job.id} --cluster {self.address}), or choose another folder"
+                    f"(lockstep stop {job.id} --cluster {self.address}), or choose another folder",
+                    code="locked",
+                    setting="run_dir",
                 )
         environment = travelling(os.environ) | submitter()
         environment["RAY_JOB_STOP_WAIT_TIME_S"] = str(STOP_SECONDS)  # Ray's own are 3, too few for a save
@@ -169,7 +172,9 @@ class Jobs:
         found = [job for job in jobs if name in (job.id, job.run_dir)]
         if not found:
             there = ", ".join(f"{job.id} ({job.run_dir})" for job in jobs[-5:]) or "none"
-            raise DataError(f"{name[:200]}: no such job at {self.address}; the newest there: {there}")
+            raise DataError(
+                f"{name[:200]}: no such job at {self.address}; the newest there: {there}", code="unknown-name"
+            )
         return found[-1]
 
     def stop(self, name: str, *, seconds: float, say: Callable[[str], None]) -> Job:
@@ -181,7 +186,7 @@ class Jobs:
         """
         job = self.find(name)
         if not job.lives:
-            raise DataError(f"{job.id}: nothing to stop, the job is {job.state}")
+            raise DataError(f"{job.id}: nothing to stop, the job is {job.state}", code="wrong-state")
         self._ask("stop_job", job.id)
         say(f"asked {job.id} to save and end after its step")
         return self.wait(job.id, seconds=seconds)
@@ -197,7 +202,8 @@ class Jobs:
             if time.monotonic() > until:
                 raise TrainError(
                     f"{job.id} has not ended within {seconds:g} s. What it does: lockstep logs {job.id} "
-                    f"--cluster {self.address}"
+                    f"--cluster {self.address}",
+                    code="deadline",
                 )
             time.sleep(_POLL_SECONDS)
         return job
@@ -227,7 +233,7 @@ class Jobs:
         try:
             return getattr(self._client, call)(*arguments, **more)
         except self._errors as error:
-            raise ClusterError(f"{self.address}: {call}: {str(error)[:500]}") from error
+            raise ClusterError(f"{self.address}: {call}: {str(error)[:500]}", code="refused") from error
 
 
 @contextlib.contextmanager
@@ -256,7 +262,9 @@ def _copy(path: Path, folder: Path) -> None:
     if relative.is_absolute() or ".." in relative.parts or str(relative) in (".", RUN_FILE):
         raise ConfigError(
             f"--include {path}: only what lies below the working directory travels, and not as {RUN_FILE}; "
-            "copy it there, or put it on every node"
+            "copy it there, or put it on every node",
+            code="leads-out-of-folder",
+            setting="--include",
         )
     target = folder / relative
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -265,7 +273,9 @@ def _copy(path: Path, folder: Path) -> None:
     elif path.is_file():
         shutil.copyfile(path, target)
     else:
-        raise ConfigError(f"--include {path}: there is no such file or folder")
+        raise ConfigError(
+            f"--include {path}: there is no such file or folder", code="no-such-file", setting="--include"
+        )
 
 
 def _modules(run: RunConfig) -> list[Path]:
@@ -288,7 +298,8 @@ def _check_files(run: RunConfig, extra: Sequence[Path]) -> None:
             raise ConfigError(
                 f"{text!r} is a file of this working directory, which the cluster does not have; send it "
                 f"along with --include {shlex.quote(text)}, or write the absolute path that it has on every "
-                "node"
+                "node",
+                code="no-such-file",
             )
 
 
@@ -309,7 +320,9 @@ def _check_address(address: str) -> None:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
         raise ConfigError(
             f"--cluster {address[:200]!r}: write the address of the head's dashboard, http://HEAD:8265 "
-            "(ray://... is Ray Client, which is not used)"
+            "(ray://... is Ray Client, which is not used)",
+            code="wrong-format",
+            setting="--cluster",
         )
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -319,13 +332,21 @@ def _check_address(address: str) -> None:
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return
-        raise ConfigError(f"--cluster {address}: its Jobs API answers with status {error.code}") from error
+        raise ConfigError(
+            f"--cluster {address}: its Jobs API answers with status {error.code}",
+            code="bad-reply",
+            setting="--cluster",
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--cluster {address}: no head of a Ray cluster answers there ({error}). Start one with "
-            "`ray start --head`, or give the address that its dashboard has"
+            "`ray start --head`, or give the address that its dashboard has",
+            code="unreachable",
+            setting="--cluster",
         ) from error
     raise ConfigError(
         f"--cluster {address}: it shows its jobs to whoever asks, and would run anybody's programs. Start "
-        "the cluster with RAY_AUTH_MODE=token"
+        "the cluster with RAY_AUTH_MODE=token",
+        code="not-authenticated",
+        setting="--cluster",
     )

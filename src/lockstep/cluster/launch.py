@@ -106,7 +106,7 @@ class _ProviderLaunch(Launch):
         """Say what the ranks wait for. Raises DataError if no node answers, or no rank keeps a record."""
         states = self._ask(functools.partial(rank_states, self.flights))
         if not states:
-            raise DataError(f"{self.flights}: no node has a flight record there")
+            raise DataError(f"{self.flights}: no node has a flight record there", code="no-such-file")
         return diagnose(states)
 
     def _ask(self, question: Callable[[int], list[T]]) -> list[T]:
@@ -141,5 +141,7 @@ def check_nodes(provider: Provider, placement: Placement) -> None:
         raise ConfigError(
             f"cluster.nodes = {placement.nodes} with cluster.{kind} = {placement.per_node}: the cluster has "
             f"{len(fitting)} such node{'s' * (len(fitting) != 1)} ({has}); lower cluster.nodes or "
-            f"cluster.{kind}, or add nodes"
+            f"cluster.{kind}, or add nodes",
+            code="not-enough",
+            setting="cluster.nodes",
         )

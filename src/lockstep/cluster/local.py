@@ -39,7 +39,11 @@ class LocalProvider:
     def start(self, placement: Placement, env: Sequence[Mapping[str, str]], argv: Sequence[str]) -> World:
         """Start `python ARGV` once per slot."""
         if placement.nodes > 1:
-            raise ConfigError(f"cluster.nodes = {placement.nodes}, but this is one machine; set it to 1")
+            raise ConfigError(
+                f"cluster.nodes = {placement.nodes}, but this is one machine; set it to 1",
+                code="out-of-range",
+                setting="cluster.nodes",
+            )
         world = World(placement=placement, log_dir=self._log_dir, members=(children := []))
         for own, (out, err) in zip(env, _pairs(self.logs(world)), strict=True):
             with out.open("wb") as stdout, err.open("wb") as stderr:

@@ -69,7 +69,8 @@ def check_submitter() -> None:
     if there not in (None, here):
         raise ConfigError(
             f"the job was submitted by lockstep {there} (version, digest of its files), and "
-            f"{platform.node()} has {here}; install the same version on both"
+            f"{platform.node()} has {here}; install the same version on both",
+            code="version-differs",
         )
 
 
@@ -104,7 +105,8 @@ class RankHost:
         if not Path(cwd).is_dir():
             raise ConfigError(
                 f"{platform.node()} has no folder {cwd}, which the run was started in; make it there, or "
-                "start the run in a folder that every node has"
+                "start the run in a folder that every node has",
+                code="no-such-file",
             )
         environment = staying(os.environ, secrets=secrets) | dict(env)
         # Ray starts its processes with Ctrl-C blocked, and what this thread starts would inherit that.

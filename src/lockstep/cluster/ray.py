@@ -86,12 +86,14 @@ def _check_installed() -> None:
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(
             "--cluster needs Ray, which is not installed here: pip install 'lockstep-rl[cluster]'; or start "
-            "the ranks on this machine by --ranks N"
+            "the ranks on this machine by --ranks N",
+            code="missing-package",
         ) from error
     if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
         raise ConfigError(
             f"Ray {installed} is older than {OLDEST[0]}.{OLDEST[1]}, whose token authentication is needed: "
-            "pip install --upgrade 'lockstep-rl[cluster]'"
+            "pip install --upgrade 'lockstep-rl[cluster]'",
+            code="unsupported-version",
         )
 
 
@@ -140,13 +142,15 @@ def _new_folder(parent: Path) -> Path:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise ConfigError(
-            f"{folder}: cannot be made ({error.strerror}), and Ray's files lie there; set cluster.temp_dir"
+            f"{folder}: cannot be made ({error.strerror}), and Ray's files lie there; set cluster.temp_dir",
+            code="cannot-write",
         ) from error
     if free < _FREE_BYTES:
         folder.rmdir()
         raise ConfigError(
             f"{parent}: {free >> 20} MiB are free, and {_FREE_BYTES >> 20} are needed for Ray's files; make "
-            "room, or set cluster.temp_dir to a folder on another disk"
+            "room, or set cluster.temp_dir to a folder on another disk",
+            code="no-space",
         )
     _remove_stale(folder.parent)
     return folder
@@ -167,7 +171,9 @@ def _address_of(head: Child, folder: Path) -> str:
         if head.wait(0.1) is not None or time.monotonic() > deadline:
             said = (folder / "head.log").read_text(errors="replace").splitlines()[-8:]
             why = "ended" if head.poll() is not None else f"said nothing within {START_SECONDS:g} s"
-            raise ClusterError(f"Ray did not start on this machine: it {why}: " + "\n".join(said))
+            raise ClusterError(
+                f"Ray did not start on this machine: it {why}: " + "\n".join(said), code="process-died"
+            )
     return path.read_text()
 
 
@@ -219,7 +225,10 @@ class RayProvider:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"--cluster: no Ray cluster answers at {address!r}: {str(error).splitlines()[0]} Start "
-                "one (ray start --head), set RAY_ADDRESS to the address of its head, or write --cluster local"
+                "one (ray start --head), set RAY_ADDRESS to the address of its head, or write "
+                "--cluster local",
+                code="unreachable",
+                setting="--cluster",
             ) from error
         self.address: str = ray.util.get_node_ip_address()
 
@@ -323,7 +332,8 @@ class RayProvider:
             raise ConfigError(
                 f"{placement.nodes} nodes with {bundle} each did not become free within {START_SECONDS:g} s; "
                 f"free in the whole cluster: CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g}. Wait "
-                "for other runs, or lower cluster.nodes, cluster.gpus or cluster.slots"
+                "for other runs, or lower cluster.nodes, cluster.gpus or cluster.slots",
+                code="deadline",
             )
         return group
 
@@ -345,7 +355,9 @@ class RayProvider:
                 raise error.cause from error
             raise
         except (errors.RayActorError, errors.GetTimeoutError) as error:
-            raise ClusterError(f"Ray started no process for a rank: {str(error).splitlines()[0]}") from error
+            raise ClusterError(
+                f"Ray started no process for a rank: {str(error).splitlines()[0]}", code="refused"
+            ) from error
 
     def _take(self, world: World, rank: int, member: _Member) -> RankEnded | None:
         """Take an answer, and ask again unless the rank has ended."""
@@ -408,13 +420,15 @@ def _compare(there: Sequence[Mapping[str, Any]]) -> None:
         if different:
             raise ConfigError(
                 f"rank {rank} on {facts_there['host']} would run with {', '.join(different)}; install the "
-                "same versions on every node (package: Lockstep's own files)"
+                "same versions on every node (package: Lockstep's own files)",
+                code="version-differs",
             )
         if facts_there["auth"] != "token":
             raise ConfigError(
                 f"the Ray cluster asks nobody for a token (RAY_AUTH_MODE is "
                 f"{facts_there['auth'] or 'not set'} on {facts_there['host']}): whoever "
-                "reaches it can run programs there. Start it with RAY_AUTH_MODE=token"
+                "reaches it can run programs there. Start it with RAY_AUTH_MODE=token",
+                code="not-authenticated",
             )
 
 
@@ -426,7 +440,9 @@ def check_token(address: str) -> None:
     if not os.environ.get("RAY_AUTH_TOKEN") and not path.is_file():
         raise ConfigError(
             f"--cluster: no token for the Ray cluster at {address!r}: {path} does not exist; copy it there "
-            "from the head (mode 0600), or set RAY_AUTH_TOKEN_PATH to it"
+            "from the head (mode 0600), or set RAY_AUTH_TOKEN_PATH to it",
+            code="not-authenticated",
+            setting="--cluster",
         )
 
 

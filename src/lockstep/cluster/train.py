@@ -36,7 +36,9 @@ def launch_train(
     if provider == "local" and config.nodes > 1:
         raise ConfigError(
             f"cluster.nodes = {config.nodes} with --cluster local, which is one node; set it to 1, or join a "
-            "cluster by --cluster auto"
+            "cluster by --cluster auto",
+            code="out-of-range",
+            setting="cluster.nodes",
         )
     with contextlib.ExitStack() as stack:
         local = provider == "local"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
 from lockstep.config.base import Config, OneOf, PositiveInt
+from lockstep.errors import ConfigError
 
 ALGORITHM_NAMES = (
     *("grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline"),
@@ -66,9 +67,11 @@ class KLConfig(Config):
         reason = NO_PENALTY.get((self.place, self.estimator or ""))
         if reason is not None:
             fix = "k1 (or place = 'loss')" if self.place == "reward" else "k3 or k2 (or place = 'reward')"
-            raise ValueError(
+            raise ConfigError(
                 f"estimator = {self.estimator!r} with place = {self.place!r} is no KL penalty: {reason}; set "
-                f"estimator = {fix}, or leave it out"
+                f"estimator = {fix}, or leave it out",
+                code="unsupported-combination",
+                setting="estimator",
             )
         return self
 
@@ -108,12 +111,18 @@ class RolloutCorrectionConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> RolloutCorrectionConfig:
         if self.geometric_low is not None and self.geometric_high is None:
-            raise ValueError(
+            raise ConfigError(
                 f"geometric_low = {self.geometric_low} has no effect without geometric_high; set that, too, "
-                "or leave it out"
+                "or leave it out",
+                code="no-effect",
+                setting="geometric_low",
             )
         if self.kind == "icepop" and self.low >= self.high:
-            raise ValueError(f"low = {self.low} is not below high = {self.high}: every token would be masked")
+            raise ConfigError(
+                f"low = {self.low} is not below high = {self.high}: every token would be masked",
+                code="contradiction",
+                setting="low",
+            )
         return self
 
 
@@ -197,15 +206,19 @@ class GRPOConfig(Config):
         for option, why in UNREAD.get(objective, {}).items():
             value = getattr(self, option)
             if value is not None:
-                raise ValueError(
+                raise ConfigError(
                     f"{option} = {value} has no effect under objective = {objective!r}, which {why}; leave "
-                    "it out"
+                    "it out",
+                    code="no-effect",
+                    setting=option,
                 )
         ratio = self.ratio or published_values(self.name)["ratio"]
         if ratio == "sequence_token" and objective == "cispo":
-            raise ValueError(
+            raise ConfigError(
                 "ratio = 'sequence_token' has no effect of its own under objective = 'cispo', whose ratio "
-                "has no gradient; set ratio = 'sequence'"
+                "has no gradient; set ratio = 'sequence'",
+                code="no-effect",
+                setting="ratio",
             )
         return self
 
@@ -216,14 +229,18 @@ class GRPOConfig(Config):
         own, published = "multi_objective_aggregation = 'normalize_then_sum'", published_values(self.name)
         advantage = self.advantage or published["advantage"]
         if advantage in (*PER_STEP, "gae"):
-            raise ValueError(
+            raise ConfigError(
                 f"{own} with advantage = {advantage!r}, which is no estimator of a group's rewards; set "
-                f"advantage = {PER_GROUP[0]!r}, or leave multi_objective_aggregation out"
+                f"advantage = {PER_GROUP[0]!r}, or leave multi_objective_aggregation out",
+                code="unsupported-combination",
+                setting="multi_objective_aggregation",
             )
         if self.kl.coef > 0 and self.kl.place == "reward":
-            raise ValueError(
+            raise ConfigError(
                 f"{own} with kl.place = 'reward': normalised like a reward, KL would count whatever kl.coef "
-                "is; set kl.place = 'loss'"
+                "is; set kl.place = 'loss'",
+                code="unsupported-combination",
+                setting="multi_objective_aggregation",
             )
         penalty = self.overlong.penalty
         if penalty is None:
@@ -231,9 +248,11 @@ class GRPOConfig(Config):
                 "penalty", 0.0 if self.overlong.buffer_tokens is None else 1.0
             )
         if penalty:
-            raise ValueError(
+            raise ConfigError(
                 f"{own} with overlong.penalty = {penalty}: normalised like a reward, it would count whatever "
-                "its size is; set overlong.penalty = 0, or give the length a reward of its own"
+                "its size is; set overlong.penalty = 0, or give the length a reward of its own",
+                code="unsupported-combination",
+                setting="multi_objective_aggregation",
             )
         return self
 
@@ -354,26 +373,44 @@ class DPOConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> DPOConfig:
         if self.label_smoothing and self.name not in ("dpo", "robust_dpo"):
-            raise ValueError(
+            raise ConfigError(
                 f"label_smoothing = {self.label_smoothing} has no effect with name = {self.name!r}; leave it "
-                "out"
+                "out",
+                code="no-effect",
+                setting="label_smoothing",
             )
         if self.margin is not None and self.name != "simpo":
-            raise ValueError(f"margin = {self.margin} has no effect with name = {self.name!r}; leave it out")
+            raise ConfigError(
+                f"margin = {self.margin} has no effect with name = {self.name!r}; leave it out",
+                code="no-effect",
+                setting="margin",
+            )
         for option in ("desirable_weight", "undesirable_weight"):
             value = getattr(self, option)
             if value is not None and self.name != "kto":
-                raise ValueError(f"{option} = {value} has no effect with name = {self.name!r}; leave it out")
+                raise ConfigError(
+                    f"{option} = {value} has no effect with name = {self.name!r}; leave it out",
+                    code="no-effect",
+                    setting=option,
+                )
         if self.desirable_weight == 0 == self.undesirable_weight:
-            raise ValueError(
-                "desirable_weight = 0 and undesirable_weight = 0: nothing would be trained; raise one"
+            raise ConfigError(
+                "desirable_weight = 0 and undesirable_weight = 0: nothing would be trained; raise one",
+                code="nothing-to-do",
+                setting="desirable_weight",
             )
         if self.average and self.name == "kto":
-            raise ValueError("average = true has no effect with name = 'kto'; leave it out")
+            raise ConfigError(
+                "average = true has no effect with name = 'kto'; leave it out",
+                code="no-effect",
+                setting="average",
+            )
         if self.average is False and self.name == "orpo":
-            raise ValueError(
+            raise ConfigError(
                 "average = false with name = 'orpo': the odds of a whole answer are 0 in any float; leave it "
-                "out"
+                "out",
+                code="unsupported-combination",
+                setting="average",
             )
         return self
 

@@ -40,18 +40,24 @@ def check_backend(train: TrainConfig, *, lora: bool, lora_dropout: float = 0.0) 
     if train.tp_plan != "auto" and train.tp == 1:
         raise ConfigError(
             f"train.tp_plan = {train.tp_plan!r} splits nothing with train.tp = 1; set train.tp, or leave "
-            "train.tp_plan at 'auto'"
+            "train.tp_plan at 'auto'",
+            code="no-effect",
+            setting="train.tp_plan",
         )
     if train.cuda_graph and train.execution != "joint":
         raise ConfigError(
             f"train.cuda_graph = true has no effect with train.execution = {train.execution!r}: it replays "
-            "joint graphs; set train.execution = 'joint', or leave train.cuda_graph out"
+            "joint graphs; set train.execution = 'joint', or leave train.cuda_graph out",
+            code="no-effect",
+            setting="train.cuda_graph",
         )
     check_capacity(train)
     _check_batch_invariant(train)
     refusal = shared_refusal(train, lora_dropout=lora_dropout) if train.layout == "shared" else None
     if refusal is not None:
-        raise ConfigError(f"train.layout = 'shared': {refusal}")
+        raise ConfigError(
+            f"train.layout = 'shared': {refusal}", code="unsupported-combination", setting="train.layout"
+        )
     if train.ring > 1:
         _check_ring(train)
     if backend is None or backend.spans_ranks:
@@ -78,10 +84,10 @@ def check_own_settings(train: TrainConfig, *, lora: bool, reads: Any, refuses: A
         for row in rows:
             row.error.format_map(values)
     except (ValueError, TypeError, LookupError) as error:
-        raise ConfigError(f"{what} are wrong: {error}") from error
+        raise ConfigError(f"{what} are wrong: {error}", code="wrong-part") from error
     for name in (*read, *(name for row in rows for name in row.when)):
         if name not in values:
-            raise ConfigError(f"{what}: {unknown_name('setting', str(name), values)}")
+            raise ConfigError(f"{what}: {unknown_name('setting', str(name), values)}", code="unknown-setting")
     _check_reads(train, read)
     _check_refused(train, rows, lora=lora)
 
@@ -95,7 +101,10 @@ def _check_reads(train: TrainConfig, reads: Collection[str]) -> None:
             names = " or ".join(repr(backend.name) for backend in readers)
             raise ConfigError(
                 f"train.{name} = {value!r} has no effect with train.backend = {train.backend!r}: "
-                f"{readers[0].reads[name]}; set train.backend = {names}, or leave train.{name} at {default!r}"
+                f"{readers[0].reads[name]}; set train.backend = {names}, or leave train.{name} at "
+                f"{default!r}",
+                code="no-effect",
+                setting=f"train.{name}",
             )
 
 
@@ -104,7 +113,7 @@ def _check_refused(train: TrainConfig, refuses: Iterable[Refusal], *, lora: bool
     values = _values(train, lora=lora)
     for refusal in refuses:
         if refusal.applies(values):
-            raise ConfigError(refusal.error.format_map(values))
+            raise ConfigError(refusal.error.format_map(values), code="unsupported-combination")
 
 
 def _values(train: TrainConfig, *, lora: bool) -> dict[str, Any]:
@@ -117,13 +126,17 @@ def _check_spanning(train: TrainConfig) -> None:
         raise ConfigError(
             f"train.optimizer = 'adamw8bit' is not available with train.backend = {train.backend!r}: its "
             "blocks of 8-bit codes would lie across the ranks' shards; set train.optimizer = 'adamw', and "
-            "train.optimizer_device = 'cpu' for memory"
+            "train.optimizer_device = 'cpu' for memory",
+            code="unsupported-combination",
+            setting="train.optimizer",
         )
     if train.device.startswith("cuda:"):
         raise ConfigError(
             f"train.device = {train.device!r} names one GPU, and train.backend = {train.backend!r} gives "
             "each rank one: local rank r takes cuda:r. Set train.device = 'cuda', and CUDA_VISIBLE_DEVICES "
-            "for fewer"
+            "for fewer",
+            code="unsupported-combination",
+            setting="train.device",
         )
 
 
@@ -132,7 +145,9 @@ def check_capacity(train: TrainConfig) -> None:
     if train.execution == "joint" and train.static_capacity is False:
         raise ConfigError(
             "train.static_capacity = false with train.execution = 'joint' makes one graph of the whole "
-            "decoder for every length of a pack; leave it out, or set train.execution = 'compile'"
+            "decoder for every length of a pack; leave it out, or set train.execution = 'compile'",
+            code="unsupported-combination",
+            setting="train.static_capacity",
         )
 
 
@@ -146,12 +161,16 @@ def _check_batch_invariant(train: TrainConfig) -> None:
                 raise ConfigError(
                     f"train.batch_invariant = true with train.{name} = {getattr(train, name)}: {why}, so "
                     "that logprobs differ in their last bits from those of one rank; set "
-                    f"train.{name} = 1, or train.batch_invariant = false"
+                    f"train.{name} = 1, or train.batch_invariant = false",
+                    code="unsupported-combination",
+                    setting=f"train.{name}",
                 )
     if train.reuse_rollout_logprobs and train.batch_invariant is False:
         raise ConfigError(
             "train.reuse_rollout_logprobs = true needs train.batch_invariant = true: elsewhere the engine's "
-            "logprobs are not the trainer's. Leave it out, and they are computed"
+            "logprobs are not the trainer's. Leave it out, and they are computed",
+            code="unsupported-combination",
+            setting="train.reuse_rollout_logprobs",
         )
 
 
@@ -183,15 +202,21 @@ def _check_ring(train: TrainConfig) -> None:
     if train.layout not in ("auto", "packed"):
         raise ConfigError(
             f"{ring} shards packs, and train.layout = {train.layout!r} has none; set train.layout = "
-            "'packed', or train.ring = 1"
+            "'packed', or train.ring = 1",
+            code="unsupported-combination",
+            setting="train.ring",
         )
     if train.execution not in ("eager", "auto"):
         raise ConfigError(
             f"{ring}: ring attention talks to other ranks inside of a layer, which compiled layers cannot; "
-            f"set train.execution = 'eager' instead of {train.execution!r}, or train.ring = 1"
+            f"set train.execution = 'eager' instead of {train.execution!r}, or train.ring = 1",
+            code="unsupported-combination",
+            setting="train.ring",
         )
     if train.attention not in ("auto", "varlen", "sdpa"):
         raise ConfigError(
             f"{ring}: ring attention runs the kernels of 'varlen', not of train.attention = "
-            f"{train.attention!r}; set train.attention = 'varlen', or train.ring = 1"
+            f"{train.attention!r}; set train.attention = 'varlen', or train.ring = 1",
+            code="unsupported-combination",
+            setting="train.ring",
         )

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from lockstep.errors import unknown_name
+from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import path_problem
 from lockstep.observe.text import printable
 
@@ -19,15 +19,15 @@ _COLDEST = 1e-4
 
 def _check_path(path: Path) -> Path:
     if problem := path_problem(str(path)):
-        raise ValueError(f"{str(path)[:40]!r} cannot be the name of a file: {problem}")
+        raise ConfigError(f"{str(path)[:40]!r} cannot be the name of a file: {problem}", code="bad-file-name")
     return path
 
 
 def _check_name(name: str) -> str:
     if name != printable(name):
-        raise ValueError(f"{name[:80]!r} holds a control character; write it without")
+        raise ConfigError(f"{name[:80]!r} holds a control character; write it without", code="wrong-format")
     if problem := path_problem(name):
-        raise ValueError(f"{name[:40]!r} cannot be a name: {problem}")
+        raise ConfigError(f"{name[:40]!r} cannot be a name: {problem}", code="bad-file-name")
     return name
 
 
@@ -46,13 +46,17 @@ class OneOf:
 
     def __call__(self, value: str) -> str:
         if value not in self.names and not is_module_path(value):
-            raise ValueError(unknown_name(self.kind, value[:80], [*self.names, "module:attribute"]))
+            raise ConfigError(
+                unknown_name(self.kind, value[:80], [*self.names, "module:attribute"]), code="unknown-name"
+            )
         return value
 
 
 def _check_temperature(value: float) -> float:
     if 0 < value < _COLDEST:
-        raise ValueError(f"a temperature of {value:g} is below {_COLDEST:g}; set 0 for greedy")
+        raise ConfigError(
+            f"a temperature of {value:g} is below {_COLDEST:g}; set 0 for greedy", code="out-of-range"
+        )
     return value
 
 
@@ -92,8 +96,9 @@ class Config(Record):
         for name, value in self:
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, float) and number and not _SMALLEST <= abs(number) <= _LARGEST:
-                    raise ValueError(
+                    raise ConfigError(
                         f"{name} = {number!r} is not 0 and not between {_SMALLEST:g} and {_LARGEST:g} in "
-                        "size, which float32 can compute with"
+                        "size, which float32 can compute with",
+                        code="out-of-range",
                     )
         return self

@@ -11,6 +11,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import Dtype, ModelConfig
 from lockstep.config.rollout import RewardConfig, SamplingConfig
+from lockstep.errors import ConfigError
 
 Column = Literal["prompt_token_ids", "token_ids", "logprobs"]
 
@@ -39,23 +40,31 @@ class GenerateConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:
         if self.sampling.temperature == 0 and self.n > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"n = {self.n} with sampling.temperature = 0 would sample one and the same completion "
-                f"{self.n} times; set sampling.temperature above 0, or n = 1"
+                f"{self.n} times; set sampling.temperature above 0, or n = 1",
+                code="unsupported-combination",
+                setting="n",
             )
         if self.model.lora is not None:
-            raise ValueError(
+            raise ConfigError(
                 "model.lora is for training: fresh adapters change nothing; name a run directory whose "
-                "adapters were trained, or leave model.lora out"
+                "adapters were trained, or leave model.lora out",
+                code="unsupported-combination",
+                setting="model.lora",
             )
         if self.iteration is not None and self.max_samples is not None:
-            raise ValueError(
+            raise ConfigError(
                 f"iteration = {self.iteration} takes rollout_batch_size = {self.rollout_batch_size} prompts; "
-                "leave max_samples out (data.size bounds the data)"
+                "leave max_samples out (data.size bounds the data)",
+                code="contradiction",
+                setting="max_samples",
             )
         if self.iteration is None and self.max_samples is None and self.data.generated and not self.data.size:
-            raise ValueError(
-                f"data.source = {self.data.source!r} has no end; set max_samples, iteration or data.size"
+            raise ConfigError(
+                f"data.source = {self.data.source!r} has no end; set max_samples, iteration or data.size",
+                code="missing-setting",
+                setting="max_samples",
             )
         return self
 
@@ -98,11 +107,17 @@ class RewardRoleConfig(RewardModelConfig):
         names = [self.name, *self.others]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"others: {twice!r} is named twice; each model of an ensemble is another one")
+            raise ConfigError(
+                f"others: {twice!r} is named twice; each model of an ensemble is another one",
+                code="duplicate",
+                setting="others",
+            )
         if self.aggregation != "mean" and not self.others:
-            raise ValueError(
+            raise ConfigError(
                 f"aggregation = {self.aggregation!r} has no effect with one model; name others, or leave it "
-                "out"
+                "out",
+                code="no-effect",
+                setting="aggregation",
             )
         return self
 
@@ -119,8 +134,10 @@ class ScoreConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> ScoreConfig:
         if not self.rewards and self.reward_model is None:
-            raise ValueError(
+            raise ConfigError(
                 "nothing to score with: set rewards (--reward math) or reward_model.name (--reward-model "
-                "NAME)"
+                "NAME)",
+                code="missing-setting",
+                setting="rewards",
             )
         return self

@@ -51,9 +51,11 @@ class ClusterConfig(Config):
     def _check_secrets(cls, secrets: tuple[str, ...]) -> tuple[str, ...]:
         for number, name in enumerate(secrets):
             if not name.isidentifier() or not name.isascii():
-                raise ValueError(  # without the text, which may be a secret
+                raise ConfigError(  # without the text, which may be a secret
                     f"secrets[{number}], of {len(name)} characters, is no name of an environment variable; "
-                    "write names such as HF_TOKEN, never values"
+                    "write names such as HF_TOKEN, never values",
+                    code="wrong-format",
+                    setting=f"secrets[{number}]",
                 )
         return secrets
 
@@ -63,30 +65,42 @@ class ClusterConfig(Config):
         named = [role for group in groups for role in group]
         for role in named:
             if role not in ROLES:
-                raise ValueError(f"colocate names {role[:80]!r}; the roles are {', '.join(ROLES)}")
+                raise ConfigError(
+                    f"colocate names {role[:80]!r}; the roles are {', '.join(ROLES)}",
+                    code="unknown-name",
+                    setting="colocate",
+                )
             if named.count(role) > 1:
-                raise ValueError(
+                raise ConfigError(
                     f"colocate names {role!r} {named.count(role)} times: its GPUs would be asked for twice; "
-                    "leave it in one group"
+                    "leave it in one group",
+                    code="duplicate",
+                    setting="colocate",
                 )
         if len(groups) > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"colocate has {len(groups)} groups: roles in processes of their own are not there yet; "
-                "write one group with all roles, or leave it out"
+                "write one group with all roles, or leave it out",
+                code="unsupported-combination",
+                setting="colocate",
             )
         return groups
 
     @model_validator(mode="after")
     def _check_ranks(self) -> ClusterConfig:
         if self.gpus and self.slots != 1:
-            raise ValueError(
+            raise ConfigError(
                 f"slots = {self.slots} with gpus = {self.gpus}: there is one rank per GPU; leave slots out, "
-                "or set gpus = 0"
+                "or set gpus = 0",
+                code="no-effect",
+                setting="slots",
             )
         if self.ranks > MOST_SLOTS:
-            raise ValueError(
+            raise ConfigError(
                 f"nodes * ranks per node = {self.nodes} * {self.per_node} = {self.ranks} is above "
-                f"{MOST_SLOTS}; lower nodes, gpus or slots"
+                f"{MOST_SLOTS}; lower nodes, gpus or slots",
+                code="out-of-range",
+                setting="nodes",
             )
         return self
 
@@ -113,5 +127,7 @@ def check_temp_dir(path: PurePath) -> None:
         raise ConfigError(
             f"{path}: Ray's sockets lie below this folder, and with more than {LONGEST_TEMP} characters "
             f"(it has {len(str(path))}) their paths are longer than the system takes; set cluster.temp_dir, "
-            "or LOCKSTEP_CACHE, to a shorter one"
+            "or LOCKSTEP_CACHE, to a shorter one",
+            code="too-long",
+            setting="cluster.temp_dir",
         )

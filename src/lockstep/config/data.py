@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seed
+from lockstep.errors import ConfigError
 
 
 class DataConfig(Config):
@@ -100,8 +101,10 @@ class DataConfig(Config):
             }
         for name, is_set in unread.items():
             if is_set:
-                raise ValueError(
+                raise ConfigError(
                     f"data.{name} = {getattr(self, name)!r} means nothing for source = {self.source!r}; "
-                    "leave it out"
+                    "leave it out",
+                    code="no-effect",
+                    setting=name,
                 )
         return self

@@ -195,14 +195,19 @@ def read_declarations(root: Path) -> tuple[Declaration, ...]:
     """
     paths = [path for package in _PACKAGES for path in sorted(_files(root / package))]
     if not paths:
-        raise ConfigError(f"{root} holds no support.toml; this installation of lockstep lacks its data files")
+        raise ConfigError(
+            f"{root} holds no support.toml; this installation of lockstep lacks its data files",
+            code="no-such-file",
+        )
     of: dict[tuple[str | None, str], Path] = {}
     found = []
     for path in [*paths, root / "config" / "support.toml"]:
         declaration = _read(path)
         value = declaration.axis, declaration.name
         if value in of:
-            raise ConfigError(f"{of[value]} and {path} are both of {' '.join(map(str, value))}; keep one")
+            raise ConfigError(
+                f"{of[value]} and {path} are both of {' '.join(map(str, value))}; keep one", code="duplicate"
+            )
         of[value] = path
         found.append(declaration)
     return tuple(sorted(found, key=lambda declaration: declaration.place))
@@ -278,7 +283,9 @@ def own_rows(rows: Any, *, axis: str, name: str) -> list[Entry]:
     try:
         own = [Entry.model_validate(row) for row in rows]
     except (ValidationError, TypeError) as error:
-        raise ConfigError(f"{name!r}: its attribute `support` is no list of rows: {error}") from error
+        raise ConfigError(
+            f"{name!r}: its attribute `support` is no list of rows: {error}", code="wrong-part"
+        ) from error
     return [row.model_copy(update={axis: (name,)}) for row in own]
 
 
@@ -300,7 +307,7 @@ def _read(path: Path) -> Declaration:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         return _KINDS.get(str(data.get("axis")), Declaration).model_validate(data)
     except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {error}", code="wrong-field") from error
 
 
 def _one_of(value: str | None, allowed: tuple[str, ...]) -> bool:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config.base import Config
 from lockstep.config.ppo import PPORun
-from lockstep.config.problems import DEPTH, explain, model_of, unknown_keys, unusable
+from lockstep.config.problems import DEPTH, explain, model_of, refusal, unknown_keys, unusable
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, RunConfig, SFTRun
 from lockstep.config.toml import TomlError, to_toml
 from lockstep.errors import ConfigError, unknown_name
@@ -90,7 +90,9 @@ def load_run(
             file_kind = build(values, origin=origin).kind
             raise ConfigError(
                 f"{origin}: kind = {file_kind!r}, but {kind!r} was asked for; "
-                f"run `lockstep train {file_kind}` with it, or leave the kind out"
+                f"run `lockstep train {file_kind}` with it, or leave the kind out",
+                code="contradiction",
+                setting="kind",
             )
     return build(merge(values, overrides or {}), origin=origin)
 
@@ -143,7 +145,8 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
             f"cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} may change, of "
             f"train only {', '.join(PARALLELISM)}, of engine only {', '.join(ENGINE_SIZES)}, and steps only "
             "under train.schedule = 'constant': a decay ends at the last step); start a new run:\n"
-            + "\n".join(lines)
+            + "\n".join(lines),
+            code="not-resumable",
         )
 
 
@@ -151,7 +154,8 @@ def _saved_run(folder: Path) -> RunConfig:
     file = folder / "config.toml"
     if not file.is_file():
         raise ConfigError(
-            f"cannot resume {str(folder)!r}: it holds no config.toml; give the folder of an earlier run"
+            f"cannot resume {str(folder)!r}: it holds no config.toml; give the folder of an earlier run",
+            code="no-such-file",
         )
     check_inside(file, ConfigError, root=folder)
     return build(read_toml(file), origin=str(file))
@@ -160,7 +164,9 @@ def _saved_run(folder: Path) -> RunConfig:
 def find(source: str | Path) -> Path:
     """Return the file behind a path or a recipe's name. Raises ConfigError."""
     if problem := path_problem(str(source)):
-        raise ConfigError(f"no such file: {str(source)[:80]!r} cannot be the name of one: {problem}")
+        raise ConfigError(
+            f"no such file: {str(source)[:80]!r} cannot be the name of one: {problem}", code="bad-file-name"
+        )
     path = Path(source)
     if path.is_file():
         return path
@@ -168,10 +174,11 @@ def find(source: str | Path) -> Path:
     if isinstance(source, str) and source in known:
         return known[source]
     if path.suffix == ".toml" or len(path.parts) > 1:
-        raise ConfigError(f"no such file: {str(source)!r} (looked from {os.getcwd()!r})")
+        raise ConfigError(f"no such file: {str(source)!r} (looked from {os.getcwd()!r})", code="no-such-file")
     raise ConfigError(
         unknown_name("recipe", str(source), known)
-        + "; a path to a TOML file, such as ./run.toml, works as well"
+        + "; a path to a TOML file, such as ./run.toml, works as well",
+        code="unknown-name",
     )
 
 
@@ -193,7 +200,7 @@ def parse_toml(data: bytes, *, origin: str) -> dict[str, Any]:
     try:
         return _parse(data.decode(), origin)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of thousands of digits
-        raise ConfigError(f"{origin}: not a TOML file: {printable(str(error))}") from error
+        raise ConfigError(f"{origin}: not a TOML file: {printable(str(error))}", code="not-toml") from error
 
 
 def parse_value(text: str, *, origin: str) -> Any:
@@ -208,7 +215,7 @@ def parse_value(text: str, *, origin: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     except ValueError as error:  # a number of thousands of digits
-        raise ConfigError(f"{origin}: {printable(str(error))}") from error
+        raise ConfigError(f"{origin}: {printable(str(error))}", code="out-of-range") from error
     value = values.get("value")
     # No setting takes a date; and what follows a # would be lost.
     plain = values.keys() != {"value"} or isinstance(value, datetime.date | datetime.time)
@@ -228,11 +235,15 @@ def _ends_in_comment(text: str, origin: str) -> bool:
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     if _LONG_KEY.search(text):
-        raise ConfigError(f"{origin}: a key has more than 64 parts, and no setting is that deep")
+        raise ConfigError(
+            f"{origin}: a key has more than 64 parts, and no setting is that deep", code="too-deep"
+        )
     try:
         return tomllib.loads(text)
     except RecursionError as error:
-        raise ConfigError(f"{origin}: lists or tables are nested too deeply for any setting") from error
+        raise ConfigError(
+            f"{origin}: lists or tables are nested too deeply for any setting", code="too-deep"
+        ) from error
 
 
 def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
@@ -246,7 +257,11 @@ def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
         what = "kind is missing" if kind is None else "kind is no text"
         if isinstance(kind, str):
             what = unknown_name("kind", kind, RUN_KINDS)
-        raise ConfigError(f"{origin}: {what}; write kind = 'grpo' or kind = 'sft' at the top")
+        raise ConfigError(
+            f"{origin}: {what}; write kind = 'grpo' or kind = 'sft' at the top",
+            code="unknown-name",
+            setting="kind",
+        )
     return check(values, RUN_KINDS[kind], origin=origin)
 
 
@@ -265,9 +280,9 @@ def check(values: Mapping[str, Any], model: type[AnyConfig], *, origin: str) -> 
             checked = model.model_validate_json(json.dumps(_plain(known)), strict=True)
         except ValidationError as error:
             problems += explain(error, model)
-    if problems or checked is None:
+    if checked is None or problems:
         count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-        raise ConfigError(f"{origin}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
+        raise refusal(f"{origin}: {count}\n  ", problems)
     return checked
 
 
@@ -287,7 +302,7 @@ def dump_toml(run: Config) -> str:
     try:
         return to_toml(ordered, inline=_free_tables(type(run)))
     except TomlError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(str(error), code="wrong-type") from error
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,7 +314,11 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
         for section in sections:
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
-                raise ConfigError(f"{path} = {_show(value)}: {section!r} is not a table of settings")
+                raise ConfigError(
+                    f"{path} = {_show(value)}: {section!r} is not a table of settings",
+                    code="wrong-type",
+                    setting=path,
+                )
         if value is None:
             table.pop(key, None)
         else:
@@ -344,8 +363,10 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth <= DEPTH and isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     if depth > DEPTH:
-        raise ConfigError(f"lists or tables are nested more than {DEPTH} deep, and no setting is")
-    raise ConfigError(f"{value!r} is a {type(value).__name__}, which no setting takes")
+        raise ConfigError(
+            f"lists or tables are nested more than {DEPTH} deep, and no setting is", code="too-deep"
+        )
+    raise ConfigError(f"{value!r} is a {type(value).__name__}, which no setting takes", code="wrong-type")
 
 
 def _show(value: Any) -> str:

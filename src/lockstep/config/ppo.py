@@ -12,6 +12,7 @@ from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt
 from lockstep.config.model import Dtype, LoraConfig, ModelConfig
 from lockstep.config.run import GRPORun, SleepingRole
 from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError
 
 POLICY = "policy"
 """value.name that stands for the policy's own model."""
@@ -34,9 +35,11 @@ class PPOKLConfig(KLConfig):
     def _check_target(self) -> PPOKLConfig:
         if self.target is not None and (self.coef == 0 or self.place == "loss"):
             why = "kl.coef = 0 stays 0" if self.coef == 0 else "kl.place = 'loss' has a fixed coefficient"
-            raise ValueError(
+            raise ConfigError(
                 f"target = {self.target} has no effect: {why}; set kl.coef above 0 and kl.place = 'reward', "
-                "or leave target out"
+                "or leave target out",
+                code="no-effect",
+                setting="target",
             )
         return self
 
@@ -76,14 +79,18 @@ class PPOConfig(GRPOConfig):
     @model_validator(mode="after")
     def _check_estimates(self) -> PPOConfig:
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
-            raise ValueError(
+            raise ConfigError(
                 f"reward_clip = {list(self.reward_clip)}: the first bound is not below the second, so every "
-                "reward would be the same; swap them"
+                "reward would be the same; swap them",
+                code="contradiction",
+                setting="reward_clip",
             )
         if self.lam_length_alpha is not None and self.lam != 1.0:
-            raise ValueError(
+            raise ConfigError(
                 f"lam = {self.lam} has no effect with lam_length_alpha = {self.lam_length_alpha}, which "
-                "takes its place; leave one of them out (lam_value is that of the returns)"
+                "takes its place; leave one of them out (lam_value is that of the returns)",
+                code="no-effect",
+                setting="lam",
             )
         return self
 
@@ -165,14 +172,18 @@ class ValueConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> ValueConfig:
         if self.loss == "squared" and self.huber_delta != 1.0:
-            raise ValueError(
+            raise ConfigError(
                 f"huber_delta = {self.huber_delta} has no effect with loss = 'squared'; set loss = 'huber', "
-                "or leave it out"
+                "or leave it out",
+                code="no-effect",
+                setting="huber_delta",
             )
         if self.name == POLICY and self.revision is not None:
-            raise ValueError(
+            raise ConfigError(
                 f"revision = {self.revision!r} has no effect with name = 'policy', which has "
-                "model.revision; leave it out, or set name"
+                "model.revision; leave it out, or set name",
+                code="no-effect",
+                setting="revision",
             )
         return self
 
@@ -194,29 +205,37 @@ class PPORun(GRPORun):
         samples = self.rollout.prompts_per_step * self.rollout.group_size
         train = self.value.train(self.train)
         if samples % train.minibatches:
-            raise ValueError(
+            raise ConfigError(
                 f"value.minibatches = {train.minibatches} does not divide the {samples} rollouts of a step "
-                "(rollout.prompts_per_step * rollout.group_size)"
+                "(rollout.prompts_per_step * rollout.group_size)",
+                code="not-divisible",
+                setting="value.minibatches",
             )
         if self.value.warmup_batches >= self.steps:
-            raise ValueError(
+            raise ConfigError(
                 f"value.warmup_batches = {self.value.warmup_batches} is not below steps = {self.steps}: the "
-                "policy would never be trained; lower it, or raise steps"
+                "policy would never be trained; lower it, or raise steps",
+                code="nothing-to-do",
+                setting="value.warmup_batches",
             )
         kl = self.algorithm.kl
         if kl.target is not None and kl.horizon < samples:
-            raise ValueError(
+            raise ConfigError(
                 f"algorithm.kl.horizon = {kl.horizon} is below the {samples} rollouts of a step: the "
-                "coefficient would change by more than a fifth at once; raise it"
+                "coefficient would change by more than a fifth at once; raise it",
+                code="out-of-range",
+                setting="algorithm.kl.horizon",
             )
         if train.execution == "deepcompile":
-            raise ValueError(
+            raise ConfigError(
                 "train.execution = 'deepcompile' with kind = 'ppo': its graph holds the policy's head, and a "
-                "value model has another one; set train.execution = 'compile' or 'joint'"
+                "value model has another one; set train.execution = 'compile' or 'joint'",
+                code="unsupported-combination",
+                setting="train.execution",
             )
         lora = self.value.lora
         try:
             check_backend(train, lora=lora is not None, lora_dropout=0.0 if lora is None else lora.dropout)
-        except ValueError as error:
-            raise ValueError(f"of the value model: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"of the value model: {error}", **error.data) from error
         return self

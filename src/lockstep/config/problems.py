@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import printable
 
 DEPTH = 64
@@ -28,14 +30,33 @@ EXPECTED = {
 }
 
 
-def unusable(value: Any, path: str = "") -> Iterator[str]:
+@dataclass(frozen=True)
+class Problem:
+    """A wrong setting: the line for the user, and the code and fields of an error."""
+
+    text: str
+    data: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def refusal(text: str, problems: Sequence[Problem]) -> ConfigError:
+    """Return the error about all of `problems`, with the code and fields of the first; of several, the field
+    `problems` has each one's."""
+    more = {"problems": [problem.data for problem in problems]} if len(problems) > 1 else {}
+    fields: dict[str, Any] = {**problems[0].data, **more}
+    return ConfigError(text + "\n  ".join(map(str, problems)), **fields)
+
+
+def unusable(value: Any, path: str = "") -> Iterator[Problem]:
     """Yield the problems of values that no setting can have, whatever its name.
 
     These are integers of more than 64 bits (TOML has none either), and text that UTF-8 or a file name cannot
     hold. Some of them could not even be printed.
     """
     if (why := _unusable(value)) is not None:
-        yield f"{path}: {why}"
+        yield Problem(f"{path}: {why}", {"code": "out-of-range", "setting": path})
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from unusable(key, f"a key of {path}" if path else "a key")
@@ -55,20 +76,51 @@ def _unusable(value: Any) -> str | None:
     return None
 
 
-def unknown_keys(values: Mapping[str, Any], model: type[BaseModel]) -> tuple[list[str], dict[str, Any]]:
+def unknown_keys(values: Mapping[str, Any], model: type[BaseModel]) -> tuple[list[Problem], dict[str, Any]]:
     """Return the problems of keys that `model` has no field for, and `values` without these keys."""
     sections = dict(_sections(model))
-    problems: list[str] = []
+    problems: list[Problem] = []
     return problems, _prune(values, model, path=(), sections=sections, problems=problems)
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """Return one line per place that pydantic complains about."""
+def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """Return one problem per place that pydantic complains about."""
     by_path: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         path = ".".join(_path(detail["loc"], model))
         by_path.setdefault(path, []).append(detail)
-    return [_line(path, details) for path, details in by_path.items()]
+    return [Problem(_line(path, details), data_of(path, details[0])) for path, details in by_path.items()]
+
+
+def first_data(error: ValidationError) -> dict[str, Any]:
+    """Return the code and the fields of the first problem of a pydantic model."""
+    first = error.errors(include_url=False)[0]
+    return data_of(".".join(map(str, first["loc"])), first)
+
+
+def data_of(path: str, detail: Any) -> dict[str, Any]:
+    """Return the code and the fields of one problem of pydantic's at `path`."""
+    kind, cause = detail["type"], detail.get("ctx", {}).get("error")
+    if isinstance(cause, LockstepError):
+        own = str(cause.fields.get("setting", ""))
+        inside = own and (not path or own == path or own.startswith(f"{path}."))
+        setting = own if inside else f"{path}.{own}".strip(".")
+        return cause.data | ({"setting": setting} if setting else {})
+    return {"code": _code(kind), "setting": path}
+
+
+def _code(kind: str) -> str:
+    """The code of a type of pydantic's errors."""
+    known = {
+        "missing": "missing-setting",
+        "literal_error": "unknown-name",
+        "extra_forbidden": "unknown-setting",
+    }
+    if kind in known:
+        return known[kind]
+    if kind.startswith(("greater", "less", "finite")) or "too_" in kind:
+        return "out-of-range"
+    return "wrong-type" if kind.endswith("_type") or kind.startswith("int_") else "wrong-format"
 
 
 def _line(path: str, details: list[Any]) -> str:
@@ -113,12 +165,14 @@ def _prune(
     *,
     path: tuple[str, ...],
     sections: Mapping[str, type[BaseModel]],
-    problems: list[str],
+    problems: list[Problem],
 ) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for key, value in values.items():
         if key not in model.model_fields:
-            problems.append(_unknown(key, value, model, path=path, sections=sections))
+            text = _unknown(key, value, model, path=path, sections=sections)
+            data = {"code": "unknown-setting", "setting": printable(".".join((*path, key)))}
+            problems.append(Problem(text, data))
             continue
         nested, many = model_of(model.model_fields[key].annotation)
         here = (*path, key)

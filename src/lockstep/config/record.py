@@ -5,6 +5,7 @@ import re
 from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.base import Config, NonNegativeInt, PositiveInt
+from lockstep.errors import ConfigError
 
 _EVERY = re.compile(r"every ([1-9]\d{0,8})", re.ASCII)
 
@@ -28,18 +29,22 @@ class RecordConfig(Config):
     @classmethod
     def _check_weights(cls, weights: str) -> str:
         if weights not in ("first", "none") and not _EVERY.fullmatch(weights):
-            raise ValueError(
+            raise ConfigError(
                 f"weights = {weights!r} must be 'first', 'none' or 'every K' with K at least 1, such as "
-                "'every 10'"
+                "'every 10'",
+                code="wrong-format",
+                setting="weights",
             )
         return weights
 
     @model_validator(mode="after")
     def _check_steps(self) -> RecordConfig:
         if self.last_step is not None and self.last_step < self.first_step:
-            raise ValueError(
+            raise ConfigError(
                 f"last_step = {self.last_step} is before first_step = {self.first_step}, so nothing would be "
-                "recorded; raise last_step, or leave it out for the run's last step"
+                "recorded; raise last_step, or leave it out for the run's last step",
+                code="nothing-to-do",
+                setting="last_step",
             )
         return self
 

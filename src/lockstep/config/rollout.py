@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seconds, Temperature
+from lockstep.errors import ConfigError
 
 
 class SamplingConfig(Config):
@@ -43,11 +44,15 @@ class SamplingConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> SamplingConfig:
         if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; lower min_tokens"
+            raise ConfigError(
+                f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; lower min_tokens",
+                code="contradiction",
+                setting="min_tokens",
             )
         if self.top_k == 0:
-            raise ValueError("top_k = 0 would leave no token; set -1 to turn it off")
+            raise ConfigError(
+                "top_k = 0 would leave no token; set -1 to turn it off", code="out-of-range", setting="top_k"
+            )
         return self
 
 
@@ -111,15 +116,19 @@ class RewardConfig(Config):
         if self.name != "http":
             for option in ("url", "token_env"):
                 if getattr(self, option) is not None:
-                    raise ValueError(
+                    raise ConfigError(
                         f"{option} = {getattr(self, option)!r} has no effect with name = {self.name!r}; set "
-                        "name = 'http', or leave it out"
+                        "name = 'http', or leave it out",
+                        code="no-effect",
+                        setting=option,
                     )
             return self
         if self.url is None or not re.fullmatch(r"https?://[!-~]+", self.url):
-            raise ValueError(
+            raise ConfigError(
                 f"url = {self.url!r} with name = 'http'; set the service's address, such as "
-                "url = 'http://127.0.0.1:8000/score'"
+                "url = 'http://127.0.0.1:8000/score'",
+                code="missing-setting",
+                setting="url",
             )
         parts = urlsplit(self.url)
         try:
@@ -127,8 +136,10 @@ class RewardConfig(Config):
         except ValueError:
             usable = False
         if not usable or parts.username is not None or parts.fragment:
-            raise ValueError(
+            raise ConfigError(
                 "url is not of the form http://HOST:PORT/PATH, without a user's name and without #; a token "
-                "goes into the variable that token_env names"
+                "goes into the variable that token_env names",
+                code="wrong-format",
+                setting="url",
             )
         return self

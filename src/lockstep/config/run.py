@@ -63,9 +63,10 @@ class RunConfig(Config):
     @classmethod
     def _check_run_name(cls, name: str) -> str:
         if not name or "/" in name or len(name.encode()) > 200:
-            raise ValueError(
+            raise ConfigError(
                 f"name = {name[:80]!r} begins the name of a folder; write 1 to 200 characters without /, and "
-                "choose the folder itself by run_dir"
+                "choose the folder itself by run_dir",
+                code="wrong-format",
             )
         return name
 
@@ -81,11 +82,13 @@ class RunConfig(Config):
     def _check_record(self) -> RunConfig:
         refusal = record_refusal(self) if shards_weights(self.train) else None
         if refusal is not None:
-            raise ValueError(refusal)
+            raise ConfigError(refusal, code="unsupported-combination", setting="record.enabled")
         if self.record.enabled and self.record.first_step >= self.steps:
-            raise ValueError(
+            raise ConfigError(
                 f"record.first_step = {self.record.first_step} is not below steps = {self.steps}, so nothing "
-                "would be recorded; lower it, or raise steps (they count from 0)"
+                "would be recorded; lower it, or raise steps (they count from 0)",
+                code="nothing-to-do",
+                setting="record.first_step",
             )
         return self
 
@@ -116,18 +119,24 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
     """
     train = run.train
     if not 1 <= ranks <= MAX_RANKS:
-        raise ConfigError(f"--ranks {ranks} is not between 1 and {MAX_RANKS}")
+        raise ConfigError(
+            f"--ranks {ranks} is not between 1 and {MAX_RANKS}", code="out-of-range", setting="--ranks"
+        )
     known = backends()
     if ranks > 1 and train.backend in known and not known[train.backend].spans_ranks:
         spanning = " or ".join(name for name, backend in known.items() if backend.spans_ranks)
         raise ConfigError(
             f"train.backend = {train.backend!r} is one process on one device, but there are {ranks} ranks: "
-            f"each would train a copy of its own. Set --train.backend {spanning}, or start one process"
+            f"each would train a copy of its own. Set --train.backend {spanning}, or start one process",
+            code="unsupported-combination",
+            setting="train.backend",
         )
     if ranks > 1 and isinstance(run, GRPORun) and run.engine.cuda_devices:
         raise ConfigError(
             f"engine.cuda_devices = {list(run.engine.cuda_devices)} with {ranks} ranks: each has an engine "
-            "of its own, on its own GPU; leave engine.cuda_devices out"
+            "of its own, on its own GPU; leave engine.cuda_devices out",
+            code="unsupported-combination",
+            setting="engine.cuda_devices",
         )
     together = train.tp * train.ring
     if ranks % together:
@@ -135,14 +144,18 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
         raise ConfigError(
             f"{ranks} rank{'s' if ranks > 1 else ''} cannot be split into groups of train.tp * train.ring = "
             f"{train.tp} * {train.ring} = {together}: start a multiple of {together} (--ranks {sizes}, ...), "
-            "or lower train.tp or train.ring"
+            "or lower train.tp or train.ring",
+            code="not-divisible",
+            setting="train.tp",
         )
     documents = run.documents_per_update
     if ranks // together > documents:
         what = f"ranks / (tp * ring) = {ranks // together}" if together > 1 else f"{ranks} ranks"
         raise ConfigError(
             f"{what} share the documents of an optimizer step, and there are only {documents} of them "
-            f"({run.documents_setting}): the others would have nothing to do. Start fewer ranks, or raise it"
+            f"({run.documents_setting}): the others would have nothing to do. Start fewer ranks, or raise it",
+            code="nothing-to-do",
+            setting=run.documents_setting,
         )
 
 
@@ -158,15 +171,19 @@ def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, .
         return
     names = [f"eval/{name}" for name in known]
     if checkpoint.metric not in names:
-        raise ValueError(
+        raise ConfigError(
             f"checkpoint.keep_best = {checkpoint.keep_best} goes by checkpoint.metric = "
-            f"{checkpoint.metric!r}, which this kind of run does not measure; set one of {', '.join(names)}"
+            f"{checkpoint.metric!r}, which this kind of run does not measure; set one of {', '.join(names)}",
+            code="unsupported-combination",
+            setting="checkpoint.metric",
         )
     if checkpoint.every and (every == 0 or checkpoint.every % every):
-        raise ValueError(
+        raise ConfigError(
             f"checkpoint.keep_best = {checkpoint.keep_best} needs an evaluation wherever there is a "
             f"checkpoint, but evaluations are every {every} steps and checkpoints every {checkpoint.every}; "
-            "set both to the same number, or keep_best = 0"
+            "set both to the same number, or keep_best = 0",
+            code="contradiction",
+            setting="checkpoint.keep_best",
         )
 
 
@@ -233,70 +250,98 @@ class GRPORun(RunConfig):
             *PER_GROUP,
             "group_mean_batch_std",
         ):
-            raise ValueError(
+            raise ConfigError(
                 "rollout.group_size = 1 gives every advantage 0 under algorithm.name = "
                 f"{self.algorithm.name!r}, which compares the samples of a group; set rollout.group_size >= "
-                "2 or algorithm.name = 'reinforce++'"
+                "2 or algorithm.name = 'reinforce++'",
+                code="nothing-to-do",
+                setting="rollout.group_size",
             )
         sampling = self.rollout.sampling
         ends = sampling.stop or sampling.stop_token_ids or not sampling.ignore_eos
         if self.algorithm.mask_truncated and not ends:
-            raise ValueError(
+            raise ConfigError(
                 "algorithm.mask_truncated = true with rollout.sampling.ignore_eos = true and no stop: every "
-                "completion is cut off, so nothing would be trained on; leave one of them out"
+                "completion is cut off, so nothing would be trained on; leave one of them out",
+                code="nothing-to-do",
+                setting="algorithm.mask_truncated",
             )
         if self.rollout.sampling.temperature == 0:
-            raise ValueError(
+            raise ConfigError(
                 "rollout.sampling.temperature = 0 samples one and the same completion group_size times, so "
-                "every advantage is 0; set it above 0 (evaluation has eval.temperature)"
+                "every advantage is 0; set it above 0 (evaluation has eval.temperature)",
+                code="nothing-to-do",
+                setting="rollout.sampling.temperature",
             )
+        if not self.rewards and self.reward_model is None:
+            raise ConfigError(
+                "rewards is empty; name at least one, such as rewards = [{name = 'verifier'}], or a "
+                "reward_model",
+                code="missing-setting",
+                setting="rewards",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> GRPORun:
         _check_best(self.checkpoint, every=self.eval.every, known=RL_METRICS)
         if self.data.size is not None and self.data.size < self.rollout.prompts_per_step:
-            raise ValueError(
+            raise ConfigError(
                 f"data.size = {self.data.size} is below one rollout batch of rollout.prompts_per_step = "
-                f"{self.rollout.prompts_per_step} prompts; raise data.size or lower rollout.prompts_per_step"
+                f"{self.rollout.prompts_per_step} prompts; raise data.size or lower rollout.prompts_per_step",
+                code="contradiction",
+                setting="data.size",
             )
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
         if longest > token_slots(self.train) and self.train.token_budget != "auto":
-            raise ValueError(
+            raise ConfigError(
                 f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do not fit one "
                 f"micro-batch of train.token_budget = {self.train.token_budget}; raise train.token_budget or "
-                "lower one of the two"
+                "lower one of the two",
+                code="contradiction",
+                setting="train.token_budget",
             )
         cache = self.engine.kv_cache_tokens
         if cache is not None and cache < self.longest_sequence - 1:
-            raise ValueError(
+            raise ConfigError(
                 f"engine.kv_cache_tokens = {cache} is below the {self.longest_sequence - 1} tokens that one "
                 "sample of training or evaluation can need (data.max_prompt_tokens + "
                 "rollout.sampling.max_tokens - 1; the evaluation before training may use more, see "
-                "eval.before_max_tokens_factor); raise engine.kv_cache_tokens"
+                "eval.before_max_tokens_factor); raise engine.kv_cache_tokens",
+                code="contradiction",
+                setting="engine.kv_cache_tokens",
             )
         samples = self.rollout.prompts_per_step * self.rollout.group_size
         if samples % self.train.minibatches:
-            raise ValueError(
+            raise ConfigError(
                 f"train.minibatches = {self.train.minibatches} does not divide the {samples} rollouts of a "
-                "step (rollout.prompts_per_step * rollout.group_size)"
+                "step (rollout.prompts_per_step * rollout.group_size)",
+                code="not-divisible",
+                setting="train.minibatches",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> GRPORun:
         engine = engines().get(self.engine.name)
         served = self.engine.process == "own" and self.engine.name in ("auto", "native", "hf")
         alone = self.train.batch_invariant if served else self.engine.batch_invariant
         if self.train.deterministic and has_own_weights(self.engine) and not alone:
-            raise ValueError(
+            raise ConfigError(
                 f"train.deterministic = true with engine.name = {self.engine.name!r}: what it decodes "
                 "together is a matter of timing, and its samples change with it; set "
                 f"{'train' if served else 'engine'}.batch_invariant = true, or engine.name = 'native' or "
-                "'hf' in the trainer's process"
+                "'hf' in the trainer's process",
+                code="unsupported-combination",
+                setting="train.deterministic",
             )
         if self.train.reuse_rollout_logprobs and engine is not None and not engine.keeps_bits:
-            raise ValueError(
+            raise ConfigError(
                 f"train.reuse_rollout_logprobs = true with engine.name = {self.engine.name!r}: nothing "
                 "promises that its logprobs are the trainer's; leave it out, or set engine.name = 'native' "
-                "and train.batch_invariant = true"
-            )
-        if not self.rewards and self.reward_model is None:
-            raise ValueError(
-                "rewards is empty; name at least one, such as rewards = [{name = 'verifier'}], or a "
-                "reward_model"
+                "and train.batch_invariant = true",
+                code="unsupported-combination",
+                setting="train.reuse_rollout_logprobs",
             )
         return self
 
@@ -305,29 +350,39 @@ class GRPORun(RunConfig):
         what, train = f"sleep = {list(self.sleep)}", self.train
         missing = sorted(set(self.sleep) - set(self.roles))
         if missing:
-            raise ValueError(
+            raise ConfigError(
                 f"{what}: this run has no {missing[0]} with memory of its own (it has "
-                f"{', '.join(self.roles)}); leave {missing[0]!r} out"
+                f"{', '.join(self.roles)}); leave {missing[0]!r} out",
+                code="unknown-name",
+                setting="sleep.roles",
             )
         if len(set(self.sleep)) < len(self.sleep):
-            raise ValueError(f"{what} names a role twice; name each once")
+            raise ConfigError(
+                f"{what} names a role twice; name each once", code="duplicate", setting="sleep.roles"
+            )
         trained = [role for role in self.sleep if role != "reward_model"]
         backend = backends().get(train.backend)
         if trained and backend is not None and not backend.rests:
             resting = " or ".join(repr(name) for name, other in backends().items() if other.rests)
-            raise ValueError(
+            raise ConfigError(
                 f"{what} with train.backend = {train.backend!r}, which cannot give its memory back between "
-                f"calls: set train.backend = {resting}, or leave out {' and '.join(map(repr, trained))}"
+                f"calls: set train.backend = {resting}, or leave out {' and '.join(map(repr, trained))}",
+                code="unsupported-combination",
+                setting="sleep.roles",
             )
         if train.cuda_graph and {"ref", "value"} & set(trained):
-            raise ValueError(
+            raise ConfigError(
                 f"{what} with train.cuda_graph = true: a graph reads weights where they were when it was "
-                "captured; name 'policy' and 'reward_model' alone, or leave train.cuda_graph out"
+                "captured; name 'policy' and 'reward_model' alone, or leave train.cuda_graph out",
+                code="unsupported-combination",
+                setting="sleep.roles",
             )
         if self.record.enabled and "value" in trained:
-            raise ValueError(
+            raise ConfigError(
                 f"{what} with record.enabled = true: recording reads the value model's weights between its "
-                "calls; leave 'value' out"
+                "calls; leave 'value' out",
+                code="unsupported-combination",
+                setting="sleep.roles",
             )
         return self
 
@@ -363,36 +418,48 @@ class OfflineRun(RunConfig):
     def _check(self) -> OfflineRun:
         _check_best(self.checkpoint, every=self.eval_every, known=OFFLINE_METRICS[self.kind])
         if self.train.reuse_rollout_logprobs is not None:
-            raise ValueError(
+            raise ConfigError(
                 f"train.reuse_rollout_logprobs = {self.train.reuse_rollout_logprobs} has no effect with "
-                f"kind = {self.kind!r}, which has no rollouts; leave it out"
+                f"kind = {self.kind!r}, which has no rollouts; leave it out",
+                code="no-effect",
+                setting="train.reuse_rollout_logprobs",
             )
         for setting, value in (
             ("eval_every", self.eval_every),
             ("checkpoint.keep_best", self.checkpoint.keep_best),
         ):
             if value and self.eval_data is None:
-                raise ValueError(f"{setting} = {value} needs documents to evaluate on; set eval_data")
+                raise ConfigError(
+                    f"{setting} = {value} needs documents to evaluate on; set eval_data",
+                    code="missing-setting",
+                    setting="eval_data",
+                )
         for name, data in (("data", self.data), ("eval_data", self.eval_data)):
             if data is not None and data.exclude is not None:
-                raise ValueError(
+                raise ConfigError(
                     f"{name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such documents "
-                    f"from {name}.source"
+                    f"from {name}.source",
+                    code="no-effect",
+                    setting=f"{name}.exclude",
                 )
             if (
                 data is not None
                 and self.train.token_budget != "auto"
                 and data.max_length > token_slots(self.train)
             ):
-                raise ValueError(
+                raise ConfigError(
                     f"{name}.max_length = {data.max_length} does not fit one micro-batch of "
                     f"train.token_budget = {self.train.token_budget}; raise train.token_budget or lower "
-                    f"{name}.max_length"
+                    f"{name}.max_length",
+                    code="contradiction",
+                    setting=f"{name}.max_length",
                 )
         if self.data.size is not None and self.data.size < self.batch_size:
-            raise ValueError(
+            raise ConfigError(
                 f"data.size = {self.data.size} is below batch_size = {self.batch_size}; raise data.size "
-                "or lower batch_size"
+                "or lower batch_size",
+                code="contradiction",
+                setting="data.size",
             )
         return self
 
@@ -430,10 +497,12 @@ class PairRun(OfflineRun):
                 and self.train.token_budget != "auto"
                 and self.unit * data.max_length > token_slots(self.train)
             ):
-                raise ValueError(
+                raise ConfigError(
                     f"{name}.max_length = {data.max_length}: both answers of a pair are in one micro-batch, "
                     f"and train.token_budget = {self.train.token_budget} holds no two of them; raise "
-                    f"train.token_budget to {2 * data.max_length} or lower {name}.max_length"
+                    f"train.token_budget to {2 * data.max_length} or lower {name}.max_length",
+                    code="contradiction",
+                    setting=f"{name}.max_length",
                 )
         return self
 
@@ -452,9 +521,11 @@ class DPORun(PairRun):
     @model_validator(mode="after")
     def _check_unpaired(self) -> DPORun:
         if not self.algorithm.paired and self.batch_size < 2:
-            raise ValueError(
+            raise ConfigError(
                 f"batch_size = {self.batch_size} with algorithm.name = {self.algorithm.name!r}, whose "
-                "baseline is of each prompt with another one's answer; set batch_size to 2 or more"
+                "baseline is of each prompt with another one's answer; set batch_size to 2 or more",
+                code="unsupported-combination",
+                setting="batch_size",
             )
         return self
 
@@ -468,8 +539,10 @@ class RewardModelRun(PairRun):
     @model_validator(mode="after")
     def _check_reward_model(self) -> RewardModelRun:
         if self.train.batch_invariant:
-            raise ValueError(
+            raise ConfigError(
                 "train.batch_invariant = true with kind = 'rm': the head that gives scores has no such form; "
-                "leave it out"
+                "leave it out",
+                code="unsupported-combination",
+                setting="train.batch_invariant",
             )
         return self

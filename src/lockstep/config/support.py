@@ -106,7 +106,7 @@ def check_support(run: RunAxes) -> None:
     _check_names(cell)
     for entry in TABLE:
         if entry.status == "unsupported" and entry.matches(cell):
-            raise ConfigError(_refusal(entry, cell))
+            raise ConfigError(_refusal(entry, cell), code="unsupported-combination")
     if run.train.batch_invariant:
         _check_batch_invariant(run, cell)
 
@@ -137,7 +137,7 @@ def check_device_support(
     _check_names(cell)
     entry = lookup(cell, own=own)
     if entry.status == "unsupported":
-        raise ConfigError(_refusal(entry, cell))
+        raise ConfigError(_refusal(entry, cell), code="unsupported-combination")
     if batch_invariant:
         _check_batch_invariant(run, cell)
     return entry
@@ -165,7 +165,11 @@ def _check_batch_invariant(run: RunAxes, cell: dict[str, str]) -> None:
         cell = {axis: value for axis, value in cell.items() if axis != "engine"}
     for entry in BATCH_INVARIANT:
         if entry.matches(cell):
-            raise ConfigError("train.batch_invariant = true: " + _refusal(entry, cell))
+            raise ConfigError(
+                "train.batch_invariant = true: " + _refusal(entry, cell),
+                code="unsupported-combination",
+                setting="train.batch_invariant",
+            )
 
 
 def shares_prompts(
@@ -227,11 +231,17 @@ def _check_names(cell: dict[str, str]) -> None:
     attention = cell.get("attention", "sdpa")
     if not is_kernel(attention):
         raise ConfigError(
-            f"train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}"
+            f"train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}",
+            code="unknown-name",
+            setting="train.attention",
         )
     engine = cell.get("engine", "hf")
     if engine not in AXES["engine"] and ":" not in engine:
-        raise ConfigError(f"engine.name: {unknown_name('inference engine', engine, AXES['engine'])}")
+        raise ConfigError(
+            f"engine.name: {unknown_name('inference engine', engine, AXES['engine'])}",
+            code="unknown-name",
+            setting="engine.name",
+        )
 
 
 def is_kernel(name: str) -> bool:

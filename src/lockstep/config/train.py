@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, fie
 
 from lockstep.config.base import Config, Name, NonNegativeInt, OneOf, PositiveInt, Temperature
 from lockstep.config.declarations import names
+from lockstep.errors import ConfigError
 
 Backend = Annotated[str, AfterValidator(OneOf("train backend", names("backend")))]
 Layout = Literal["auto", "packed", "padded", "shared"]
@@ -120,8 +121,9 @@ class TrainConfig(Config):
     @classmethod
     def _check_device(cls, device: str) -> str:
         if not _DEVICE.fullmatch(device):
-            raise ValueError(
-                f"device = {device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N', such as 'cuda:0'"
+            raise ConfigError(
+                f"device = {device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N', such as 'cuda:0'",
+                code="wrong-format",
             )
         return device
 
@@ -129,7 +131,10 @@ class TrainConfig(Config):
     @classmethod
     def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
         if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas = {list(betas)} must be at least 0 and below 1, such as [0.9, 0.999]")
+            raise ConfigError(
+                f"betas = {list(betas)} must be at least 0 and below 1, such as [0.9, 0.999]",
+                code="out-of-range",
+            )
         return betas
 
 
@@ -179,13 +184,17 @@ class EvalConfig(Config):
             try:
                 re.compile(expression)
             except re.error as error:
-                raise ValueError(
-                    f"kinds.{name} = {expression!r} is no regular expression: {error}; correct it"
+                raise ConfigError(
+                    f"kinds.{name} = {expression!r} is no regular expression: {error}; correct it",
+                    code="wrong-format",
+                    setting=f"kinds.{name}",
                 ) from error
         if self.samples_per_prompt > 1 and self.temperature == 0:
-            raise ValueError(
+            raise ConfigError(
                 f"samples_per_prompt = {self.samples_per_prompt} at temperature = 0 would sample one and the "
-                "same completion every time; set temperature above 0, or samples_per_prompt = 1"
+                "same completion every time; set temperature above 0, or samples_per_prompt = 1",
+                code="unsupported-combination",
+                setting="samples_per_prompt",
             )
         return self
 

@@ -36,7 +36,9 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
             return match.group()[0]
         if name not in values:
             columns = [printable(column) for column in values]
-            raise ConfigError(unknown_name("column in data.prompt_template", name, columns))
+            raise ConfigError(
+                unknown_name("column in data.prompt_template", name, columns), code="unknown-name"
+            )
         return str(values[name])
 
     return _FIELD.sub(value, template)
@@ -49,7 +51,8 @@ def check_text(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: holds half a surrogate pair, {text[error.start]!r}, after {error.start} characters, "
-            "which is no text; correct it"
+            "which is no text; correct it",
+            code="not-text",
         ) from error
 
 
@@ -61,13 +64,15 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(
-            f"{where}: messages must be a non-empty list of {{role, content}}, got {str(value)[:80]!r}"
+            f"{where}: messages must be a non-empty list of {{role, content}}, got {str(value)[:80]!r}",
+            code="wrong-row",
         )
     messages = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(
-                f"{where}, message {number}: needs a role and a content, got {str(message)[:80]!r}"
+                f"{where}, message {number}: needs a role and a content, got {str(message)[:80]!r}",
+                code="wrong-row",
             )
         kept = {key: item for key, item in message.items() if item is not None}
         kept["content"] = _text_of(kept.get("content", ""), f"{where}, message {number}")
@@ -81,7 +86,9 @@ def _text_of(content: Any, where: str) -> str:
     parts = content if isinstance(content, Sequence) else []
     texts = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
     if not texts or len(texts) != len(parts):
-        raise DataError(f"{where}: only text content is supported, got {str(content)[:80]!r}")
+        raise DataError(
+            f"{where}: only text content is supported, got {str(content)[:80]!r}", code="wrong-row"
+        )
     return "".join(texts)
 
 
@@ -104,13 +111,17 @@ class ChatFormat:
             setting = "system_prompt" if self._system else "chat_template_kwargs"
             raise ConfigError(
                 f"data.{setting} is set, but no chat template would carry it (data.chat_template = "
-                f"{config.chat_template!r}); set data.chat_template to a jinja template"
+                f"{config.chat_template!r}); set data.chat_template to a jinja template",
+                code="no-effect",
+                setting=f"data.{setting}",
             )
         for name in self.kwargs:
             if self.template is not None and name not in self.template:
                 raise ConfigError(
                     f"data.chat_template_kwargs.{name}: the chat template never reads {name!r}; correct the "
-                    "name or remove it"
+                    "name or remove it",
+                    code="no-effect",
+                    setting=f"data.chat_template_kwargs.{name}",
                 )
         self.bos = [] if self.template is not None else _leading_ids(tokenizer)
         """Ids in front of every text: the tokenizer's for plain text, none where a template writes its
@@ -134,7 +145,8 @@ class ChatFormat:
             if len(messages) != 1 or messages[0]["role"] != "user":
                 raise DataError(
                     f"{where}: a conversation of {len(messages)} messages needs a chat template, and there "
-                    "is none; set data.chat_template to a jinja template"
+                    "is none; set data.chat_template to a jinja template",
+                    code="no-chat-template",
                 )
             return str(messages[0]["content"])
         return self.rendered(messages, generate=generate, where=where).text
@@ -171,14 +183,18 @@ def _resolve_template(setting: str, tokenizer: Any) -> str | None:
         try:
             return None if template is None else str(tokenizer.get_chat_template())
         except ValueError as error:  # several, and none of them is the default
-            raise ConfigError(f"{error}; set data.chat_template") from error
+            raise ConfigError(
+                f"{error}; set data.chat_template", code="ambiguous", setting="data.chat_template"
+            ) from error
     if "{%" in setting or "{{" in setting:
         return setting
     path = Path(setting).expanduser()
     if path_problem(str(path)) or not path.is_file():
         raise ConfigError(
             f"data.chat_template = {setting[:200]!r} is neither auto, none, a jinja template (no '{{{{' or "
-            "'{{%' in it) nor a file"
+            "'{{%' in it) nor a file",
+            code="wrong-format",
+            setting="data.chat_template",
         )
     data = read_plain(path, ConfigError)
     with file_errors(path, ConfigError):

@@ -48,24 +48,34 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigError(
-            f"data.source = 'reasoning_gym:{task}' needs reasoning-gym ({error}); pip install reasoning-gym"
+            f"data.source = 'reasoning_gym:{task}' needs reasoning-gym ({error}); pip install reasoning-gym",
+            code="missing-package",
+            setting="data.source",
         ) from error
     if task not in DATASETS:
-        raise ConfigError(unknown_name("reasoning_gym task", task, DATASETS))
+        raise ConfigError(unknown_name("reasoning_gym task", task, DATASETS), code="unknown-name")
     for reserved, instead in (("size", "data.size"), ("seed", "data.seed")):
         if reserved in settings:
-            raise ConfigError(f"data.task.{reserved} is decided by {instead}; set that instead")
+            raise ConfigError(
+                f"data.task.{reserved} is decided by {instead}; set that instead",
+                code="contradiction",
+                setting=f"data.task.{reserved}",
+            )
     fields = DATASETS[task][1].__dataclass_fields__
     for name in settings:
         if name not in fields:
             known = [field for field in fields if field not in ("size", "seed")]
-            raise ConfigError(unknown_name(f"data.task setting of {task}", name, known))
+            raise ConfigError(
+                unknown_name(f"data.task setting of {task}", name, known), code="unknown-setting"
+            )
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **settings)
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(
             f"reasoning_gym refuses data.task = {dict(settings)!r} for {task!r}: "
-            f"{error or type(error).__name__}"
+            f"{error or type(error).__name__}",
+            code="refused",
+            setting="data.task",
         ) from error
 
 
@@ -107,16 +117,26 @@ class IdRows:
         settings = {"vocab_size": vocab_size, "min_tokens": 4, "max_tokens": 16}
         for name in config.task:
             if name not in settings:
-                raise ConfigError(unknown_name("data.task setting of 'ids'", name, settings))
+                raise ConfigError(
+                    unknown_name("data.task setting of 'ids'", name, settings),
+                    code="unknown-setting",
+                    setting=f"data.task.{name}",
+                )
         settings.update(config.task)
         for name, value in settings.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
-                    f"data.task.{name} = {value!r} of data.source = 'ids' must be a positive integer"
+                    f"data.task.{name} = {value!r} of data.source = 'ids' must be a positive integer",
+                    code="out-of-range",
+                    setting=f"data.task.{name}",
                 )
         self.vocab_size, self.low, self.high = (int(value or 0) for value in settings.values())
         if self.low > self.high:
-            raise ConfigError(f"data.task.min_tokens = {self.low} exceeds data.task.max_tokens = {self.high}")
+            raise ConfigError(
+                f"data.task.min_tokens = {self.low} exceeds data.task.max_tokens = {self.high}",
+                code="contradiction",
+                setting="data.task.min_tokens",
+            )
         self._seed = config.seed
 
     def row(self, stream: str, slot: int, attempt: int) -> dict[str, Any]:

@@ -53,7 +53,10 @@ def load_train_and_held_out(
         raise DataError(
             f"rollout.prompts_per_step = {run.rollout.prompts_per_step}, but data.source = "
             f"{run.data.source!r} has only {train.size} prompts to train on ({train.report}); lower "
-            "rollout.prompts_per_step, or give more data (prompts of evaluations are left out, see eval_data)"
+            "rollout.prompts_per_step, or give more data (prompts of evaluations are left out, see "
+            "eval_data)",
+            code="not-enough",
+            setting="rollout.prompts_per_step",
         )
     if held_out is None:
         held_out = FixedPrompts((), shuffle=False, maker=PromptMaker(run.data, tokenizer, ()))
@@ -65,9 +68,13 @@ def _held_out(run: GRPORun, *, tokenizer: Any, vocab_size: int | None) -> FixedP
     try:
         held_out = load_prompts(config, tokenizer=tokenizer, vocab_size=vocab_size)
     except DataError as error:
-        raise DataError(f"held-out prompts (eval_data): {error}") from error
+        raise DataError(f"held-out prompts (eval_data): {error}", **error.data) from error
     if not isinstance(held_out, FixedPrompts):
-        raise ConfigError(f"eval_data.source = {config.source!r} is endless; set eval_data.size")
+        raise ConfigError(
+            f"eval_data.source = {config.source!r} is endless; set eval_data.size",
+            code="endless",
+            setting="eval_data.size",
+        )
     return held_out
 
 

@@ -137,7 +137,8 @@ def _load(
                 raise DataError(
                     f"{where}: {config.chosen_column} and {config.rejected_column} are the same "
                     f"{len(chosen)} tokens, so there is nothing to prefer; correct the row, or set "
-                    "data.equal_answers = 'drop'"
+                    "data.equal_answers = 'drop'",
+                    code="wrong-pairs",
                 )
             counts["dropped_equal"] += 1
             continue
@@ -146,7 +147,10 @@ def _load(
             chosen, rejected = (_scored(sample, pad_id, where) for sample in (chosen, rejected))
         pairs.append((chosen, rejected))
     if not pairs:
-        raise DataError(f"no preference pairs left of data.source = {config.source!r}: {dict(counts)}")
+        raise DataError(
+            f"no preference pairs left of data.source = {config.source!r}: {dict(counts)}",
+            code="nothing-left",
+        )
     counts["pairs"] = len(pairs)
     counts["tokens"] = sum(len(sample) for pair in pairs for sample in pair)
     return PreferenceSet(pairs, shuffle=config.shuffle, report=counts, margins=margins if scored else None)
@@ -169,7 +173,8 @@ def _scored(sample: TrainSample, pad_id: int | None, where: str) -> TrainSample:
     read = torch.ones(len(sample), dtype=torch.bool) if pad_id is None else sample.token_ids != pad_id
     if not bool(read.any()):
         raise DataError(
-            f"{where}: the document holds nothing but pad tokens (id {pad_id}); leave the row out"
+            f"{where}: the document holds nothing but pad tokens (id {pad_id}); leave the row out",
+            code="empty",
         )
     mask = torch.zeros(len(sample), dtype=torch.bool)
     mask[int(read.nonzero()[-1])] = True
@@ -183,7 +188,9 @@ def _margin(row: Mapping[str, Any], config: DataConfig, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise DataError(
             f"{where}, {config.margin_column}: {value!r} is no margin; write a number >= 0, or rename the "
-            "column (data.margin_column)"
+            "column (data.margin_column)",
+            code="wrong-row",
+            name=config.margin_column,
         )
     return float(value)
 

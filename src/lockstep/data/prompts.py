@@ -74,7 +74,9 @@ class PromptMaker:
             raise ConfigError(
                 f"data.source = {config.source!r} is text, but the model has no tokenizer (shape: models "
                 "have none); set data.source = 'ids' with rewards = [{name = 'ids'}], or choose a model with "
-                "a tokenizer"
+                "a tokenizer",
+                code="no-tokenizer",
+                setting="data.source",
             )
         self.chat = None if self.ids_only else ChatFormat(config, tokenizer)
         # Keyed by row, so that looking at a row twice does not count it twice.
@@ -113,7 +115,8 @@ class PromptMaker:
             text = self.chat.tokenizer.decode(ids) if self.chat else " ".join(map(str, ids))
         if not ids:
             raise DataError(
-                f"{where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}"
+                f"{where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}",
+                code="empty",
             )
         return Prompt(
             index=index, token_ids=tuple(ids), text=text, row={**row, "problem": problem}, conversation=talk
@@ -138,7 +141,8 @@ class PromptMaker:
         if messages[-1]["role"] == "assistant":
             raise DataError(
                 f"{where}: the prompt's last message is the assistant's; end it with a user turn (the "
-                f"policy answers)"
+                f"policy answers)",
+                code="wrong-row",
             )
         problem = "\n".join(m["content"] for m in messages if m["role"] != "system")
         last = messages[-1]
@@ -163,7 +167,8 @@ class PromptMaker:
         if self.config.overlong_prompts == "error":
             raise DataError(
                 f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; raise it, or "
-                "set data.overlong_prompts = 'drop' or 'truncate_left'"
+                "set data.overlong_prompts = 'drop' or 'truncate_left'",
+                code="too-long",
             )
         if self.config.overlong_prompts == "drop":
             self._left_out[key] = "dropped_overlong"
@@ -267,7 +272,8 @@ class PromptStream(PromptSet):
             return prompt
         raise DataError(
             f"{self._maker.config.source}: {MAX_ATTEMPTS} rows in a row are excluded (held out) or too long "
-            f"({self._maker.report}); make the task larger with data.task, or hold out fewer prompts"
+            f"({self._maker.report}); make the task larger with data.task, or hold out fewer prompts",
+            code="not-enough",
         )
 
 
@@ -307,7 +313,8 @@ def load_prompts(
         raise DataError(
             f"no prompts left of data.source = {config.source!r}: {loaded.report}. The held-out prompts may "
             "be all there are (set eval_data, or lower eval.num_prompts), or all are longer than "
-            "data.max_prompt_tokens"
+            "data.max_prompt_tokens",
+            code="nothing-left",
         )
     return loaded
 
@@ -316,7 +323,11 @@ def _texts_of_source(config: DataConfig, source: str, tokenizer: Any) -> frozens
     other = config.model_copy(update={"source": source, "exclude": None, "size": None, "skip": 0})
     texts = load_prompts(other, tokenizer=tokenizer)
     if not isinstance(texts, FixedPrompts):
-        raise ConfigError(f"data.exclude = {source!r} is endless; name a file, a folder or a hub set")
+        raise ConfigError(
+            f"data.exclude = {source!r} is endless; name a file, a folder or a hub set",
+            code="endless",
+            setting="data.exclude",
+        )
     return texts.texts
 
 
@@ -334,7 +345,9 @@ def _distinct(rows: RowGenerator, maker: PromptMaker, config: DataConfig) -> lis
             raise DataError(
                 f"{config.source} gave only {len(prompts)} distinct questions that are allowed, data.size = "
                 f"{config.size} were asked for ({maker.report}); lower data.size, or widen the task with "
-                "data.task"
+                "data.task",
+                code="not-enough",
+                setting="data.size",
             )
         taken.add(prompt.text)
         prompts.append(prompt)

@@ -27,7 +27,10 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     """
     value = parse_value(line, where)
     if not isinstance(value, dict):
-        raise DataError(f"{where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}")
+        raise DataError(
+            f"{where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}",
+            code="wrong-row",
+        )
     return value
 
 
@@ -40,9 +43,13 @@ def parse_value(text: bytes, where: str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # also bytes that are no text
-        raise DataError(f"{where}: not valid JSON ({printable(str(error))}): {text[:80]!r}") from error
+        raise DataError(
+            f"{where}: not valid JSON ({printable(str(error))}): {text[:80]!r}", code="not-json"
+        ) from error
     if text.count(b"[") + text.count(b"{") > ROW_DEPTH and _deeper(value, ROW_DEPTH):
-        raise DataError(f"{where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them")
+        raise DataError(
+            f"{where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them", code="too-deep"
+        )
     return value
 
 
@@ -53,7 +60,8 @@ def check_surrogates(value: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: holds half a surrogate pair ({error.object[error.start]!r}), which is no text; "
-            "correct or remove the row"
+            "correct or remove the row",
+            code="not-text",
         ) from error
 
 
@@ -69,7 +77,9 @@ def opened_parquet(path: Path) -> Iterator[ParquetFile]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
+        raise ConfigError(
+            f"{path}: reading Parquet needs pyarrow; pip install pyarrow", code="missing-package"
+        ) from error
     errors = foreign_errors(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
     with errors, pyarrow.parquet.ParquetFile(path) as file:
         yield file
@@ -89,7 +99,7 @@ def foreign_errors(what: str, *more: type[Exception]) -> Iterator[None]:
         raise
     except kinds as error:
         text = printable(str(error))[:300]
-        raise DataError(f"{what} ({type(error).__name__}: {text})") from error
+        raise DataError(f"{what} ({type(error).__name__}: {text})", code="cannot-read") from error
 
 
 def _deeper(value: Any, limit: int) -> bool:

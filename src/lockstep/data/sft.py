@@ -79,7 +79,9 @@ def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
         if sample is not None:
             samples.append(sample)
     if not samples:
-        raise DataError(f"no documents left of data.source = {config.source!r}: {dict(counts)}")
+        raise DataError(
+            f"no documents left of data.source = {config.source!r}: {dict(counts)}", code="nothing-left"
+        )
     counts["documents"] = len(samples)
     counts["tokens"] = sum(len(sample) for sample in samples)
     counts["trained_tokens"] = sum(sample.num_trained for sample in samples)
@@ -91,13 +93,18 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
     run."""
     if config.generated:
         raise ConfigError(
-            f"data.source = {config.source!r} has prompts only; {kind} needs a file, a folder or a hub set"
+            f"data.source = {config.source!r} has prompts only; {kind} needs a file, a folder or a hub set",
+            code="unsupported-combination",
+            setting="data.source",
         )
     if tokenizer is None:
-        raise ConfigError(f"{kind} needs a model with a tokenizer; shape: models have none")
+        raise ConfigError(
+            f"{kind} needs a model with a tokenizer; shape: models have none", code="no-tokenizer"
+        )
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{kind} needs a fast tokenizer: its character offsets say which tokens to train on"
+            f"{kind} needs a fast tokenizer: its character offsets say which tokens to train on",
+            code="no-tokenizer",
         )
     return ChatFormat(config, tokenizer)
 
@@ -159,7 +166,8 @@ def document_sample(
         if config.overlong_documents == "error":
             raise DataError(
                 f"{where}: the document has {len(ids)} tokens, data.max_length = {config.max_length}; raise "
-                "it, or set data.overlong_documents = 'truncate' or 'drop'"
+                "it, or set data.overlong_documents = 'truncate' or 'drop'",
+                code="too-long",
             )
         counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
         if config.overlong_documents == "drop":
@@ -172,7 +180,8 @@ def document_sample(
             raise DataError(
                 f"{where}: no token of the document is trained on (no assistant turn, an empty one, or one "
                 f"beyond data.max_length = {config.max_length}); correct the row, or set "
-                "data.untrained_documents = 'drop'"
+                "data.untrained_documents = 'drop'",
+                code="nothing-left",
             )
         counts["dropped_untrained"] += 1
         return None

@@ -39,7 +39,9 @@ def load_rows(config: DataConfig) -> list[dict[str, Any]]:
     ]
     if not rows:
         raise DataError(
-            f"data.source = {config.source!r} has no rows after data.skip = {config.skip}; lower data.skip"
+            f"data.source = {config.source!r} has no rows after data.skip = {config.skip}; lower data.skip",
+            code="nothing-left",
+            setting="data.skip",
         )
     return rows
 
@@ -54,7 +56,11 @@ def check_source(config: DataConfig) -> None:
     if config.generated:
         return
     if problem := path_problem(config.source):
-        raise ConfigError(f"data.source = {config.source[:80]!r} cannot name anything: {problem}")
+        raise ConfigError(
+            f"data.source = {config.source[:80]!r} cannot name anything: {problem}",
+            code="bad-file-name",
+            setting="data.source",
+        )
     path = Path(config.source).expanduser()
     if path.is_dir():
         return
@@ -64,7 +70,9 @@ def check_source(config: DataConfig) -> None:
     elif ":" in config.source or not _HUB_NAME.fullmatch(config.source):
         raise ConfigError(
             f"data.source = {config.source!r} is not a .jsonl/.json/.parquet file, a folder saved by "
-            "datasets, a hub name such as 'openai/gsm8k', 'reasoning_gym:TASK', or 'ids'"
+            "datasets, a hub name such as 'openai/gsm8k', 'reasoning_gym:TASK', or 'ids'",
+            code="unknown-name",
+            setting="data.source",
         )
 
 
@@ -74,7 +82,10 @@ def missing_column(column: str, row: Mapping[str, Any], *, setting: str, source:
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return DataError(
         f"{source!r} has no column {column!r} ({setting}); {hint}Columns: {column_names(row)}. "
-        f"Set {setting}, or rename with data.columns = {{{column} = 'NAME IN THE DATA'}}"
+        f"Set {setting}, or rename with data.columns = {{{column} = 'NAME IN THE DATA'}}",
+        code="missing-column",
+        setting=setting,
+        name=column,
     )
 
 
@@ -116,7 +127,9 @@ def _no_such_file(path: Path) -> DataError:
     beside = [p.name for p in folder.iterdir() if p.suffix in FILE_SUFFIXES] if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f" (looked in {folder.resolve()})"
-    return DataError(f"data.source = {str(path)!r}: no such file{hint}")
+    return DataError(
+        f"data.source = {str(path)!r}: no such file{hint}", code="no-such-file", setting="data.source"
+    )
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -136,12 +149,15 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
         text = path.read_bytes()
     value = parse_value(text, f"{path} (one object per line belongs in .jsonl)")
     if not isinstance(value, list):
-        raise DataError(f"{path}: expected a list of objects, got {type(value).__name__}")
+        raise DataError(f"{path}: expected a list of objects, got {type(value).__name__}", code="wrong-type")
     check_surrogates(value, str(path))
     for index, row in enumerate(value):
         if not isinstance(row, dict):
             kind, excerpt = type(row).__name__, str(row)[:80]
-            raise DataError(f"{path}, entry {index}: a row must be a JSON object, got {kind}: {excerpt!r}")
+            raise DataError(
+                f"{path}, entry {index}: a row must be a JSON object, got {kind}: {excerpt!r}",
+                code="wrong-row",
+            )
         yield row
 
 
@@ -155,7 +171,11 @@ def _datasets(source: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"data.source = {source!r} needs datasets; pip install datasets") from error
+        raise ConfigError(
+            f"data.source = {source!r} needs datasets; pip install datasets",
+            code="missing-package",
+            setting="data.source",
+        ) from error
     return datasets
 
 
@@ -169,12 +189,16 @@ def _read_folder(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
             raise
         raise DataError(
             f"data.source = {str(path)!r} is a folder, but not one written by datasets' save_to_disk "
-            f"({error.__cause__}); name a .jsonl, .json or .parquet file in it instead"
+            f"({error.__cause__}); name a .jsonl, .json or .parquet file in it instead",
+            code="wrong-kind-of-file",
+            setting="data.source",
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if config.split not in loaded:
             raise DataError(
-                f"{path} has no split {config.split!r}; set data.split to one of {column_names(loaded)}"
+                f"{path} has no split {config.split!r}; set data.split to one of {column_names(loaded)}",
+                code="unknown-name",
+                setting="data.split",
             )
         loaded = loaded[config.split]
     return _rows(loaded, f"data.source = {str(path)!r}")
@@ -189,7 +213,9 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
             f"cannot load data.source = {config.source!r} (subset {config.subset!r}, split {config.split!r}) "
             f"from the Hugging Face hub: {type(error).__name__}: {str(error)[:300]}. Check the name, "
             "data.subset and data.split and the network (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), or download "
-            "it elsewhere, write it with datasets' save_to_disk, and set data.source to that folder"
+            "it elsewhere, write it with datasets' save_to_disk, and set data.source to that folder",
+            code="refused",
+            setting="data.source",
         ) from error
     return _rows(loaded, f"data.source = {config.source!r}")
 

@@ -68,7 +68,9 @@ def _turn_span(
 ) -> tuple[int, int]:
     """Characters [start, end) of `text` that assistant turn `number` added."""
     if number == 0:
-        raise DataError(f"{where}: the conversation begins with the assistant; begin with a user turn")
+        raise DataError(
+            f"{where}: the conversation begins with the assistant; begin with a user turn", code="wrong-row"
+        )
     before = chat.render(messages[:number], generate=False, where=where)
     header = chat.render(messages[:number], generate=True, where=where)
     start = _common_length(header, text)
@@ -86,7 +88,8 @@ def _turn_span(
     raise DataError(
         f"{where}: message {number} is not found in the rendered conversation, because the chat template "
         "rewrites earlier turns; use a template with {% generation %} around the assistant's text, or "
-        "data.train_on = 'all'"
+        "data.train_on = 'all'",
+        code="unsupported-chat-template",
     )
 
 
@@ -158,7 +161,10 @@ def _ended(chat: ChatFormat, document: Document) -> Document:
     if end is not None and not tokenizer.decode(document.ids[end + 1 : last + 1]).strip():
         return document
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no eos token, so no document could end; set tokenizer.eos_token")
+        raise DataError(
+            "the tokenizer has no eos token, so no document could end; set tokenizer.eos_token",
+            code="no-tokenizer",
+        )
     # Untrained white space that a template puts behind the turn would stand between the text and its end.
     ids, trained = document.ids[: last + 1], document.trained[: last + 1]
     return Document(ids=[*ids, tokenizer.eos_token_id], trained=[*trained, True])

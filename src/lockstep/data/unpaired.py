@@ -53,13 +53,16 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any) -> UnpairedSet:
                 fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
                 samples.append(UnpairedSample(**fields, desirable=desirable))
     if not samples:
-        raise DataError(f"no answers left of data.source = {config.source!r}: {dict(counts)}")
+        raise DataError(
+            f"no answers left of data.source = {config.source!r}: {dict(counts)}", code="nothing-left"
+        )
     counts["desirable"] = sum(sample.desirable for sample in samples)
     if counts["desirable"] in (0, len(samples)):
         kind = "desirable" if counts["desirable"] else "undesirable"
         raise DataError(
             f"all {len(samples)} answers of data.source = {config.source!r} are {kind}, and KTO learns from "
-            f"both kinds; add others, or train on these with `lockstep train sft`"
+            f"both kinds; add others, or train on these with `lockstep train sft`",
+            code="wrong-pairs",
         )
     counts["documents"] = len(samples)
     counts["tokens"] = sum(len(sample) for sample in samples)
@@ -76,7 +79,9 @@ def _answers(
         if isinstance(label, str | float) or label not in (True, False):
             raise DataError(
                 f"{where}: {config.label_column} = {str(label)[:40]!r} is no label; it is true for a "
-                "desirable answer and false for another one"
+                "desirable answer and false for another one",
+                code="wrong-row",
+                name=config.label_column,
             )
         for column, setting in (
             (config.prompt_column, "data.prompt_column"),

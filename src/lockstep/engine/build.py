@@ -46,11 +46,17 @@ def make_engine(
 
     if not factory.external:
         if model is None:
-            raise ConfigError(f"engine {config.name!r} samples with the trainer's modules and got no model")
+            raise ConfigError(
+                f"engine {config.name!r} samples with the trainer's modules and got no model",
+                code="missing-argument",
+            )
         admit_decoding(config.name, model)
         return _together(config, lambda _: make(0, model=model), external=False)
     if spec is None:
-        raise ConfigError(f"engine {config.name!r} has weights of its own and got no EngineSpec of the model")
+        raise ConfigError(
+            f"engine {config.name!r} has weights of its own and got no EngineSpec of the model",
+            code="missing-argument",
+        )
     if config.max_model_len is not None:
         spec = dataclasses.replace(spec, max_model_len=config.max_model_len)
     _check_devices(config, spec)
@@ -86,17 +92,23 @@ def _check_devices(config: EngineConfig, spec: EngineSpec) -> None:
     if spec.device == "cpu" and config.cuda_devices:
         raise ConfigError(
             f"engine.cuda_devices = {list(config.cuda_devices)} with a model on the CPU; leave it out, or "
-            "set train.device = 'cuda'"
+            "set train.device = 'cuda'",
+            code="unsupported-combination",
+            setting="engine.cuda_devices",
         )
     gpus = config.replicas * config.tp
     if spec.device != "cpu" and config.url is None and gpus > 1 and not config.cuda_devices:
         raise ConfigError(
             f"engine.replicas * engine.tp = {config.replicas} * {config.tp} engines' worth of GPUs would all "
-            f"be {spec.device}; set engine.cuda_devices to {gpus} GPUs"
+            f"be {spec.device}; set engine.cuda_devices to {gpus} GPUs",
+            code="contradiction",
+            setting="engine.cuda_devices",
         )
     if spec.device == "cpu" and config.tp > 1:
         raise ConfigError(
-            f"engine.tp = {config.tp} on a CPU has no GPUs to split matrices over; set engine.tp = 1"
+            f"engine.tp = {config.tp} on a CPU has no GPUs to split matrices over; set engine.tp = 1",
+            code="unsupported-combination",
+            setting="engine.tp",
         )
 
 
@@ -117,6 +129,6 @@ def _together(
                 start.result().close()
         where, first = next((i, error) for i, error in enumerate(failed) if error is not None)
         if isinstance(first, EngineError):
-            raise EngineError(f"replica {where} of {config.replicas}: {first}") from first
+            raise EngineError(f"replica {where} of {config.replicas}: {first}", **first.data) from first
         raise first
     return DispatcherOfOwnWeights([cast(ReceivesWeights, start.result()) for start in starts])

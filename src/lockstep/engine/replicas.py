@@ -190,7 +190,8 @@ class _Replicas(Streaming, Generic[E]):
         if self._stuck:
             raise EngineError(
                 f"replicas {sorted(self._stuck)} of {len(self.engines)} did not stop within "
-                f"{ABORT_SECONDS:g} s of being aborted; build new engines"
+                f"{ABORT_SECONDS:g} s of being aborted; build new engines",
+                code="deadline",
             )
 
     def sleep(self) -> None:
@@ -235,7 +236,10 @@ class _Replicas(Streaming, Generic[E]):
         failed = self._stop()
         self._homes.clear()
         if failed and not dropped:  # else there is a reason to drop, and it is raised
-            self._raise(failed[0].replica, failed[0].error or EngineError("its stream did not end"))
+            self._raise(
+                failed[0].replica,
+                failed[0].error or EngineError("its stream did not end", code="wrong-state"),
+            )
 
     def _stop(self) -> list[_Done]:
         """Abort what still runs and wait for it: an engine that generates cannot be called again. Returns
@@ -292,7 +296,7 @@ class _Replicas(Streaming, Generic[E]):
     def _raise(self, replica: int, error: BaseException) -> NoReturn:
         where = f"replica {replica} of {len(self.engines)}"
         if isinstance(error, EngineError):
-            raise EngineError(f"{where}: {error}") from error
+            raise EngineError(f"{where}: {error}", **error.data) from error
         error.add_note(f"in {where}")
         raise error
 
@@ -347,7 +351,8 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         if dirty and not self._running:  # a replica that is started again while it generates heals itself
             raise EngineError(
                 f"replicas {dirty} of {len(self.engines)} do not hold the trained weights: their last update "
-                "did not finish, or there was none; push the weights before generate"
+                "did not finish, or there was none; push the weights before generate",
+                code="wrong-state",
             )
 
     @property
@@ -393,7 +398,11 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         for replica, other in enumerate(others, start=1):
             for name, values in first.items():
                 if name not in other or not torch.equal(values, other[name]):
-                    raise EngineError(f"replicas 0 and {replica} hold different values of {name!r}")
+                    raise EngineError(
+                        f"replicas 0 and {replica} hold different values of {name!r}",
+                        code="values-differ",
+                        name=name,
+                    )
         return first
 
     def memory(self) -> dict[str, float]:

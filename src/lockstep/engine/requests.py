@@ -24,18 +24,21 @@ class RequestCheck:
         ids, sampling, vocab_size = request.prompt_token_ids, request.sampling, self._vocab_size
         if not ids:
             raise EngineError(
-                f"request {index} has an empty prompt; give it at least one token, such as the bos id"
+                f"request {index} has an empty prompt; give it at least one token, such as the bos id",
+                code="empty",
             )
         if len(ids) >= self._max_positions:
             raise EngineError(
                 f"request {index}: a prompt of {len(ids)} tokens leaves no room in the model's "
-                f"{self._max_positions} positions (max_position_embeddings); lower data.max_prompt_tokens"
+                f"{self._max_positions} positions (max_position_embeddings); lower data.max_prompt_tokens",
+                code="too-long",
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
             raise EngineError(
                 f"request {index}: token id {low if low < 0 else high} is outside the vocabulary of "
-                f"{vocab_size} entries; the prompt was made with another tokenizer"
+                f"{vocab_size} entries; the prompt was made with another tokenizer",
+                code="outside-vocabulary",
             )
         if sampling not in self._good:
             _check_sampling(sampling, vocab_size=vocab_size)
@@ -43,7 +46,9 @@ class RequestCheck:
             self._good = (*self._good[1 - _REMEMBERED :], sampling)
         for seed in request.seeds:
             if not 0 <= seed < 1 << 63:
-                raise EngineError(f"request {index}: seed {seed} is not a 63-bit unsigned integer")
+                raise EngineError(
+                    f"request {index}: seed {seed} is not a 63-bit unsigned integer", code="out-of-range"
+                )
 
 
 def _check_sampling(p: SamplingParams, *, vocab_size: int) -> None:
@@ -69,7 +74,9 @@ def _check_sampling(p: SamplingParams, *, vocab_size: int) -> None:
     ]
     for failed, message in wrong:
         if failed:
-            raise EngineError(f"sampling: {message}")
+            raise EngineError(
+                f"sampling: {message}", code="out-of-range", setting=f"sampling.{message.split()[0]}"
+            )
 
 
 def check_stop_strings(tokenizer: Any | None, stop: Sequence[str]) -> None:
@@ -79,15 +86,23 @@ def check_stop_strings(tokenizer: Any | None, stop: Sequence[str]) -> None:
     if tokenizer is None:
         raise EngineError(
             f"sampling.stop = {list(stop)!r} needs a tokenizer and this model has none; set "
-            f"sampling.stop_token_ids"
+            f"sampling.stop_token_ids",
+            code="no-tokenizer",
+            setting="sampling.stop",
         )
     for text in stop:
         if not text:
-            raise EngineError("sampling.stop holds an empty string, which would end every sample; remove it")
+            raise EngineError(
+                "sampling.stop holds an empty string, which would end every sample; remove it",
+                code="empty",
+                setting="sampling.stop",
+            )
         if text in tokenizer.all_special_tokens:
             raise EngineError(
                 f"sampling.stop holds the special token {text!r}, and special tokens are not part of the "
-                f"text; set sampling.stop_token_ids = [{tokenizer.convert_tokens_to_ids(text)}]"
+                f"text; set sampling.stop_token_ids = [{tokenizer.convert_tokens_to_ids(text)}]",
+                code="unsupported-combination",
+                setting="sampling.stop",
             )
 
 

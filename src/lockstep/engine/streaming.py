@@ -213,7 +213,8 @@ class Streaming:
         if not self._is_idle():
             raise EngineError(
                 f"engine {self.name} generates already, and {self._open} samples have not been yielded; let "
-                f"finished() come to its end before {what}, or close it"
+                f"finished() come to its end before {what}, or close it",
+                code="wrong-state",
             )
 
     def _wait_until_idle(self, what: str, *, deadline: float) -> None:
@@ -231,14 +232,16 @@ class Streaming:
             if not self._turn.wait(deadline - time.monotonic()):
                 raise EngineError(
                     f"engine {self.name}: {self._open} samples were still running when the deadline of the "
-                    f"update came; {what} after generate has returned, or abort it"
+                    f"update came; {what} after generate has returned, or abort it",
+                    code="deadline",
                 )
 
     def _require_no_generate(self, what: str) -> None:
         if self._in_generate:
             raise EngineError(
                 f"engine {self.name} generates already: {what}() is not for the time of a generate(), which "
-                "has all its requests; use submit and finished instead of it"
+                "has all its requests; use submit and finished instead of it",
+                code="wrong-state",
             )
 
     # the stream
@@ -247,7 +250,10 @@ class Streaming:
         self._require_ready()
         with self._turn:
             if self._running:
-                raise EngineError(f"engine {self.name} generates already, in another stream of finished()")
+                raise EngineError(
+                    f"engine {self.name} generates already, in another stream of finished()",
+                    code="wrong-state",
+                )
             self._running = True
             self._consumer = threading.get_ident()
         ended = False
@@ -279,7 +285,8 @@ class Streaming:
                 self._ended.extend(ended)
                 if not ended and self._open:
                     raise EngineError(
-                        f"engine {self.name} lost {self._open} samples: it has nothing left to do"
+                        f"engine {self.name} lost {self._open} samples: it has nothing left to do",
+                        code="wrong-result",
                     )
                 if self._abort.is_set() and len(self._ended) == self._open:
                     self._abort.clear()

@@ -39,14 +39,24 @@ def checked_options(
         name = written.lstrip("-").replace("-", "_")
         name = aliases.get(name, name)
         if name in refused:
-            raise ConfigError(f"engine.options.{written} is not available: {refused[name]}")
+            raise ConfigError(
+                f"engine.options.{written} is not available: {refused[name]}",
+                code="unsupported-combination",
+                setting=f"engine.options.{written}",
+            )
         if name in own:
             raise ConfigError(
                 f"engine.options.{written} = {value!r} would override what Lockstep sets itself ({name} = "
-                f"{own[name]!r}); leave it out, and use the settings under [engine] and [model]"
+                f"{own[name]!r}); leave it out, and use the settings under [engine] and [model]",
+                code="contradiction",
+                setting=f"engine.options.{written}",
             )
         if name in checked:
-            raise ConfigError(f"engine.options names {name} twice ({written!r} is another spelling of it)")
+            raise ConfigError(
+                f"engine.options names {name} twice ({written!r} is another spelling of it)",
+                code="duplicate",
+                setting=f"engine.options.{name}",
+            )
         checked[name] = value
     return checked
 
@@ -77,7 +87,11 @@ def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> list[int
 
 def refuse(engine: str, field: str, value: object, why: str, instead: str) -> EngineError:
     """The error for a sampling field that `engine` cannot honour."""
-    return EngineError(f"engine {engine} cannot honour sampling.{field} = {value!r}: {why}; {instead}")
+    return EngineError(
+        f"engine {engine} cannot honour sampling.{field} = {value!r}: {why}; {instead}",
+        code="unsupported-sampling",
+        setting=f"sampling.{field}",
+    )
 
 
 def check_common(engine: str, params: SamplingParams) -> None:

@@ -20,13 +20,16 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
     new: dict[str, Tensor] = {}
     for name, tensor in tensors():
         if name in new:
-            raise EngineError(f"engine {engine}: the weight update brings {name!r} twice")
+            raise EngineError(
+                f"engine {engine}: the weight update brings {name!r} twice", code="duplicate", name=name
+            )
         new[name] = tensor
     unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
     if unknown or missing:
         raise EngineError(
             f"engine {engine}: the weight update does not fit the model: {len(unknown)} unknown names "
-            f"{unknown[:5]}, {len(missing)} missing names {missing[:5]}; weights were left as they are"
+            f"{unknown[:5]}, {len(missing)} missing names {missing[:5]}; weights were left as they are",
+            code="wrong-weights",
         )
     first_name: dict[int, str] = {}
     for name, tensor in new.items():
@@ -34,13 +37,17 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
         if tensor.shape != parameter.shape:
             raise EngineError(
                 f"engine {engine}: weight {name!r} has shape {list(tensor.shape)}, the model's is "
-                f"{list(parameter.shape)}; weights were left as they are"
+                f"{list(parameter.shape)}; weights were left as they are",
+                code="wrong-shape",
+                name=name,
             )
         twin = first_name.setdefault(id(parameter), name)
         if twin != name and not torch.equal(new[twin], tensor):
             raise EngineError(
                 f"engine {engine}: {twin!r} and {name!r} are one tied weight, but the update brings two "
-                f"values"
+                f"values",
+                code="values-differ",
+                name=name,
             )
     with torch.no_grad():
         for name, tensor in new.items():

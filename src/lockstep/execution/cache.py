@@ -38,7 +38,8 @@ def use_compile_cache() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the compile cache {folder} cannot be made ({error}); set {_VARIABLE} to a folder that can"
+            f"the compile cache {folder} cannot be made ({error}); set {_VARIABLE} to a folder that can",
+            code="cannot-write",
         ) from error
     os.environ[_VARIABLE] = str(folder)
     return folder

@@ -53,7 +53,9 @@ def pad_call(call: DecoderCall, capacities: Sequence[Capacity]) -> DecoderCall:
     if cu_seqlens is None or call.input_ids.shape[0] != 1 or call.kwargs.get("dense"):
         raise ConfigError(
             "capacities are of packs, one row of documents with cu_seqlens; set train.layout = 'packed' and "
-            "train.attention = 'varlen' or 'sdpa', or give no capacities"
+            "train.attention = 'varlen' or 'sdpa', or give no capacities",
+            code="unsupported-combination",
+            setting="train.layout",
         )
     num_slots, documents = call.input_ids.shape[1], cu_seqlens.shape[0] - 1
     longest = int(call.kwargs["max_seqlen"])
@@ -94,7 +96,9 @@ def _smallest(needed: Capacity, capacities: Sequence[Capacity]) -> Capacity:
     raise TrainError(
         f"a pack of {needed.tokens} slots, {needed.documents} documents of at most {needed.max_seqlen} "
         f"exceeds every capacity of the joint graph ({listed}); lower train.token_budget, or give a larger "
-        "capacity"
+        "capacity",
+        code="too-long",
+        setting="train.token_budget",
     )
 
 

@@ -30,9 +30,14 @@ class GraphCompiler:
 
     def __init__(self, name: str, *, options: Mapping[str, Any] | None = None) -> None:
         if name not in COMPILERS:
-            raise ConfigError(f"compiler: {unknown_name('compiler of joint graphs', name, COMPILERS)}")
+            raise ConfigError(
+                f"compiler: {unknown_name('compiler of joint graphs', name, COMPILERS)}", code="unknown-name"
+            )
         if options and name != "inductor":
-            raise ConfigError(f"compiler {name!r} has no options, got {sorted(options)}; set 'inductor'")
+            raise ConfigError(
+                f"compiler {name!r} has no options, got {sorted(options)}; set 'inductor'",
+                code="unknown-setting",
+            )
         self.name, self._options = name, dict(options or {})
 
     @contextlib.contextmanager

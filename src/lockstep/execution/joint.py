@@ -74,14 +74,18 @@ def install_joint(
     if decoder_layers(module)[0]._compiled_call_impl is not None:
         raise ConfigError(
             f"the layers of this {type(module).__name__} are compiled already (train.execution = 'compile'); "
-            "load the model again for train.execution = 'joint'"
+            "load the model again for train.execution = 'joint'",
+            code="wrong-state",
+            setting="train.execution",
         )
     base = decoder(module)
     device = next(base.parameters()).device
     if cuda_graph and device.type != "cuda":
         raise ConfigError(
             f"train.cuda_graph = true with a model on {device}: only CUDA has such graphs; set "
-            "train.device = 'cuda', or train.cuda_graph = false"
+            "train.device = 'cuda', or train.cuda_graph = false",
+            code="missing-device",
+            setting="train.cuda_graph",
         )
     use_compile_cache()
     joint = JointDecoder(base, GraphCompiler(compiler, options=options), capacities, graphs_of=graphs_of)
@@ -137,7 +141,9 @@ class JointDecoder:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         if use_cache:
-            raise ConfigError("a joint graph keeps no KV cache; generate with an engine")
+            raise ConfigError(
+                "a joint graph keeps no KV cache; generate with an engine", code="unsupported-combination"
+            )
         call = DecoderCall(input_ids=input_ids, position_ids=position_ids, kwargs=kwargs)
         width = input_ids.shape[1]
         if self.capacities:
@@ -267,7 +273,7 @@ def _export(base: nn.Module, call: DecoderCall, compiler: GraphCompiler) -> _Gra
         try:
             captured = dynamo_graph_capture_for_export(traced)(*arguments)
         except TorchDynamoException as error:
-            raise ModelError(explain(error, base)) from error
+            raise ModelError(explain(error, base), code="unsupported-model") from error
         context = captured.meta["tracing_context"]
         stack.enter_context(torch._guards.tracing(context))
         joint = aot_export_joint_with_descriptors(stack, captured, arguments, {}, **compiler.export_options())
@@ -310,7 +316,9 @@ def _leaf_key(leaf: Any) -> Any:
         return type(leaf), leaf
     raise ConfigError(
         f"train.execution = 'joint' cannot take a {type(leaf).__name__} as an input of its graph; set "
-        "train.attention = 'varlen' or 'sdpa', or train.execution = 'compile'"
+        "train.attention = 'varlen' or 'sdpa', or train.execution = 'compile'",
+        code="unsupported-model",
+        setting="train.execution",
     )
 
 

@@ -76,5 +76,8 @@ def decoder_layers(module: nn.Module) -> Sequence[nn.Module]:
     """
     layers = getattr(decoder(module), "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise ModelError(f"{type(module).__name__} has no list of decoder layers at .model.layers")
+        raise ModelError(
+            f"{type(module).__name__} has no list of decoder layers at .model.layers",
+            code="unsupported-model",
+        )
     return list(layers)

@@ -75,5 +75,7 @@ def refuse_inner_shards(base: nn.Module) -> None:
             raise ConfigError(
                 f"{name} ({type(module).__name__}) is sharded on its own by fully_shard, and "
                 "train.execution = 'joint' runs the whole decoder as one graph, without hooks inside; call "
-                "fully_shard on the model alone, or set train.execution = 'compile'"
+                "fully_shard on the model alone, or set train.execution = 'compile'",
+                code="unsupported-combination",
+                setting="train.execution",
             )

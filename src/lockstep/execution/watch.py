@@ -115,7 +115,9 @@ class CompileWatch:
             raise TrainError(
                 f"{report.recompiles} recompiles after the first step exceed train.max_recompiles = "
                 f"{self.max_recompiles}; the last one because: {reason}. Set train.static_capacity = true so "
-                "that packs come in few shapes, or raise train.max_recompiles"
+                "that packs come in few shapes, or raise train.max_recompiles",
+                code="too-many-recompiles",
+                setting="train.max_recompiles",
             )
 
     @property

@@ -111,7 +111,10 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
         ModelError: the module is not converted.
     """
     if not is_converted(module):
-        raise ModelError(f"{type(module).__name__} is not converted: call lockstep.invariant.convert first")
+        raise ModelError(
+            f"{type(module).__name__} is not converted: call lockstep.invariant.convert first",
+            code="not-batch-invariant",
+        )
     cuda = (device or next(module.parameters()).device).type == "cuda"
     shapes: dict[str, set[str]] = {}
     for _, part in parts.linears(module):
@@ -206,10 +209,14 @@ def _check_dtypes(todo: list[tuple[str, nn.Module, str | None]]) -> None:
         which = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in seen.items())
         raise ModelError(
             f"batch-invariant ops need weights of one dtype, and {which}: set model.dtype, or "
-            "train.batch_invariant = false"
+            "train.batch_invariant = false",
+            code="not-batch-invariant",
         )
 
 
 def _refused(name: str, part: nn.Module, why: str) -> ModelError:
     label = f"{name} ({type(part).__name__})" if name else type(part).__name__
-    return ModelError(f"{label} cannot be batch-invariant: {why}; set train.batch_invariant = false")
+    return ModelError(
+        f"{label} cannot be batch-invariant: {why}; set train.batch_invariant = false",
+        code="not-batch-invariant",
+    )

@@ -80,7 +80,9 @@ def self_test(
     first = next(module.parameters())
     device, dtype = device or first.device, dtype or first.dtype
     if device.type == "meta":
-        raise ModelError("the module's weights are on the meta device: pass a device to self_test")
+        raise ModelError(
+            "the module's weights are on the meta device: pass a device to self_test", code="missing-device"
+        )
     store = _Store(device, dtype, enabled=cache)
     verdicts = {}
     for case in _cases(module, device, dtype):
@@ -105,7 +107,8 @@ def _verdict(case: _Case, device: torch.device) -> Verdict:
             rejected.append(f"{choice} ({difference})")
     raise ModelError(
         f"{case.name}: no form of it is row-invariant on this {_hardware(device)}: {'; '.join(rejected)}. "
-        "Set train.batch_invariant = false"
+        "Set train.batch_invariant = false",
+        code="not-batch-invariant",
     )
 
 

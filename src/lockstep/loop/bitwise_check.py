@@ -38,7 +38,9 @@ def shared_contract(backend: TrainBackend, engine: SharesWeights, *, engine_name
             raise ConfigError(
                 f"train.batch_invariant = true, but {side} has no kernel contract (its attribute "
                 "`contract`): nothing says which kernels it computes with. Set engine.name = 'native' and a "
-                "train backend of Lockstep, or train.batch_invariant = false"
+                "train backend of Lockstep, or train.batch_invariant = false",
+                code="wrong-part",
+                setting="train.batch_invariant",
             )
     assert ours is not None and theirs is not None
     different = ours.difference(theirs)
@@ -46,7 +48,9 @@ def shared_contract(backend: TrainBackend, engine: SharesWeights, *, engine_name
         raise ConfigError(
             "train.batch_invariant = true, but the kernel contracts of trainer (here) and engine (there) "
             f"differ in {len(different)} field{'s' if len(different) > 1 else ''}: {'; '.join(different)}. "
-            "Set what these fields name alike for both, or train.batch_invariant = false"
+            "Set what these fields name alike for both, or train.batch_invariant = false",
+            code="kernels-differ",
+            setting="train.batch_invariant",
         )
     return ours
 
@@ -146,7 +150,9 @@ class BitwiseCheck:
         counts = torch.stack([w.sum() for w in wrong]).tolist() if wrong else []
         for index, count in enumerate(counts):
             if count:
-                raise TrainError(self._complaint(index, batches, logprobs, wrong, sum(counts)))
+                raise TrainError(
+                    self._complaint(index, batches, logprobs, wrong, sum(counts)), code="values-differ"
+                )
         self._compared += sum(int(batch.loss_mask.sum()) for batch in batches)
 
     def _complaint(

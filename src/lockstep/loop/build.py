@@ -287,7 +287,9 @@ def _bitwise_check(
                     f"train.reuse_rollout_logprobs = true with engine.name = {run.engine.name!r} and "
                     f"batch-invariance {'on' if axes.batch_invariant else 'off'}: nothing promises that the "
                     "engine's logprobs are the trainer's; leave it out, or set engine.name = 'native' and "
-                    "train.batch_invariant = true"
+                    "train.batch_invariant = true",
+                    code="unsupported-combination",
+                    setting="train.reuse_rollout_logprobs",
                 )
         ranks.require_same(
             {"contract": None if contract is None else contract.hash}, what="their kernel contracts"

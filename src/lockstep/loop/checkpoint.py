@@ -221,7 +221,8 @@ class CheckpointManager:
                 raise CheckpointError(
                     f"{saving.path} was not saved: nothing was written for {_STALLED_SECONDS:.0f} s, "
                     f"{size} bytes in all; the disk of {self.directory} does not answer. Earlier "
-                    "checkpoints are as they were"
+                    "checkpoints are as they were",
+                    code="deadline",
                 )
         return self._commit(saving)
 
@@ -240,7 +241,7 @@ class CheckpointManager:
             lambda: self._select(step), tuple[Path | None, str | None], what="finding a checkpoint"
         )
         if path is not None and damage is not None:
-            raise CheckpointError(self._damage_message(path, damage))
+            raise CheckpointError(self._damage_message(path, damage), code="damaged-file")
         return path
 
     def _select(self, step: int | None) -> tuple[Path | None, str | None]:
@@ -252,7 +253,8 @@ class CheckpointManager:
                 return entry.path, entry.damage
         steps = sorted(entry.step for entry in entries)
         raise CheckpointError(
-            f"no checkpoint of step {step} in {self.directory}; there are {steps or 'none'}"
+            f"no checkpoint of step {step} in {self.directory}; there are {steps or 'none'}",
+            code="no-such-file",
         )
 
     def check(self, path: Path) -> dict[str, Any]:
@@ -269,7 +271,7 @@ class CheckpointManager:
                 lambda: _run_state(path), dict[str, JsonValue], what="reading a checkpoint"
             )
         except CheckpointError as error:
-            raise CheckpointError(self._damage_message(path, str(error))) from error
+            raise CheckpointError(self._damage_message(path, str(error)), code="damaged-file") from error
 
     def load(self, path: Path, backend: Saved) -> dict[str, Any]:
         """Check a checkpoint, load it into the backend, and return its run_state.
@@ -313,7 +315,9 @@ class CheckpointManager:
         try:
             json.dumps(_without_nan(state), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"run_state cannot be written as JSON: {error}") from error
+            raise CheckpointError(
+                f"run_state cannot be written as JSON: {error}", code="wrong-type"
+            ) from error
         temporary = self._hidden("saving", path)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -373,7 +377,8 @@ class CheckpointManager:
         if unseen := sorted(hashes.keys() - records.keys()):
             raise CheckpointError(
                 f"{folder}: rank 0 does not see {unseen[:3]}, which other ranks have written; run_dir must "
-                "be one folder that all nodes share"
+                "be one folder that all nodes share",
+                code="no-such-file",
             )
         metric = saving.metric if saving.metric is not None and math.isfinite(saving.metric) else None
         complete = {
@@ -467,7 +472,8 @@ class CheckpointManager:
     def _disk_error(self, path: Path, error: OSError) -> CheckpointError:
         if not is_out_of_space(error):
             return CheckpointError(
-                f"{path} could not be saved: {error}; earlier checkpoints are as they were"
+                f"{path} could not be saved: {error}; earlier checkpoints are as they were",
+                code="cannot-write",
             )
         good = [e.path for e in self._entries() if e.damage is None]
         sizes = [sum(r["bytes"] for r in _read_complete(p)["files"].values()) for p in good]
@@ -475,7 +481,8 @@ class CheckpointManager:
         free = shutil.disk_usage(self.directory).free
         return CheckpointError(
             f"{path} could not be saved: {error}. It {needed}, {self.directory} has {free} bytes free; free "
-            "some space or lower checkpoint.keep_last; earlier checkpoints are as they were"
+            "some space or lower checkpoint.keep_last; earlier checkpoints are as they were",
+            code="no-space",
         )
 
 
@@ -506,7 +513,8 @@ def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any])
     if step is not None and step != complete["step"]:
         raise CheckpointError(
             f"{path}: {COMPLETE} is of step {complete['step']}, {source} of step {step!r:.40}; files of two "
-            "checkpoints are mixed"
+            "checkpoints are mixed",
+            code="mixed-files",
         )
 
 
@@ -523,18 +531,24 @@ def _check_state(
     for own in (STATE, *lists, *index.files, *(() if role else (RUN_STATE,))):
         name = f"{folder}{own}"
         if name not in listed:
-            raise CheckpointError(f"{path / COMPLETE}: field 'files' lacks {name!r}, which the state needs")
+            raise CheckpointError(
+                f"{path / COMPLETE}: field 'files' lacks {name!r}, which the state needs",
+                code="wrong-field",
+                name="files",
+            )
         record = index.files.get(own)
         if record is not None and asdict(record) != listed[name]:
             raise CheckpointError(
                 f"{path}: {COMPLETE} and {folder}{STATE} differ in what {name!r} must be; files of two "
-                "checkpoints are mixed"
+                "checkpoints are mixed",
+                code="mixed-files",
             )
     recorded, steps = complete.get("optimizer_steps"), index.progress.get("step")
     if role is None and recorded not in (None, steps):  # checkpoints of earlier versions do not have it
         raise CheckpointError(
             f"{path}: {COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}; files of two "
-            "checkpoints are mixed"
+            "checkpoints are mixed",
+            code="mixed-files",
         )
 
 
@@ -560,7 +574,7 @@ def _alive(thread: threading.Thread, seconds: float) -> bool:
 def _run_state(path: Path) -> dict[str, Any]:
     value = read_json(path / RUN_STATE)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path / RUN_STATE} holds no run state; it is damaged")
+        raise CheckpointError(f"{path / RUN_STATE} holds no run state; it is damaged", code="damaged-file")
     return {name: _with_nan(each) for name, each in value.items()}
 
 
@@ -608,7 +622,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
     file = path / COMPLETE
     value: Any = read_json(file)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds no JSON object; it is damaged")
+        raise CheckpointError(f"{file} holds no JSON object; it is damaged", code="damaged-file")
     value.setdefault("optimizer_steps", None)
     fields = {
         "step": is_count(value.get("step")),
@@ -619,13 +633,24 @@ def _read_complete(path: Path) -> dict[str, Any]:
     }
     for name, good in fields.items():
         if not good:
-            raise CheckpointError(f"{file}: field {name!r} is missing or of the wrong type; it is damaged")
+            raise CheckpointError(
+                f"{file}: field {name!r} is missing or of the wrong type; it is damaged",
+                code="wrong-field",
+                name=name,
+            )
     for name, record in value["files"].items():
         read_record(file, name, record)
         if printable(name) != name or not name:
-            raise CheckpointError(f"{file}: field 'files' names '{printable(name)}', which is no file name")
+            raise CheckpointError(
+                f"{file}: field 'files' names '{printable(name)}', which is no file name",
+                code="wrong-field",
+                name="files",
+            )
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{file}: field 'files' names {name!r}, which is outside the checkpoint")
+            raise CheckpointError(
+                f"{file}: field 'files' names {name!r}, which is outside the checkpoint",
+                code="leads-out-of-folder",
+            )
     return value
 
 

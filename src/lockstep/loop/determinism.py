@@ -67,7 +67,8 @@ def prepare_cublas() -> None:
     if value not in _CUBLAS_VALUES:
         raise ConfigError(
             f"{CUBLAS} = {value!r}: under train.deterministic = true torch accepts "
-            f"{' or '.join(_CUBLAS_VALUES)}; set one of them, or unset the variable"
+            f"{' or '.join(_CUBLAS_VALUES)}; set one of them, or unset the variable",
+            code="wrong-environment",
         )
 
 

@@ -56,7 +56,9 @@ def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | 
     if not len(parts.eval_prompts):
         raise ConfigError(
             "there are no held-out prompts: eval.before and eval.after are false and eval.every = 0; set one "
-            "of them to evaluate"
+            "of them to evaluate",
+            code="nothing-to-do",
+            setting="eval.every",
         )
     limit = (run.eval.max_tokens or run.rollout.sampling.max_tokens) * max_tokens_factor
     sampling = SamplingConfig.model_validate(

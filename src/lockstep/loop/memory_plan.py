@@ -212,7 +212,8 @@ def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize
     if found is None:
         raise ConfigError(
             f"{what} has no attribute memory_parts, which says what training holds; add one "
-            "(docs/how-to/extend.md)"
+            "(docs/how-to/extend.md)",
+            code="wrong-part",
         )
     return found
 

@@ -114,10 +114,7 @@ def train_online(
                 if session.stopping():  # generation was cut short: this step never happened
                     return session.interrupted(done, roles)
                 if sampled.aborted:
-                    raise EngineError(
-                        f"step {done}: engine {run.engine.name!r} ended samples by abort, which this run has "
-                        "not asked for; does another client use the server? Go on with --resume"
-                    )
+                    raise _aborted(done, run.engine.name)
                 begin = partial(session.begin_rollouts, done, save=run.rollout.save)
                 result = trainer.update(sampled.groups, step=done, on_groups=begin)
                 metrics = result.metrics | sampled.counts | pushed
@@ -128,6 +125,14 @@ def train_online(
                 weights = weights_hash(parts.backend) if run.train.deterministic else None
                 session.log_step(done, metrics | compiled.metrics(), weights_hash=weights)
             return session.finish(run.steps, roles)
+
+
+def _aborted(step: int, engine: str) -> EngineError:
+    return EngineError(
+        f"step {step}: engine {engine!r} ended samples by abort, which this run has not asked for; does "
+        "another client use the server? Go on with --resume",
+        code="unrequested-abort",
+    )
 
 
 def _holds_out(session: Session) -> bool:
@@ -145,7 +150,9 @@ def _holds_out(session: Session) -> bool:
         raise ConfigError(
             f"eval.before = {run.eval.before}, eval.every = {run.eval.every}, eval.after = {run.eval.after}, "
             f"but {str(session.dir.path)!r} was started without an evaluation, so no prompts are held out of "
-            "its training; turn them off, or start a new run"
+            "its training; turn them off, or start a new run",
+            code="contradiction",
+            setting="eval.before",
         )
     return held_out
 
@@ -417,7 +424,10 @@ class OnlineTrainer:
         policy is trained on, so that a policy which has not moved has exactly the same."""
         ref, by_sample = self.parts.ref, dict[int, Tensor]()
         if ref is None:
-            raise ConfigError("the algorithm has a KL term, but parts.ref is None; give it a Scorer")
+            raise ConfigError(
+                "the algorithm has a KL term, but parts.ref is None; give it a Scorer",
+                code="missing-argument",
+            )
         with self.spans("logprobs"):
             for part in split_samples(samples, self.parts.run.train.minibatches):
                 batches = self.parts.plan(part, [sample.loss_mask.float() for sample in part])
@@ -459,4 +469,4 @@ def explain_out_of_memory(side: Literal["engine", "trainer"], parts: OnlineParts
             now=memory_report.take_memory_report(parts.engine, device=torch.device(parts.axes.device)),
         )
         kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
-        raise kind(f"{error}\n{text}") from error
+        raise kind(f"{error}\n{text}", code="out-of-memory") from error

@@ -53,4 +53,4 @@ def check_own_backend(run: RunConfig) -> None:
         )
         refusal = record_refusal(run) if getattr(part, "shards_weights", False) else None
         if refusal is not None:
-            raise ConfigError(refusal)
+            raise ConfigError(refusal, code="unsupported-combination")

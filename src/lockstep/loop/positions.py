@@ -19,5 +19,7 @@ def check_positions(model: LoadedModel, longest: int, *, setting: str) -> None:
     if longest > model.max_positions:
         raise ConfigError(
             f"{setting} allows documents of {longest} tokens, which exceeds the {model.max_positions} "
-            f"positions of {model.name} (max_position_embeddings); lower it to {model.max_positions}"
+            f"positions of {model.name} (max_position_embeddings); lower it to {model.max_positions}",
+            code="too-long",
+            setting=setting,
         )

@@ -57,7 +57,11 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
     if isinstance(run, PPORun) and run.value.name != POLICY:
         _check_model(run.value.name, setting="value.name")
     if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in (*ENGINES, "auto"):
-        raise ConfigError(unknown_name(ENGINES.kind, run.engine.name, [*ENGINES, "auto"]))
+        raise ConfigError(
+            unknown_name(ENGINES.kind, run.engine.name, [*ENGINES, "auto"]),
+            code="unknown-name",
+            setting="engine.name",
+        )
     if isinstance(run, GRPORun) and ":" in run.engine.name:
         from lockstep.engine.members import load_engine_class  # needs torch, as their engine does
 
@@ -75,7 +79,10 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
         _check_reward_models(run, run.reward_model)
     for reward in run.rewards if isinstance(run, GRPORun) else ():
         if ":" not in reward.name and reward.name not in BUILTIN_REWARDS:
-            raise ConfigError(unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]))
+            raise ConfigError(
+                unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]),
+                code="unknown-name",
+            )
     _check_packages(run)
     for section, config in _data(run):
         _check_data(section, config, run)
@@ -97,7 +104,11 @@ def _check_packages(run: RunConfig) -> None:
             needed[package] = (f"train.backend = {train.backend!r}", True, fix)
     for package, (setting, used, fix) in needed.items():
         if used and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{setting} needs the package {package}, which is not installed: {fix}")
+            raise ConfigError(
+                f"{setting} needs the package {package}, which is not installed: {fix}",
+                code="missing-package",
+                setting=setting,
+            )
 
 
 def _check_rows(run: RunConfig) -> None:
@@ -119,7 +130,9 @@ def _check_rows(run: RunConfig) -> None:
         )
         raise ConfigError(
             f"{setting} = {needed} is more than data.source = {run.data.source!r} has: {rows} rows"
-            f"{without}; lower {setting}, or give more data"
+            f"{without}; lower {setting}, or give more data",
+            code="not-enough",
+            setting=setting,
         )
 
 
@@ -132,11 +145,19 @@ def _data(run: RunConfig) -> Iterable[tuple[str, DataConfig]]:
 
 def _check_model(name: str, *, setting: str = "model.name") -> None:
     if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in SHAPES:
-        raise ModelError(f"{setting} = {name!r}: " + unknown_name("shape", name.removeprefix(PREFIX), SHAPES))
+        raise ModelError(
+            f"{setting} = {name!r}: " + unknown_name("shape", name.removeprefix(PREFIX), SHAPES),
+            code="unknown-name",
+            setting=setting,
+        )
     folder = Path(name).expanduser()
     if (folder.is_absolute() or name.startswith((".", "~"))) and not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "does not exist"
-        raise ModelError(f"{setting} = {name!r}: this folder {what}; set a folder that holds a saved model")
+        raise ModelError(
+            f"{setting} = {name!r}: this folder {what}; set a folder that holds a saved model",
+            code="wrong-kind-of-file",
+            setting=setting,
+        )
 
 
 def _check_reward_models(run: GRPORun, config: RewardRoleConfig) -> None:
@@ -146,12 +167,16 @@ def _check_reward_models(run: GRPORun, config: RewardRoleConfig) -> None:
         if name.startswith(PREFIX):
             raise ModelError(
                 f"{setting} = {name!r}: a shape has no weights that score; name a folder or a hub model, "
-                "such as RUN_DIR/export of `lockstep train rm`"
+                "such as RUN_DIR/export of `lockstep train rm`",
+                code="unsupported-combination",
+                setting=setting,
             )
     if run.data.source == "ids":
         raise ConfigError(
             f"reward_model.name = {config.name!r} with data.source = 'ids': a reward model reads text, and "
-            "these prompts have none; give prompts as text, or leave reward_model out"
+            "these prompts have none; give prompts as text, or leave reward_model out",
+            code="unsupported-combination",
+            setting="reward_model.name",
         )
 
 
@@ -164,15 +189,19 @@ def _check_data(section: str, config: DataConfig, run: RunConfig) -> None:
             task = config.source.partition(":")[2]
             reasoning_gym_dataset(task, config.task, seed=config.seed, size=1)
     except (ConfigError, DataError) as error:
-        raise type(error)(f"{section}: {error}") from error
+        raise type(error)(f"{section}: {error}", **error.data) from error
     if isinstance(run, OfflineRun) and config.generated:
         raise ConfigError(
             f"{section}.source = {config.source!r} has prompts only; {run.kind.upper()} needs a file, a "
-            "folder or a hub set"
+            "folder or a hub set",
+            code="unsupported-combination",
+            setting=f"{section}.source",
         )
     if run.model.name.startswith(PREFIX) and config.source != "ids":
         raise ConfigError(
             f"{section}.source = {config.source!r} is text, but model.name = {run.model.name!r} has no "
             "tokenizer; set data.source = 'ids' with rewards = [{name = 'ids'}], or choose a model "
-            "with a tokenizer"
+            "with a tokenizer",
+            code="no-tokenizer",
+            setting=f"{section}.source",
         )

@@ -37,7 +37,9 @@ def build_reward_models(
         if policy.tokenizer is None:
             raise ConfigError(
                 f"reward_model.name = {run.reward_model.name!r} reads text, and the policy {policy.name!r} "
-                "has no tokenizer to decode its samples; add the tokenizer's files to it"
+                "has no tokenizer to decode its samples; add the tokenizer's files to it",
+                code="no-tokenizer",
+                setting="reward_model.name",
             )
         models = RewardModels(run.reward_model, device=torch.device(axes.device))
         if "reward_model" in run.sleep:
@@ -67,7 +69,8 @@ def describe_reward_models(
             if now.get(name) != before:
                 raise ModelError(
                     f"reward model {name!r} has other weights than when {str(session.dir.path)!r} was "
-                    "started, so the run cannot go on as it was; restore its files, or start a new run"
+                    "started, so the run cannot go on as it was; restore its files, or start a new run",
+                    code="values-differ",
                 )
     ranks.require_same(now, what="the weights of the reward models")
     session.dir.update_manifest({"reward_models": now})

@@ -56,7 +56,9 @@ class Roles:
         with self.ranks.together("loading the algorithm's state"):  # else one would go on without the others
             state = read_json(directory / ALGORITHM)
             if not isinstance(state, dict) or not all(_is_number(value) for value in state.values()):
-                raise CheckpointError(f"{directory / ALGORITHM} holds no numbers by name; it is damaged")
+                raise CheckpointError(
+                    f"{directory / ALGORITHM} holds no numbers by name; it is damaged", code="damaged-file"
+                )
             self.algorithm.load_state(state)
         self.policy.load(directory, verified=verified)
         for role, backend in self.others.items():

@@ -210,7 +210,8 @@ class Session:
             if self.run.checkpoint.background and self._failed_together(error, "at the end"):
                 with self._noting_errors_after(error):
                     self._checkpoints.finish()
-            return self._summary("failed", after=error, error=f"{type(error).__name__}: {error}")
+            code = error.code if isinstance(error, LockstepError) else None
+            return self._summary("failed", after=error, error=f"{type(error).__name__}: {error}", code=code)
         steps = self._checkpoints.steps()
         self.display.note(
             f"stopped at once; the last checkpoint is of step {steps[-1]}"
@@ -288,7 +289,8 @@ class Session:
             raise DataError(
                 f"the training data changed since {str(self.dir.path)!r} was started (fingerprint "
                 f"{printable(str(data))}, now {fingerprint}), so the run cannot go on as it was; restore "
-                "data.source, or start a new run"
+                "data.source, or start a new run",
+                code="values-differ",
             )
         now = manifest() | self._parallel_layout()
         # Runs of earlier versions were of one process; and a run may end before it says how it is spread.
@@ -411,7 +413,9 @@ class Session:
             raise ConfigError(
                 f"steps = {self.run.steps}, but {done} steps are done in {str(self.dir.path)!r}; raise "
                 "--steps, or go back to an earlier checkpoint by --checkpoint STEP (there are "
-                f"{sorted(self._checkpoints.steps())})"
+                f"{sorted(self._checkpoints.steps())})",
+                code="nothing-to-do",
+                setting="steps",
             )
 
     @contextlib.contextmanager
@@ -689,7 +693,11 @@ def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
         good["evaluations"] = last == {name: each["step"] for name, each in state["evaluations"].items()}
     for name, right in good.items():
         if not right:
-            raise CheckpointError(f"{path}: field {name!r} of run_state.json is {state.get(name)!r:.200}")
+            raise CheckpointError(
+                f"{path}: field {name!r} of run_state.json is {state.get(name)!r:.200}",
+                code="wrong-field",
+                name=name,
+            )
     return state
 
 

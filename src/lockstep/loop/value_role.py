@@ -154,7 +154,9 @@ def build_value(
                 head="scalar",
             )
         except ModelError as error:
-            raise ModelError(f"the value model (value.name = {run.value.name!r}): {error}") from error
+            raise ModelError(
+                f"the value model (value.name = {run.value.name!r}): {error}", **error.data
+            ) from error
         if run.value.name != POLICY:
             _check_token_ids(model, policy)
         setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"
@@ -189,7 +191,9 @@ def _check_token_ids(model: LoadedModel, policy: LoadedModel) -> None:
     if problem is not None:
         raise ConfigError(
             f"value.name = {model.name!r} reads token ids otherwise than the policy {policy.name!r}: "
-            f"{problem}. It is given the policy's ids: choose a model with the same tokenizer, or 'policy'"
+            f"{problem}. It is given the policy's ids: choose a model with the same tokenizer, or 'policy'",
+            code="other-model",
+            setting="value.name",
         )
 
 

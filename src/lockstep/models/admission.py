@@ -105,7 +105,8 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
     except Exception as error:  # whatever transformers' code or ours raises over such a config
         raise ModelError(
             f"model.name = {name!r} is not admitted: a small copy of its config cannot run "
-            f"({type(error).__name__}: {printable(str(error))[:300]})"
+            f"({type(error).__name__}: {printable(str(error))[:300]})",
+            code="unsupported-model",
         ) from error
     worst = max(gaps, key=lambda gap: gap.size)
     if worst.size > TOLERANCE:
@@ -113,7 +114,8 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
             f"model.name = {name!r} is not admitted: in a small copy of its config a token of a document of "
             f"{worst.document} tokens has logprob {worst.ours:.6f} {worst.way}, and {worst.theirs:.6f} in "
             f"transformers' eager attention on that document alone (allowed: {TOLERANCE:g} apart); an option "
-            "in its config.json is not supported: compare with the published one"
+            "in its config.json is not supported: compare with the published one",
+            code="unsupported-model",
         )
     return gaps
 

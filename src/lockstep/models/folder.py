@@ -65,7 +65,9 @@ def check_folder(folder: Path) -> Path:
         check_limits(folder)
     generation = folder / "generation_config.json"
     if generation.is_file() and not isinstance(read_json(generation, ModelError), dict):
-        raise ModelError(f"{generation}: is no JSON object; the file is damaged")
+        raise ModelError(
+            f"{generation}: is no JSON object; the file is damaged", code="wrong-type", path=generation
+        )
     return folder
 
 
@@ -87,9 +89,15 @@ def check_files(folder: Path) -> None:
                 continue
             real = Path(os.path.realpath(entry))
             if not any(real.is_relative_to(known) for known in inside):
-                raise ModelError(f"{entry}: is a link that leads out of {folder}; copy the file itself there")
+                raise ModelError(
+                    f"{entry}: is a link that leads out of {folder}; copy the file itself there",
+                    code="leads-out-of-folder",
+                    path=entry,
+                )
             if not real.is_file():
-                raise ModelError(f"{entry}: is no plain file; only plain files are read")
+                raise ModelError(
+                    f"{entry}: is no plain file; only plain files are read", code="not-a-file", path=entry
+                )
 
 
 def check_limits(folder: Path) -> None:
@@ -100,7 +108,9 @@ def check_limits(folder: Path) -> None:
     """
     config = read_json(folder / CONFIG, ModelError, root=None)
     if not isinstance(config, dict):
-        raise ModelError(f"{folder / CONFIG}: is no JSON object; it is not the config of a model")
+        raise ModelError(
+            f"{folder / CONFIG}: is no JSON object; it is not the config of a model", code="wrong-type"
+        )
     parts = [config]
     while parts:
         part = parts.pop()
@@ -110,7 +120,9 @@ def check_limits(folder: Path) -> None:
             if isinstance(value, int | float) and not -1 <= value <= limit:
                 raise ModelError(
                     f"{folder / CONFIG}: {key} = {str(value)[:24]} is more than any model has (at most "
-                    f"{limit}); the file is damaged"
+                    f"{limit}); the file is damaged",
+                    code="out-of-range",
+                    name=key,
                 )
 
 
@@ -133,7 +145,8 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
         if not 1 <= config.num_hidden_layers <= len(layers):
             raise ModelError(
                 f"{wrong}config.json says num_hidden_layers = {config.num_hidden_layers}, and they hold "
-                f"{len(layers)} layers"
+                f"{len(layers)} layers",
+                code="damaged-file",
             )
         for tensor, (keys, expected) in _expected(config).items():
             names = [
@@ -143,14 +156,15 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
             ]  # they may be tied
             stored = next((known for known in names if known in files), None)
             if stored is None:
-                raise ModelError(f"{wrong}missing_keys ['model.{tensor}']")
+                raise ModelError(f"{wrong}missing_keys ['model.{tensor}']", code="wrong-weights")
             with safe_open(files[stored], framework="pt") as file:
                 shape = tuple(file.get_slice(stored).get_shape())
             if shape != expected:
                 sizes = ", ".join(f"{key} = {getattr(config, key, None)}" for key in keys)
                 raise ModelError(
                     f"{wrong}mismatched_keys: config.json says {sizes}, which makes {stored} {expected}, and "
-                    f"its file has {shape}"
+                    f"its file has {shape}",
+                    code="wrong-shape",
                 )
 
 
@@ -172,7 +186,8 @@ def check_score(folder: Path, *, name: str) -> None:
     if labels != 1:
         raise ModelError(
             f"{name!r}: its head {_SCORE} gives {labels} numbers per token, and a value or reward is one; "
-            "choose a sequence classifier with num_labels = 1, or a causal LM, which gets a fresh head"
+            "choose a sequence classifier with num_labels = 1, or a causal LM, which gets a fresh head",
+            code="wrong-shape",
         )
 
 
@@ -200,7 +215,8 @@ def check_total(folder: Path, module: nn.Module, *, name: str) -> None:
     if needed > 2 * stored + _SMALL:
         raise ModelError(
             f"model.name = {name!r}: the weight files do not fit the config: its sizes in config.json make "
-            f"{needed:,} weights, and the files hold {stored:,}"
+            f"{needed:,} weights, and the files hold {stored:,}",
+            code="wrong-shape",
         )
 
 
@@ -252,9 +268,14 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     content = read_json(index, ModelError)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ModelError(f"{index}: has no weight_map of tensor names and file names; fetch it again")
+        raise ModelError(
+            f"{index}: has no weight_map of tensor names and file names; fetch it again", code="missing-field"
+        )
     if not isinstance(content.get("metadata"), dict):
-        raise ModelError(f'{index}: has no "metadata", which transformers reads; add "metadata": {{}}')
+        raise ModelError(
+            f'{index}: has no "metadata", which transformers reads; add "metadata": {{}}',
+            code="missing-field",
+        )
     return names
 
 
@@ -266,9 +287,11 @@ def weight_errors(folder: Path, name: str) -> Iterator[None]:
     except OSError as error:
         raise ModelError(
             f"model.name = {name!r}: {folder} holds no readable safetensors weights ({error}); pickled "
-            "weights are not read, convert them with save_pretrained(safe_serialization=True)"
+            "weights are not read, convert them with save_pretrained(safe_serialization=True)",
+            code="cannot-read",
         ) from error
     except (SafetensorError, KeyError) as error:
         raise ModelError(
-            f"model.name = {name!r}: a weight file in {folder} is damaged ({error}); fetch it again"
+            f"model.name = {name!r}: a weight file in {folder} is damaged ({error}); fetch it again",
+            code="damaged-file",
         ) from error

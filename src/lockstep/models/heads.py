@@ -36,7 +36,8 @@ def head_of(module: nn.Module) -> Head:
     if not isinstance(linear, nn.Linear):
         raise ModelError(
             f"the head of {type(module).__name__} is a {type(linear).__name__}, not a plain linear; leave "
-            "lm_head out of model.lora.target_modules"
+            "lm_head out of model.lora.target_modules",
+            code="unsupported-model",
         )
     config = text_config(module)
     return Head(
@@ -74,7 +75,9 @@ def head_options(
     if kernels is not None and vocab is not None:
         raise ModelError(
             "lm_head is split over ranks, and a sum over ranks is not batch-invariant; set train.tp = 1, or "
-            "train.batch_invariant = false"
+            "train.batch_invariant = false",
+            code="unsupported-combination",
+            setting="train.tp",
         )
     return HeadOptions(
         temperature=temperature,

@@ -192,7 +192,10 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     targets = dict(twin.named_modules())
     for path, source in module.named_modules():
         if path not in targets:
-            raise ModelError(f"the second skeleton of {type(module).__name__} has no submodule {path!r}")
+            raise ModelError(
+                f"the second skeleton of {type(module).__name__} has no submodule {path!r}",
+                code="wrong-weights",
+            )
         target = targets[path]
         for own, theirs in ((target._parameters, source._parameters), (target._buffers, source._buffers)):
             own.clear()
@@ -202,7 +205,8 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     left = [name for name, p in twin.named_parameters() if p.is_meta]
     if left:
         raise ModelError(
-            f"the second skeleton of {type(module).__name__} has Parameters of its own: {left[:5]}"
+            f"the second skeleton of {type(module).__name__} has Parameters of its own: {left[:5]}",
+            code="wrong-weights",
         )
     return twin.eval()
 
@@ -283,7 +287,10 @@ def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
     if path.is_dir():
         return check_folder(path)
     if path.is_absolute() or config.name.startswith((".", "~")) or config.name.count("/") > 1:
-        raise ModelError(f"model.name = {config.name!r} is not a folder; set a folder that holds config.json")
+        raise ModelError(
+            f"model.name = {config.name!r} is not a folder; set a folder that holds config.json",
+            code="no-such-file",
+        )
     return check_folder(_hub_folder(config, local_only=local_only))
 
 
@@ -296,7 +303,8 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
     """
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"model.name = {config.name!r}: {folder} holds no config.json; it is not a model folder"
+            f"model.name = {config.name!r}: {folder} holds no config.json; it is not a model folder",
+            code="wrong-kind-of-file",
         )
     try:
         # Always offline: the folder has been fetched whole by now.
@@ -311,7 +319,8 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
         )
         raise ModelError(
             f"model.name = {config.name!r}: cannot read its config ({type(error).__name__}: "
-            f"{printable(str(error))}){hint}"
+            f"{printable(str(error))}){hint}",
+            code="cannot-read",
         ) from error
     if hf_config.model_type in SUPPORTED:
         check_sizes(folder, hf_config, name=config.name)
@@ -328,7 +337,9 @@ def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
     total = text.num_hidden_layers
     if num_layers > total:
         raise ModelError(
-            f"model.num_layers = {num_layers}, but the model has {total} layers; set at most {total}"
+            f"model.num_layers = {num_layers}, but the model has {total} layers; set at most {total}",
+            code="out-of-range",
+            setting="model.num_layers",
         )
     for key, value in list(vars(text).items()):
         if "layer" in key and isinstance(value, list | tuple) and len(value) == total:
@@ -341,7 +352,8 @@ def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) 
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ModelError(
             f"model.name = {config.name!r} has quantised weights, which cannot be trained; "
-            "use the model it was made from"
+            "use the model it was made from",
+            code="unsupported-model",
         )
     if config.num_layers is not None:
         keep_layers(hf_config, config.num_layers)
@@ -382,7 +394,8 @@ def _read_module(
     if wrong:
         raise ModelError(
             f"model.name = {config.name!r}: the weight files do not fit the config: "
-            + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items())
+            + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items()),
+            code="wrong-shape",
         )
     if (more := set(info["unexpected_keys"]) - unused) and config.num_layers is None:
         log.warning("%s: weights that the architecture does not use: %s", folder, sorted(more)[:5])
@@ -408,18 +421,21 @@ def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
     except HFValidationError as error:
         raise ModelError(
             f"model.name = {at} is neither a folder nor a possible hub name ({error}); set a folder, "
-            "OWNER/NAME, bundled:smollm2-135m or shape:NAME"
+            "OWNER/NAME, bundled:smollm2-135m or shape:NAME",
+            code="unknown-name",
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"model.name = {at} is no folder and not in the local hub cache, and the hub cannot be asked "
             f"({error}). Fix: check the name; fetch it where there is a network (`hf download`) and set "
-            "model.name to that folder; or use bundled:smollm2-135m, which needs no network"
+            "model.name to that folder; or use bundled:smollm2-135m, which needs no network",
+            code="unreachable",
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
             f"model.name = {at}: the hub refused ({error}). Fix: check name and revision; for a gated model "
-            "accept its licence on the hub and set HF_TOKEN"
+            "accept its licence on the hub and set HF_TOKEN",
+            code="refused",
         ) from error
 
 
@@ -434,7 +450,8 @@ def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     except Exception as error:  # the tokenizers package raises plain Exception over a damaged file
         raise ModelError(
             f"model.name = {config.name!r}: cannot read its tokenizer ({type(error).__name__}: "
-            f"{printable(str(error))[:500]})"
+            f"{printable(str(error))[:500]})",
+            code="cannot-read",
         ) from error
 
 

@@ -34,7 +34,11 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         ConfigError: peft is not installed, or no linear module has one of the names of `target_modules`.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora needs the package peft: pip install lockstep-rl[lora]")
+        raise ConfigError(
+            "model.lora needs the package peft: pip install lockstep-rl[lora]",
+            code="missing-package",
+            setting="model.lora",
+        )
     import peft
 
     every_linear = config.target_modules == ("all-linear",)
@@ -56,7 +60,9 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         except ValueError as error:
             raise ConfigError(
                 f"model.lora.target_modules = {list(config.target_modules)} does not fit the model "
-                f"({error}); its linear modules are {_linear_names(module)}"
+                f"({error}); its linear modules are {_linear_names(module)}",
+                code="unknown-name",
+                setting="model.lora.target_modules",
             ) from error
     if (scores := scalar_head(module)) is not None:  # a fresh one has everything to learn
         scores.requires_grad_(True)
@@ -96,7 +102,9 @@ def add_lora_without_weights(
     if lost := [name for name, values in adapters.items() if values.is_meta]:
         raise ConfigError(
             f"model.lora.target_modules = {list(config.target_modules)}: {lost[0]!r} is not beside a linear "
-            f"module, and a backend that shards weights adapts no others; choose of {_linear_names(module)}"
+            f"module, and a backend that shards weights adapts no others; choose of {_linear_names(module)}",
+            code="unsupported-combination",
+            setting="model.lora.target_modules",
         )
     return _AdaptedSource(source, adapters)
 

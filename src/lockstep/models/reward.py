@@ -69,7 +69,9 @@ class RewardModel:
         folder = model_folder(ModelConfig(name=config.name, revision=config.revision))
         tokenizer = load_tokenizer(ModelConfig(name=config.name, revision=config.revision))
         if tokenizer is None:
-            raise ModelError(f"reward model {config.name!r} comes without a tokenizer; add its files")
+            raise ModelError(
+                f"reward model {config.name!r} comes without a tokenizer; add its files", code="no-tokenizer"
+            )
         self.tokenizer: Tokenizer = tokenizer
         module: nn.Module = _load(folder, config, dtype=resolve_dtype(config.dtype, device))
         self._module = module.to(device).eval()
@@ -80,10 +82,17 @@ class RewardModel:
         positions = int(getattr(text, "max_position_embeddings", 0)) or None
         max_length = config.max_length or positions
         if max_length is None:
-            raise ModelError(f"reward model {config.name!r} does not say its longest text; set max_length")
+            raise ModelError(
+                f"reward model {config.name!r} does not say its longest text; set max_length",
+                code="missing-setting",
+                setting="reward_model.max_length",
+            )
         if positions is not None and max_length > positions:
             raise ModelError(
-                f"reward_model.max_length = {max_length} exceeds the {positions} positions of {config.name!r}"
+                f"reward_model.max_length = {max_length} exceeds the {positions} positions of "
+                f"{config.name!r}",
+                code="out-of-range",
+                setting="reward_model.max_length",
             )
         self.max_length = max_length
         self.template = _template(config, tokenizer)
@@ -106,14 +115,16 @@ class RewardModel:
             if not math.isfinite(one):
                 raise ModelError(
                     f"reward model {self.config.name!r}: a document of {len(row)} tokens scores {one} in "
-                    f"{self.config.dtype}; set dtype = 'float32' where it overflows, or choose another model"
+                    f"{self.config.dtype}; set dtype = 'float32' where it overflows, or choose another model",
+                    code="not-finite",
                 )
             if not abs(one - other) <= allowed:
                 raise ModelError(
                     f"reward model {self.config.name!r}: a document of {len(row)} tokens scores {one:.6f} "
                     f"alone and {other:.6f} in a batch with one of {max(lengths)} tokens (allowed: "
                     f"{allowed:g} apart): its scores depend on neighbours; choose another model, or mend its "
-                    "config.json"
+                    "config.json",
+                    code="batch-dependent",
                 )
 
     def document(self, prompt: ChatPrompt, completion: str, where: str) -> Document:
@@ -131,13 +142,14 @@ class RewardModel:
             text = render_chat(self.tokenizer, self.template, whole, where=where).text
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise DataError(f"{where}: prompt and completion are empty")
+            raise DataError(f"{where}: prompt and completion are empty", code="empty")
         if len(ids) <= self.max_length:
             return Document(ids=tuple(ids), truncated=False)
         if self.config.overlong == "error":
             raise DataError(
                 f"{where}: prompt and completion have {len(ids)} tokens, the reward model takes "
-                f"{self.max_length}; leave the row out, or set reward_model.overlong = 'truncate_left'"
+                f"{self.max_length}; leave the row out, or set reward_model.overlong = 'truncate_left'",
+                code="too-long",
             )
         return Document(ids=tuple(ids[-self.max_length :]), truncated=True)
 
@@ -197,7 +209,8 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
         if hf_config.num_labels != 1:
             raise ModelError(
                 f"reward model {name!r} has {hf_config.num_labels} labels, expected 1: it is no reward model "
-                "(a causal LM has no head that scores); choose a sequence classifier with num_labels = 1"
+                "(a causal LM has no head that scores); choose a sequence classifier with num_labels = 1",
+                code="wrong-shape",
             )
         _check_size(folder, hf_config, name=name)
         with quiet_transformers():
@@ -217,14 +230,16 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
     except (*CONFIG_ERRORS, SafetensorError) as error:
         raise ModelError(
             f"reward model {name!r} cannot be read: {error}. It needs safetensors weights and an "
-            "architecture that transformers has as a sequence classifier (its own code is not run)"
+            "architecture that transformers has as a sequence classifier (its own code is not run)",
+            code="cannot-read",
         ) from error
     info: dict[str, Any] = loaded[1]
     wrong = {k: sorted(map(str, info[k])) for k in ("missing_keys", "mismatched_keys") if info[k]}
     if wrong:
         raise ModelError(
             f"reward model {name!r}: the weight files do not fit the config: "
-            + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items())
+            + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items()),
+            code="wrong-shape",
         )
     module: PreTrainedModel = loaded[0]
     return module
@@ -240,7 +255,7 @@ def reward_model_parameters(name: str, revision: str | None) -> int:
     try:
         module = _meta(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
     except CONFIG_ERRORS as error:
-        raise ModelError(f"reward model {name!r} cannot be read: {error}") from error
+        raise ModelError(f"reward model {name!r} cannot be read: {error}", code="cannot-read") from error
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -278,7 +293,8 @@ def _plain_text(prompt: ChatPrompt, where: str) -> str:
         return str(prompt[0]["content"])
     raise DataError(
         f"{where}: a conversation of {len(prompt)} messages needs a chat template, and the reward model has "
-        "none; set reward_model.chat_template to a jinja template"
+        "none; set reward_model.chat_template to a jinja template",
+        code="no-chat-template",
     )
 
 

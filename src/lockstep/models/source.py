@@ -238,13 +238,15 @@ class FolderSource:
         if missing or mismatched:
             raise ModelError(
                 f"model.name = {self._model_name!r}: the weight files do not fit the config: "
-                + "; ".join(f"{k} {sorted(v)[:5]} ({len(v)} in all)" for k, v in wrong.items() if v)
+                + "; ".join(f"{k} {sorted(v)[:5]} ({len(v)} in all)" for k, v in wrong.items() if v),
+                code="wrong-shape",
             )
         for name, own in aliases(module).items():
             if name != own and self._place[name] != self._place[own] and not self._equal(name, own):
                 raise ModelError(
                     f"model.name = {self._model_name!r}: its config.json ties {name} to {own}, but its files "
-                    "hold other values for each; set tie_word_embeddings = false in config.json"
+                    "hold other values for each; set tie_word_embeddings = false in config.json",
+                    code="values-differ",
                 )
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:

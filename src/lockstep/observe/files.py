@@ -33,24 +33,49 @@ def check_writable(path: Path | None, *, flag: str = "--json") -> None:
         return
     if problem := path_problem(str(path)):
         raise ConfigError(
-            f"{flag} {str(path)[:40]!r} cannot be the name of a file: {problem}; choose another"
+            f"{flag} {str(path)[:40]!r} cannot be the name of a file: {problem}; choose another",
+            code="bad-file-name",
+            setting=flag,
+            path=path,
         )
     if path.is_dir():
-        raise ConfigError(f"{flag} {str(path)!r} is a folder; name a file in it")
+        raise ConfigError(
+            f"{flag} {str(path)!r} is a folder; name a file in it", code="not-a-file", setting=flag, path=path
+        )
     if path.exists() and not path.is_file():  # the result would take the place of the device
-        raise ConfigError(f"{flag} {str(path)!r} is a device or a pipe, no plain file; choose another file")
+        raise ConfigError(
+            f"{flag} {str(path)!r} is a device or a pipe, no plain file; choose another file",
+            code="not-a-file",
+            setting=flag,
+            path=path,
+        )
     if not path.parent.is_dir():
-        raise ConfigError(f"{flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first")
+        raise ConfigError(
+            f"{flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first",
+            code="no-such-file",
+            setting=flag,
+            path=path,
+        )
     # Asked of the system, not of mode bits: they are not all there is to it.
     if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise ConfigError(f"{flag} {str(path)!r} cannot be written (permission denied); choose another file")
+        raise ConfigError(
+            f"{flag} {str(path)!r} cannot be written (permission denied); choose another file",
+            code="cannot-write",
+            setting=flag,
+            path=path,
+        )
 
 
 def check_above(path: Path, *, flag: str = "--out") -> None:
     """Raises ConfigError: `path` cannot be made, as it would lie in a file."""
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
-        raise ConfigError(f"{flag} {str(path)!r}: {str(above)!r} is no folder; name another place")
+        raise ConfigError(
+            f"{flag} {str(path)!r}: {str(above)!r} is no folder; name another place",
+            code="not-a-file",
+            setting=flag,
+            path=path,
+        )
 
 
 def path_problem(text: str) -> str | None:
@@ -88,11 +113,19 @@ def file_errors(
     except OSError as cause:
         reason = cause.strerror or str(cause)
         end = f"; {advice}" if advice else ""
-        raise error(f"{path}: cannot be {_PAST.get(doing, doing)} ({reason}){end}") from cause
+        raise error(
+            f"{path}: cannot be {_PAST.get(doing, doing)} ({reason}){end}",
+            code="cannot-read" if doing == "read" else "cannot-write",
+            path=path,
+        ) from cause
     except UnicodeError as cause:
-        raise error(f"{path}: is not UTF-8 text ({cause}); the file is damaged") from cause
+        raise error(
+            f"{path}: is not UTF-8 text ({cause}); the file is damaged", code="not-text", path=path
+        ) from cause
     except RecursionError as cause:
-        raise error(f"{path}: is nested too deeply to be read; the file is damaged") from cause
+        raise error(
+            f"{path}: is nested too deeply to be read; the file is damaged", code="too-deep", path=path
+        ) from cause
 
 
 _PAST = {"write": "written", "remove": "removed"}
@@ -105,7 +138,11 @@ def check_inside(path: Path, error: type[LockstepError], *, root: Path) -> None:
         LockstepError: of type `error`: `path`, links followed, lies outside of `root`.
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise error(f"{path}: is a link that leads out of {root}; put the file or folder itself there")
+        raise error(
+            f"{path}: is a link that leads out of {root}; put the file or folder itself there",
+            code="leads-out-of-folder",
+            path=path,
+        )
 
 
 @contextlib.contextmanager
@@ -126,10 +163,12 @@ def open_plain(
             # O_NONBLOCK: opening a fifo that nobody writes would wait for a writer.
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except ValueError as cause:  # a NUL in the name
-            raise error(f"{str(path)!r}: is no file name ({cause})") from cause
+            raise error(
+                f"{str(path)!r}: is no file name ({cause})", code="bad-file-name", path=path
+            ) from cause
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise error(f"{path}: is no plain file; only plain files are read")
+        raise error(f"{path}: is no plain file; only plain files are read", code="not-a-file", path=path)
     with os.fdopen(handle, "rb") as file:
         if root is not None:
             check_inside(path, error, root=root)
@@ -148,7 +187,9 @@ def read_plain(
     with open_plain(path, error, root=root) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise error(f"{path}: is larger than {limit:,} bytes; no such file is that large")
+        raise error(
+            f"{path}: is larger than {limit:,} bytes; no such file is that large", code="too-large", path=path
+        )
     return data
 
 
@@ -174,16 +215,20 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
     if len(raw) > limit or sum(map(raw.count, (b",", b"[", b"{"))) > most:
         raise error(
             f"{where}: {len(raw):,} bytes of JSON are more than is read (at most {limit:,} bytes and "
-            f"{most:,} values)"
+            f"{most:,} values)",
+            code="too-large",
+            path=where,
         )
 
     def no_constant(name: str) -> NoReturn:
-        raise error(f"{where}: {name} is no JSON number")
+        raise error(f"{where}: {name} is no JSON number", code="not-json", path=where)
 
     def finite(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise error(f"{where}: the number {text[:40]} is too large for a float")
+            raise error(
+                f"{where}: the number {text[:40]} is too large for a float", code="out-of-range", path=where
+            )
         return value
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -191,7 +236,9 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
         if len(value) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise error(f"{where}: the key {twice[:80]!r} stands twice in one object")
+            raise error(
+                f"{where}: the key {twice[:80]!r} stands twice in one object", code="duplicate", path=where
+            )
         return value
 
     try:
@@ -201,7 +248,9 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
     except error:
         raise
     except (ValueError, RecursionError) as cause:
-        raise error(f"{where}: is not valid JSON ({cause}); the file is damaged") from cause
+        raise error(
+            f"{where}: is not valid JSON ({cause}); the file is damaged", code="not-json", path=where
+        ) from cause
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -305,10 +305,14 @@ def read(path: Path) -> Flight:
     """
     data = path.read_bytes()
     if len(data) != _SIZE or not data.startswith(_MAGIC):
-        raise DataError(f"{path}: is no flight record of this version")
+        raise DataError(f"{path}: is no flight record of this version", code="damaged-file", path=path)
     _, version, rank, world_size, pid, since, started, ident, answers = _HEADER.unpack_from(data)
     if version != _VERSION:
-        raise DataError(f"{path}: version {version}; this version of lockstep reads {_VERSION}")
+        raise DataError(
+            f"{path}: version {version}; this version of lockstep reads {_VERSION}",
+            code="version-differs",
+            path=path,
+        )
     return Flight(
         path=path,
         rank=rank,

@@ -47,7 +47,8 @@ class RunLock:
                 raise ConfigError(
                     f"{str(path.parent)!r} is being written by process {owner['pid']} on host "
                     f"{owner['host']!r}; wait for it, use another --run-dir, or, if it is surely gone, "
-                    f"delete {str(path)!r}"
+                    f"delete {str(path)!r}",
+                    code="locked",
                 )
             with file_errors(path, TrainError, "write", advice="free some space and try again"):
                 self._write(file, json.dumps(self._me))
@@ -99,7 +100,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
         handle = os.open(path, flags, 0o666)
         with os.fdopen(handle, "r+b", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise ConfigError(f"{path}: is no plain file; delete it")
+                raise ConfigError(f"{path}: is no plain file; delete it", code="not-a-file")
             _flock(handle, path)
             yield file
 
@@ -113,7 +114,8 @@ def _flock(handle: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 raise ConfigError(
-                    f"{path}: another process holds it for {_FLOCK_SECONDS:g} s; end that process"
+                    f"{path}: another process holds it for {_FLOCK_SECONDS:g} s; end that process",
+                    code="locked",
                 ) from None
             time.sleep(0.02)
 

@@ -113,7 +113,9 @@ class RunDir:
         except OSError as error:
             raise ConfigError(
                 f"the run directory {str(path)!r} cannot be made ({error.strerror}); name another with "
-                "--run-dir"
+                "--run-dir",
+                code="cannot-write",
+                path=path,
             ) from error
         run_dir = cls(path, RunLock(path / "lock"))
         try:
@@ -137,7 +139,9 @@ class RunDir:
         check_layout(path)
         if not (path / "config.toml").is_file():
             raise ConfigError(
-                f"cannot resume {str(path)!r}: it holds no config.toml, so no run was started there"
+                f"cannot resume {str(path)!r}: it holds no config.toml, so no run was started there",
+                code="wrong-kind-of-file",
+                path=path,
             )
         return cls(path, RunLock(path / "lock"))
 
@@ -188,7 +192,8 @@ class RunDir:
             raise CheckpointError(
                 f"{self.checkpoints} holds no checkpoint, but {file} tells of {done} steps that are done: "
                 "the run would begin again and lose them. Restore the folder from a copy; or, if none was "
-                f"saved yet, start a new run with `lockstep train {self.config} --run-dir NEW`"
+                f"saved yet, start a new run with `lockstep train {self.config} --run-dir NEW`",
+                code="incomplete",
             )
 
     def read_manifest(self) -> dict[str, Any]:
@@ -201,14 +206,22 @@ class RunDir:
         try:
             value = read_json(self.manifest, CheckpointError, root=self.path)
             if not isinstance(value, dict):
-                raise CheckpointError(f"{self.manifest}: a JSON object was expected")
+                raise CheckpointError(
+                    f"{self.manifest}: a JSON object was expected", code="wrong-type", path=self.manifest
+                )
             for name, kind in kinds.items():
                 if name in value and not isinstance(value[name], kind):  # type: ignore[arg-type]
-                    raise CheckpointError(f"{self.manifest}: field {name!r} is {value[name]!r:.80}")
+                    raise CheckpointError(
+                        f"{self.manifest}: field {name!r} is {value[name]!r:.80}",
+                        code="wrong-field",
+                        path=self.manifest,
+                        name=name,
+                    )
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}. Restore it from a copy; or write {{}} into it, and data and versions are not "
-                "compared with those that the run was started with"
+                "compared with those that the run was started with",
+                **error.data,
             ) from error
         return value
 
@@ -300,7 +313,9 @@ def check_free(path: Path) -> None:
     """
     with file_errors(path, ConfigError, "used", advice="give another --run-dir"):
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"run_dir {str(path)!r} is a file; give a folder as --run-dir")
+            raise ConfigError(
+                f"run_dir {str(path)!r} is a file; give a folder as --run-dir", code="not-a-file", path=path
+            )
     check_layout(path)
     metrics, summary = path / "metrics.jsonl", read_summary(path / "summary.json") or {}
     if (
@@ -311,7 +326,9 @@ def check_free(path: Path) -> None:
     ):
         raise ConfigError(
             f"{str(path)!r} already holds a run; go on with it by `lockstep train --resume {path}`, or "
-            "give another --run-dir"
+            "give another --run-dir",
+            code="already-exists",
+            path=path,
         )
 
 

@@ -47,12 +47,12 @@ def check_layout(run: Path) -> None:
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_dir() and (path.parent == run or not path.is_file()):
-                raise CheckpointError(f"{path}: is no folder; move it away")
+                raise CheckpointError(f"{path}: is no folder; move it away", code="not-a-file", path=path)
     for path in (run / name for name in FILES):
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_file():
-                raise CheckpointError(f"{path}: is no plain file; move it away")
+                raise CheckpointError(f"{path}: is no plain file; move it away", code="not-a-file", path=path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -85,13 +85,17 @@ def _objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str,
         where = f"{path}, line {number}"
         if not raw.endswith(b"\n"):
             if len(raw) > JSON_BYTES:
-                raise CheckpointError(f"{where}: is longer than {JSON_BYTES:,} bytes; no such line is")
+                raise CheckpointError(
+                    f"{where}: is longer than {JSON_BYTES:,} bytes; no such line is", code="too-large"
+                )
             return
         if not raw.strip():
             continue
         row = parse_json(raw, where, CheckpointError)
         if not isinstance(row, dict):
-            raise CheckpointError(f"{where}: a JSON object was expected, not {type(row).__name__}")
+            raise CheckpointError(
+                f"{where}: a JSON object was expected, not {type(row).__name__}", code="wrong-type"
+            )
         yield number, raw, row
 
 
@@ -99,12 +103,15 @@ def _line(number: int, raw: bytes, row: dict[str, Any], path: Path) -> Line:
     step, evaluation = row.get("step"), row.get(EVALUATION)
     if not is_step(step):
         raise CheckpointError(
-            f"{path}, line {number}: field 'step' is {step!r:.80}, not a number of steps; the file is damaged"
+            f"{path}, line {number}: field 'step' is {step!r:.80}, not a number of steps; the file "
+            f"is damaged",
+            code="wrong-field",
         )
     if evaluation is not None and evaluation not in EVALUATIONS:
         raise CheckpointError(
             f"{path}, line {number}: field {EVALUATION!r} is {evaluation!r:.80}, not one of "
-            f"{', '.join(EVALUATIONS)}; the file is damaged"
+            f"{', '.join(EVALUATIONS)}; the file is damaged",
+            code="wrong-field",
         )
     return Line(number=number, raw=raw, step=step, evaluation=evaluation)
 
@@ -203,7 +210,8 @@ def _misplaced(path: Path, line: Line) -> CheckpointError:
         what = f"evaluation {line.evaluation!r} after {line.step} steps"
     return CheckpointError(
         f"{path}, line {line.number}: {what} stands there for the second time, or out of order; the file was "
-        "edited or damaged: restore it from a copy, or remove the line that is too much"
+        "edited or damaged: restore it from a copy, or remove the line that is too much",
+        code="out-of-order",
     )
 
 
@@ -211,5 +219,6 @@ def _missing(path: Path, what: str, text: str, *, done: int, before: int) -> Che
     back = f"go back by --checkpoint STEP to a checkpoint of at most {before} steps, " if before > 0 else ""
     return CheckpointError(
         f"{path}: has no line of {what}, although the checkpoint is of {done} steps: lines were lost. "
-        f"Restore the file from a copy, {back}or put the line {text} where it was, which shows the hole"
+        f"Restore the file from a copy, {back}or put the line {text} where it was, which shows the hole",
+        code="incomplete",
     )

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.files import file_errors
 from lockstep.observe.text import echo, printable
 
@@ -49,7 +49,7 @@ class RunLog:
         self._lock = threading.Lock()
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             self._file.close()
-            raise ConfigError(f"{path}: is no plain file; remove it")
+            raise ConfigError(f"{path}: is no plain file; remove it", code="not-a-file")
 
     def line(self, text: str) -> None:
         """Write a text of one line or several.
@@ -69,8 +69,9 @@ class RunLog:
                 self._file = None
 
     def error(self, error: BaseException) -> None:
-        """Write the traceback of an error."""
-        self.line("".join(traceback.format_exception(error)))
+        """Write the traceback of an error, and the code of one of Lockstep's."""
+        code = f"error code: {error.code}\n" if isinstance(error, LockstepError) else ""
+        self.line("".join(traceback.format_exception(error)) + code)
 
     def close(self) -> None:
         """Close the file; later lines are dropped."""

@@ -52,7 +52,9 @@ def render_chat(
     variables = _variables(tokenizer, messages, generate=generate, options=options or {}, where=where)
     reply = _renderer.run({"template": template, "variables": variables}, where)
     if "error" in reply:
-        raise DataError(f"{where}: the chat template refuses these messages: {printable(reply['error'])}")
+        raise DataError(
+            f"{where}: the chat template refuses these messages: {printable(reply['error'])}", code="refused"
+        )
     return Rendered(text=reply["text"], spans=tuple((start, end) for start, end in reply["spans"]))
 
 
@@ -86,7 +88,9 @@ def _variables(
             **options,
         )
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: these messages cannot be given to a chat template: {error}") from error
+        raise DataError(
+            f"{where}: these messages cannot be given to a chat template: {error}", code="wrong-row"
+        ) from error
     variables: dict[str, Any] = json.loads(text)
     return variables
 
@@ -140,7 +144,8 @@ def _stopped(why: str, where: str) -> DataError:
     return DataError(
         f"{where}: rendering with the chat template was stopped: {why}. It may take {CPU_SECONDS:g} s of "
         f"processor time and {MEMORY_BYTES // 2**20} MiB, and a usual template takes a millisecond; look for "
-        "a loop in it that does not end, or set data.chat_template to another one"
+        "a loop in it that does not end, or set data.chat_template to another one",
+        code="deadline",
     )
 
 

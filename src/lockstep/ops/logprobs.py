@@ -195,7 +195,9 @@ def _loss_and_grads(
             leaves[1].requires_grad_()
         loss = token_loss(leaves[0], leaves[1], rows)
         if loss.ndim != 0:
-            raise TrainError(f"a token loss must return a scalar, got shape {list(loss.shape)}; sum it")
+            raise TrainError(
+                f"a token loss must return a scalar, got shape {list(loss.shape)}; sum it", code="wrong-shape"
+            )
         gradients = torch.autograd.grad(loss, leaves[: 1 + head.entropy_grad], materialize_grads=True)
     return loss.detach(), gradients[0], gradients[1] if head.entropy_grad else None
 
@@ -254,7 +256,8 @@ class _WithGrads(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         if ctx.grads is None:
             raise TrainError(
-                "the gradients of linear_logprob_loss were handed out already: call backward once"
+                "the gradients of linear_logprob_loss were handed out already: call backward once",
+                code="wrong-state",
             )
         hidden, weight, bias = (None if grad is None else grad.mul_(dloss) for grad in ctx.grads)
         ctx.grads = None

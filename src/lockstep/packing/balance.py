@@ -42,13 +42,19 @@ def balance(
         if not 0 < length <= token_budget:
             raise DataError(
                 f"document {index} has {length} tokens, but a micro-batch holds 1 to train.token_budget = "
-                f"{token_budget}; raise train.token_budget or drop the document"
+                f"{token_budget}; raise train.token_budget or drop the document",
+                code="too-long",
+                setting="train.token_budget",
             )
     if not lengths:
         return []
     limit = len(lengths) if max_documents is None else max_documents
     if limit < 1:
-        raise DataError(f"max_documents = {max_documents} leaves no room for a document; set at least 1")
+        raise DataError(
+            f"max_documents = {max_documents} leaves no room for a document; set at least 1",
+            code="out-of-range",
+            name="max_documents",
+        )
     fewest = max(-(-sum(lengths) // token_budget), -(-len(lengths) // limit))
     for num_packs in range(max(fewest, min(min_packs, len(lengths))), len(lengths) + 1):
         packs = _split(lengths, num_packs, token_budget, limit)

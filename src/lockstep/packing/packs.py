@@ -90,11 +90,14 @@ def pack(
         raise DataError(
             "a pack needs at least one sample, all of one type, and one loss_weights each; got "
             f"{len(samples)} samples of {sorted(k.__name__ for k in kinds)} and "
-            f"{len(loss_weights)} loss_weights"
+            f"{len(loss_weights)} loss_weights",
+            code="wrong-batch",
         )
     lengths = [len(sample) for sample in samples]
     if 0 in lengths:
-        raise DataError(f"sample {samples[lengths.index(0)].sample_id} is empty; drop it before packing")
+        raise DataError(
+            f"sample {samples[lengths.index(0)].sample_id} is empty; drop it before packing", code="empty"
+        )
     if bucket is None:
         bucket = Bucket(tokens=sum(lengths), documents=len(samples), max_seqlen=max(lengths))
     else:
@@ -139,7 +142,9 @@ def pack(
     refs = [sample.ref_logprobs for sample in policy_samples if sample.ref_logprobs is not None]
     if len(refs) not in (0, len(samples)):
         raise DataError(
-            f"{len(refs)} of {len(samples)} samples have ref_logprobs; give all of them some, or none"
+            f"{len(refs)} of {len(samples)} samples have ref_logprobs; give all of them some, or none",
+            code="missing-values",
+            name="ref_logprobs",
         )
     fields["ref_logprobs"] = _fill(refs, capacity, 0.0) if refs else None
     return PolicyBatch(**fields)
@@ -346,7 +351,8 @@ def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
     if longest > most:
         raise DataError(
             f"sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {most} of the "
-            "run; raise it or shorten the documents"
+            "run; raise it or shorten the documents",
+            code="too-long",
         )
     return min(most, max(limits.token_budget, longest))
 
@@ -366,7 +372,8 @@ def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
         if len(pair) < 2 or pair[0] % 2 or pair[1] != pair[0] + 1:
             raise DataError(
                 f"sample_ids {pair} are no preference pair: the chosen answer of pair p is sample 2p, "
-                "and the rejected one, sample 2p + 1, comes right after it"
+                "and the rejected one, sample 2p + 1, comes right after it",
+                code="wrong-pairs",
             )
     return units
 
@@ -395,14 +402,17 @@ def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:
     """Lengths of the pad documents that fill the bucket; every slot must belong to a document."""
     used = sum(lengths)
     if max(lengths) > bucket.max_seqlen:
-        raise DataError(f"a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}")
+        raise DataError(
+            f"a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}", code="too-long"
+        )
     if used > bucket.tokens:
-        raise DataError(f"{used} tokens exceed the capacity of {bucket}")
+        raise DataError(f"{used} tokens exceed the capacity of {bucket}", code="too-long")
     full, rest = divmod(bucket.tokens - used, bucket.max_seqlen)
     tail = [bucket.max_seqlen] * full + ([rest] if rest else [])
     if len(lengths) + len(tail) > bucket.documents:
         raise DataError(
-            f"{len(lengths)} documents and {len(tail)} for the padded tail exceed the capacity of {bucket}"
+            f"{len(lengths)} documents and {len(tail)} for the padded tail exceed the capacity of {bucket}",
+            code="too-long",
         )
     return tail
 

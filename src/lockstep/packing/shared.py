@@ -259,7 +259,8 @@ def _padding(
     ):
         raise DataError(
             f"{sum(row_lengths)} rows and {sum(key_lengths)} keys in {len(row_lengths)} segments of at most "
-            f"{max(key_lengths)} keys exceed {capacity}"
+            f"{max(key_lengths)} keys exceed {capacity}",
+            code="too-long",
         )
     pad_rows: list[int] = []
     for length in pad_keys:

@@ -70,19 +70,24 @@ class _Failure:
 
     kind: str
     text: str
+    data: dict[str, Any]
+    """Code and fields of a LockstepError."""
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
         # another's text may be no Unicode
         text = str(error).encode("utf-8", errors="backslashreplace").decode("utf-8")
-        return cls(kind=type(error).__name__, text=text)
+        data = error.data if isinstance(error, LockstepError) else {}
+        return cls(kind=type(error).__name__, text=text, data=data)
 
     def as_error(self, rank: int, what: str) -> LockstepError:
         """The same error for every rank: its type where it is one of lockstep.errors."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, LockstepError):
-            return kind(f"rank {rank}: {self.text}")
-        return PeerFailed(f"{what}: rank {rank} failed with {self.kind}: {self.text}")
+            return kind(f"rank {rank}: {self.text}", **self.data)
+        return PeerFailed(
+            f"{what}: rank {rank} failed with {self.kind}: {self.text}", code="peer-failed", rank=rank
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +228,8 @@ class RankContext:
             more = f"\n  and {len(differ) - 10} more" if len(differ) > 10 else ""
             raise ConfigError(
                 f"the ranks differ in {what}; start all of them by the same command, with the same files and "
-                "installed versions:\n" + "\n".join(lines) + more
+                "installed versions:\n" + "\n".join(lines) + more,
+                code="ranks-differ",
             )
 
     def at(self, what: str, *, step: int = -1) -> None:
@@ -254,13 +260,16 @@ class RankContext:
         if error is None:
             return cast(T, result)
         if isinstance(error, RankError):
-            raise RankError(f"rank {self.rank} of {self.world_size}, at {what}: {error}") from error
+            raise RankError(
+                f"rank {self.rank} of {self.world_size}, at {what}: {error}", **error.data
+            ) from error
         if isinstance(error, RuntimeError):  # gloo's errors are RuntimeErrors
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             late = f"a rank did not come within {self.seconds:g} s"
             reason = "another rank has gone" if lost_peer(error) else late
             raise RankError(
-                f"rank {self.rank} of {self.world_size}, at {what}: {reason} (torch says: {line})"
+                f"rank {self.rank} of {self.world_size}, at {what}: {reason} (torch says: {line})",
+                code="peer-failed" if lost_peer(error) else "deadline",
             ) from error
         raise error
 
@@ -282,6 +291,7 @@ class RankContext:
         value = {
             "time": time.time(),
             "type": type(error).__name__,
+            "code": getattr(error, "code", None),
             "text": text[-20_000:],
             "peer": lost_peer(error),
             "printed": isinstance(error, LockstepError) and not reported_by_launcher(error),
@@ -360,7 +370,9 @@ def init_ranks(
     environ = os.environ if environ is None else environ
     rank, world_size, local_rank = (_number(environ, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not 0 <= rank < world_size:
-        raise ConfigError(f"RANK = {rank} is not one of WORLD_SIZE = {world_size} ranks")
+        raise ConfigError(
+            f"RANK = {rank} is not one of WORLD_SIZE = {world_size} ranks", code="wrong-environment"
+        )
     if FLIGHT_DIR in environ:
         record(Path(environ[FLIGHT_DIR]), rank=rank, world_size=world_size)
     where, backend, description = _placement(device, local_rank, world_size, environ)
@@ -380,7 +392,8 @@ def init_ranks(
         raise RankError(
             f"rank {rank} of {world_size}: the other ranks did not join within {seconds:g} s. Each of them "
             "must be started, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT; look at their logs. "
-            f"torch says: {error}"
+            f"torch says: {error}",
+            code="deadline",
         ) from error
     return RankContext(
         rank=rank,
@@ -420,7 +433,8 @@ def _number(environ: Mapping[str, str], key: str) -> int:
     if value is None or not value.isdecimal():
         raise ConfigError(
             f"{key} = {value!r} in the environment is not a number; start the ranks with --ranks N, torchrun "
-            "or deepspeed, which set RANK, WORLD_SIZE and LOCAL_RANK"
+            "or deepspeed, which set RANK, WORLD_SIZE and LOCAL_RANK",
+            code="wrong-environment",
         )
     return int(value)
 
@@ -434,7 +448,8 @@ def _placement(
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise ConfigError(
-            "device = 'cuda' on several ranks: this machine shows no GPU; choose the device cpu"
+            "device = 'cuda' on several ranks: this machine shows no GPU; choose the device cpu",
+            code="missing-device",
         )
     local = local_ranks(environ) or world_size
     if local > gpus:

@@ -58,7 +58,7 @@ class Desync(RankError):
     """Ranks are out of step: one waits for another that does something else, or has gone."""
 
     def __init__(self, message: str, *, step: int, positions: Mapping[int, Position | None]) -> None:
-        super().__init__(message)
+        super().__init__(message, code="out-of-step", step=step)
         self.step = step
         """The step of the rank that noticed."""
         self.positions = dict(positions)
@@ -108,7 +108,8 @@ class Guard:
             value = None
         if not isinstance(value, dict):
             raise RankError(
-                f"the store of the ranks holds {len(data):,} bytes under {key} that no rank wrote"
+                f"the store of the ranks holds {len(data):,} bytes under {key} that no rank wrote",
+                code="bad-reply",
             )
         return value
 
@@ -178,7 +179,9 @@ class Guard:
                 if store.check([key]):
                     return
             except dist.DistNetworkError as error:
-                raise RankError(f"rank {self.ranks.rank}: the store has gone ({error})") from error
+                raise RankError(
+                    f"rank {self.ranks.rank}: the store has gone ({error})", code="unreachable"
+                ) from error
             left = deadline - time.monotonic()
             time.sleep(max(0.0, min(pause, left)))
             pause = min(2 * pause, _LAST_PAUSE)

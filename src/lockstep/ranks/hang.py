@@ -169,7 +169,8 @@ def find_records(run: Path) -> Path:
     if not files:
         raise DataError(
             f"{run}: holds no flight records (logs/flight/rank-0.flight); give the folder of a run that was "
-            "started by this version of lockstep"
+            "started by this version of lockstep",
+            code="wrong-kind-of-file",
         )
     return max(files, key=lambda path: path.stat().st_mtime).parent
 
@@ -185,7 +186,7 @@ def examine(folder: Path, *, stacks: bool = True) -> HangReport:
     """
     ranks = rank_states(folder, stacks=stacks)
     if not ranks:
-        raise DataError(f"{folder}: holds no flight records")
+        raise DataError(f"{folder}: holds no flight records", code="wrong-kind-of-file")
     return diagnose(ranks)
 
 

@@ -180,17 +180,21 @@ def launch_command(
 ) -> int:
     """`launch_ranks` for any program; `command[0]` is an executable."""
     if ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: at least 1 rank is needed")
+        raise ConfigError(
+            f"--ranks {ranks}: at least 1 rank is needed", code="out-of-range", setting="--ranks"
+        )
     if in_launcher():
         raise ConfigError(
             f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} already (RANK and "
-            "WORLD_SIZE are set); leave --ranks out under torchrun or deepspeed, or unset them"
+            "WORLD_SIZE are set); leave --ranks out under torchrun or deepspeed, or unset them",
+            code="contradiction",
+            setting="--ranks",
         )
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there"
+            f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there", code="cannot-write"
         ) from error
     with signals_raised():
         launch = Launch(command, ranks=ranks, log_dir=log_dir, graceful=graceful, watch=watch)

@@ -76,10 +76,13 @@ def encode_object(value: Any, kind: Any) -> bytes:
         plain = adapter.dump_python(value, mode="json", warnings="error")
         data = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
     except (PydanticSerializationError, ValidationError, TypeError, ValueError) as error:
-        raise RankError(f"{_name(kind)} cannot be sent to the other ranks: {_short(error)}") from error
+        raise RankError(
+            f"{_name(kind)} cannot be sent to the other ranks: {_short(error)}", code="wrong-type"
+        ) from error
     if len(data) > MAX_BYTES:
         raise RankError(
-            f"{_name(kind)} of {len(data):,} bytes is too large for the other ranks ({MAX_BYTES:,})"
+            f"{_name(kind)} of {len(data):,} bytes is too large for the other ranks ({MAX_BYTES:,})",
+            code="too-large",
         )
     return data
 
@@ -89,7 +92,9 @@ def decode_object(data: bytes, kind: Any, *, sender: int) -> Any:
     try:
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
-        raise RankError(f"rank {sender} sent what is not {_name(kind)}: {_short(error)}") from error
+        raise RankError(
+            f"rank {sender} sent what is not {_name(kind)}: {_short(error)}", code="bad-reply", rank=sender
+        ) from error
 
 
 @functools.lru_cache(maxsize=128)
@@ -115,7 +120,9 @@ def _short(error: Exception) -> str:
 def _checked(length: int, sender: int) -> int:
     if not 0 <= length <= MAX_BYTES:
         raise RankError(
-            f"rank {sender} announced an object of {length:,} bytes; at most {MAX_BYTES:,} may come"
+            f"rank {sender} announced an object of {length:,} bytes; at most {MAX_BYTES:,} may come",
+            code="too-large",
+            rank=sender,
         )
     return length
 

@@ -51,7 +51,8 @@ def run_secret() -> str | None:
     if secret is not None and len(secret) < _SHORTEST:
         raise ConfigError(
             f"{SECRET} has {len(secret)} characters, at least {_SHORTEST} are needed; take what "
-            "`openssl rand -hex 32` prints, the same on every node"
+            "`openssl rand -hex 32` prints, the same on every node",
+            code="wrong-environment",
         )
     return secret
 
@@ -77,7 +78,8 @@ def launcher_store(timeout: timedelta) -> Store:
     if secret is None:
         raise RankError(
             f"{SECRET} is not in the environment of this rank, so it cannot join the others; leave starting "
-            "the ranks to --ranks N"
+            "the ranks to --ranks N",
+            code="wrong-environment",
         )
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return hidden_store(TCPStore(address, port, is_master=False, timeout=timeout), secret)
@@ -148,12 +150,14 @@ def prove(group: dist.ProcessGroup | None = None) -> None:
     if secret is None:
         raise RankError(
             f"rank {rank} of {size}: {who} of this group {'has' if len(strangers) == 1 else 'have'} a secret "
-            f"of the run and this rank has none; set {SECRET} to the same value on every node, or on none"
+            f"of the run and this rank has none; set {SECRET} to the same value on every node, or on none",
+            code="not-authenticated",
         )
     raise RankError(
         f"rank {rank} of {size}: what joined as {who} does not know the secret of this run, so it is not one "
         f"of its ranks; nothing was exchanged with it. Another program on {_where()} takes part in the "
-        f"rendezvous: find it, then start again (under torchrun: {SECRET} must be the same on every node)"
+        f"rendezvous: find it, then start again (under torchrun: {SECRET} must be the same on every node)",
+        code="not-authenticated",
     )
 
 

@@ -116,7 +116,8 @@ def stop(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLook:
     if owner is None or state != "running":
         raise DataError(
             f"{run}: nothing to stop, the run is {state}"
-            + (f": {where}; give the command there" if state == "elsewhere" else "")
+            + (f": {where}; give the command there" if state == "elsewhere" else ""),
+            code="wrong-state",
         )
     os.kill(owner.pid, signal.SIGTERM)
     say(f"asked {where} to save and end after its step")
@@ -127,7 +128,8 @@ def stop(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLook:
             raise TrainError(
                 f"{run}: {where} has not ended within {seconds:g} s ({doing}). It will after its step. To "
                 f"see why it takes so long: lockstep hang {run}. To end it at once, and lose what came after "
-                f"the newest checkpoint: kill -9 {owner.pid}"
+                f"the newest checkpoint: kill -9 {owner.pid}",
+                code="deadline",
             )
         time.sleep(_POLL_SECONDS)
     return look(run)
@@ -143,14 +145,20 @@ def log_file(run: Path, *, rank: int) -> Path:
     path = run / "logs" / f"rank-{rank}.log"
     if not path.is_file():
         there = sorted(each.stem for each in (run / "logs").glob("rank-*.log"))
-        raise DataError(f"{path}: there is no such log; there are those of {', '.join(there) or 'no rank'}")
+        raise DataError(
+            f"{path}: there is no such log; there are those of {', '.join(there) or 'no rank'}",
+            code="no-such-file",
+        )
     return path
 
 
 def _owner(run: Path) -> Owner | None:
     """The process that says that it writes the run."""
     if not (run / "config.toml").is_file():
-        raise DataError(f"{run}: holds no run (config.toml); give a folder as --run-dir named it")
+        raise DataError(
+            f"{run}: holds no run (config.toml); give a folder as --run-dir named it",
+            code="wrong-kind-of-file",
+        )
     check_layout(run)
     return read_owner(run / "lock")
 
@@ -168,7 +176,7 @@ def _total(config: Path) -> int | None:
     try:
         steps = tomllib.loads(config.read_text(encoding="utf-8")).get("steps")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{config}: is no TOML: {error}") from error
+        raise DataError(f"{config}: is no TOML: {error}", code="not-toml") from error
     return steps if isinstance(steps, int) else None
 
 

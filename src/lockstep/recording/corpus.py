@@ -28,7 +28,8 @@ def corpus_path() -> Path:
     except OSError as error:
         raise RecordingError(
             f"{ARCHIVE}: this installation comes without the shipped corpus ({error.strerror}); install "
-            "lockstep-rl from a wheel or a whole checkout, or name a recording"
+            "lockstep-rl from a wheel or a whole checkout, or name a recording",
+            code="cannot-read",
         ) from error
     # The hash in the name: another version of the package never reads this one's files.
     folder = cache_root() / f"corpus-{digest[:16]}"
@@ -38,7 +39,8 @@ def corpus_path() -> Path:
         except OSError as error:
             raise RecordingError(
                 f"the shipped corpus cannot be unpacked into {folder} ({error}); set LOCKSTEP_CACHE to a "
-                "folder you can write"
+                "folder you can write",
+                code="cannot-write",
             ) from error
     return folder
 

@@ -51,7 +51,8 @@ class Selection:
             raise RecordingError(
                 f"{recording.path}: has inputs 0 to {count - 1}, not {outside[:5]}"
                 if outside
-                else f"every = {self.every} must be at least 1"
+                else f"every = {self.every} must be at least 1",
+                code="out-of-range",
             )
         indices = [index for index in candidates if self._takes(recording.metas[index])][:: self.every]
         if not indices:
@@ -59,7 +60,8 @@ class Selection:
             raise RecordingError(
                 f"{recording.path}: no input is selected; it has steps {min(steps)} to {max(steps)} and "
                 "ranks "
-                f"{', '.join(map(str, recording.ranks))}"
+                f"{', '.join(map(str, recording.ranks))}",
+                code="nothing-left",
             )
         return indices
 
@@ -105,14 +107,16 @@ def merge_recordings(recordings: Sequence[Recording], out: Path, *, weights: boo
         RecordingError: headers differ in more than MAY_DIFFER, two hold the same input, or one is damaged.
     """
     if len(recordings) < 2:
-        raise RecordingError("merging takes at least two recordings")
+        raise RecordingError("merging takes at least two recordings", code="missing-argument")
     first = recordings[0]
     owner: dict[InputKey, Recording] = {}
     for recording in recordings:
         different = differences(first.header, recording.header)
         if different:
             raise RecordingError(
-                f"{first.path} and {recording.path} are not of one run; they differ in {'; '.join(different)}"
+                f"{first.path} and {recording.path} are not of one run; they differ in "
+                f"{'; '.join(different)}",
+                code="other-model",
             )
         for meta in recording.metas:
             if meta.key in owner:
@@ -120,7 +124,8 @@ def merge_recordings(recordings: Sequence[Recording], out: Path, *, weights: boo
                     f"{owner[meta.key].path} and {recording.path} both hold the input of update "
                     f"{meta.update}, "
                     f"micro-batch {meta.micro_batch}, rank {meta.rank}; leave it out of one with recording "
-                    "slice"
+                    "slice",
+                    code="duplicate",
                 )
             owner[meta.key] = recording
     headers = [recording.header for recording in recordings]
@@ -207,7 +212,7 @@ def _copy(folder: Path, target: Path) -> None:
 def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weights: bool) -> Edited:
     """Write `items` in the order of their keys."""
     if os.path.lexists(out):
-        raise RecordingError(f"{out}: exists already; name a directory that does not")
+        raise RecordingError(f"{out}: exists already; name a directory that does not", code="already-exists")
     ranks = sorted({recording.metas[index].rank for recording, index in items})
     without = 0
     with whole_or_not(out) as folder:
@@ -244,7 +249,9 @@ def whole_or_not(out: Path) -> Iterator[Path]:
     except BrokenPipeError:
         raise  # from a terminal or pipe that shows progress, not from the folder
     except OSError as error:
-        raise RecordingError(f"{out}: cannot be written ({error.strerror or error})") from error
+        raise RecordingError(
+            f"{out}: cannot be written ({error.strerror or error})", code="cannot-write"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -259,9 +266,11 @@ def parse_numbers(text: str, *, what: str) -> tuple[int, ...]:
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()) or len(low + high) > 18:
-            raise RecordingError(f"{what} {text[:60]!r} must be numbers and ranges such as 0,3,8-11")
+            raise RecordingError(
+                f"{what} {text[:60]!r} must be numbers and ranges such as 0,3,8-11", code="wrong-format"
+            )
         last = int(high) if dash else int(low)
         if last - int(low) > 10**6:
-            raise RecordingError(f"{what} {text[:60]!r} has more than a million numbers")
+            raise RecordingError(f"{what} {text[:60]!r} has more than a million numbers", code="too-large")
         numbers |= set(range(int(low), last + 1))
     return tuple(sorted(numbers))

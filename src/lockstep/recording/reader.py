@@ -69,7 +69,8 @@ class Recording:
         recording = cls(root, entry, {rank: read_rank(root, rank) for rank in entry.ranks})
         if not recording.metas:
             raise RecordingError(
-                f"{root}: holds no input; the run ended before its first step was fed to the policy"
+                f"{root}: holds no input; the run ended before its first step was fed to the policy",
+                code="nothing-left",
             )
         return recording
 
@@ -130,10 +131,13 @@ def find_recording(path: Path | str | None) -> Path:
         if os.path.lexists(candidate / HEADER):
             return candidate
     if not start.exists():
-        raise RecordingError(f"{start}: does not exist; name a recording, or a run directory that has one")
+        raise RecordingError(
+            f"{start}: does not exist; name a recording, or a run directory that has one", code="no-such-file"
+        )
     raise RecordingError(
         f"{start}: has no {HEADER}, nor has its folder recordings; name a recording, or record one with "
-        "lockstep train --record"
+        "lockstep train --record",
+        code="wrong-kind-of-file",
     )
 
 
@@ -149,7 +153,9 @@ def read_root(root: Path) -> RootEntry:
     entry = checked(RootEntry, value, where=str(path))
     if entry.ranks != sorted(set(entry.ranks)) or not entry.ranks:
         raise RecordingError(
-            f"{path}: field ranks must be at least one rank, ascending; got {entry.ranks[:20]}"
+            f"{path}: field ranks must be at least one rank, ascending; got {entry.ranks[:20]}",
+            code="wrong-field",
+            name="ranks",
         )
     return entry
 

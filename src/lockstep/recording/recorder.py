@@ -280,7 +280,10 @@ class Recorder:
             if match is None:
                 continue
             if folder.is_symlink() or folder.parent.is_symlink():
-                raise RecordingError(f"{folder}: is reached by a link; weights are folders of the recording")
+                raise RecordingError(
+                    f"{folder}: is reached by a link; weights are folders of the recording",
+                    code="leads-out-of-folder",
+                )
             if int(match[1]) >= self.settings.resume_at and self.settings.rank == 0:
                 shutil.rmtree(folder)
             else:

@@ -75,7 +75,11 @@ class RecordingWriter:
         self.directory, self.header, self.rank = Path(directory), header, rank
         self._ranks = sorted(set(range(header.world_size) if ranks is None else ranks))
         if rank not in self._ranks:
-            raise RecordingError(f"rank {rank} is none of the ranks that record: {self._ranks[:20]}")
+            raise RecordingError(
+                f"rank {rank} is none of the ranks that record: {self._ranks[:20]}",
+                code="out-of-range",
+                name="rank",
+            )
         self._first = self._ranks[0]
         self._shard_inputs = shard_inputs
         self._folder = rank_folder(self.directory, rank)
@@ -145,7 +149,7 @@ class RecordingWriter:
 
     def _write_open(self, inputs: Sequence[RecordedInput]) -> None:
         if self._closed:
-            raise RecordingError(f"{self._folder}: the recording is closed")
+            raise RecordingError(f"{self._folder}: the recording is closed", code="wrong-state")
         encoded = {recorded.meta.key: self._encode(recorded) for recorded in inputs}
         new = [key for key in encoded if key not in self._file_of]
         touched = {self._file_of[key] for key in encoded if key in self._file_of}
@@ -164,7 +168,9 @@ class RecordingWriter:
     def _encode(self, recorded: RecordedInput) -> Encoded:
         if recorded.meta.rank != self.rank:
             raise RecordingError(
-                f"input {tuple(recorded.meta.key)} is of another rank than the writer's {self.rank}"
+                f"input {tuple(recorded.meta.key)} is of another rank than the writer's {self.rank}",
+                code="out-of-range",
+                name="rank",
             )
         known = self._encoded.get(recorded.meta.key)
         try:
@@ -172,12 +178,13 @@ class RecordingWriter:
             for tensor in encoded.others.values():
                 dtype_name(tensor)
         except RecordingError as error:
-            raise InputError(str(error)) from error
+            raise InputError(str(error), **error.data) from error
         if _json_size(encoded) > _LARGEST_JSON:
             raise InputError(
                 f"input {tuple(recorded.meta.key)}: its JSON takes {len(encoded.entry):,} bytes of "
                 f"JSON, more than is read again; keep less of each of its {len(recorded.batch.sample_ids):,} "
-                "documents"
+                "documents",
+                code="too-large",
             )
         return dataclasses.replace(encoded, others={n: t.detach().cpu() for n, t in encoded.others.items()})
 
@@ -227,7 +234,8 @@ class RecordingWriter:
         if resume_at is None and (has_index or (first and has_root)):
             raise RecordingError(
                 f"{self.directory}: already holds a recording; record into another directory, or remove it "
-                "first"
+                "first",
+                code="already-exists",
             )
         names = self._visible()
         if names and not has_index:
@@ -253,7 +261,10 @@ class RecordingWriter:
     def _visible(self) -> list[str]:
         """Names in the rank's folder but for hidden ones. Raises RecordingError: it is a link."""
         if self._folder.is_symlink():
-            raise RecordingError(f"{self._folder}: is a link; only folders of the recording are written to")
+            raise RecordingError(
+                f"{self._folder}: is a link; only folders of the recording are written to",
+                code="leads-out-of-folder",
+            )
         if not self._folder.is_dir():
             return []
         return sorted(name for name in os.listdir(self._folder) if not name.startswith("."))
@@ -264,7 +275,8 @@ class RecordingWriter:
         if old.vocab_size != self.header.vocab_size:
             raise RecordingError(
                 f"{self.directory / HEADER}: field vocab_size is {old.vocab_size}, the model's is "
-                f"{self.header.vocab_size}; record into another directory"
+                f"{self.header.vocab_size}; record into another directory",
+                code="other-model",
             )
         for folder in (rank_folder(self.directory, rank) for rank in old.ranks if resume_at):
             if folder != self._folder and not folder.exists():
@@ -357,5 +369,6 @@ def _clear(folder: Path, name: str) -> None:
 def _incomplete(what: str) -> RecordingError:
     return RecordingError(
         f"{what}; the recording is incomplete, and going on would lose what is left of it. Put the file "
-        "back, or move the whole recording elsewhere"
+        "back, or move the whole recording elsewhere",
+        code="incomplete",
     )

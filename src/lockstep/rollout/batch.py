@@ -75,7 +75,9 @@ def prompt_batches(prompts: PromptSet, config: GenerateConfig) -> list[list[Prom
         if prompts.size is not None and prompts.size < size:
             raise ConfigError(
                 f"rollout_batch_size = {size} with iteration = {config.iteration}, but the data has only "
-                f"{prompts.size} prompts; set rollout_batch_size to at most that"
+                f"{prompts.size} prompts; set rollout_batch_size to at most that",
+                code="not-enough",
+                setting="rollout_batch_size",
             )
         return [prompts.batch(config.iteration, size, config.seed)]
     limits = [number for number in (config.max_samples, prompts.size) if number is not None]
@@ -99,12 +101,13 @@ def check_prompts(
         where = f"row {prompt.index} of the data"
         text = str(prompt.row.get("problem", prompt.text))
         if not prompt.token_ids or not text.strip():
-            raise DataError(f"{where}: the prompt is empty; fill it, or leave the row out")
+            raise DataError(f"{where}: the prompt is empty; fill it, or leave the row out", code="empty")
         outside = [i for i in prompt.token_ids if not 0 <= i < vocab_size]
         if outside:
             raise DataError(
                 f"{where}: token id {outside[0]} is outside the vocabulary of {vocab_size} entries; the "
-                "prompt was made for another model"
+                "prompt was made for another model",
+                code="outside-vocabulary",
             )
         length = len(prompt.token_ids) + max_tokens
         if length > context:
@@ -112,7 +115,8 @@ def check_prompts(
                 f"{where}: the prompt has {len(prompt.token_ids)} tokens and sampling.max_tokens = "
                 f"{max_tokens}, together more than the context of {context} tokens; lower "
                 "sampling.max_tokens, or leave long prompts out (data.max_prompt_tokens with "
-                f"data.overlong_prompts = 'drop'). It begins with {text[:60]!r}"
+                f"data.overlong_prompts = 'drop'). It begins with {text[:60]!r}",
+                code="too-long",
             )
         longest = max(longest, length)
     return longest
@@ -191,7 +195,10 @@ class _BatchCall:
         if self._failure is not None:
             raise self._failure
         if [len(group) for group in groups] != [len(request.seeds) for request in requests]:
-            raise EngineError(f"the engine returned {len(groups)} groups of other sizes than were asked for")
+            raise EngineError(
+                f"the engine returned {len(groups)} groups of other sizes than were asked for",
+                code="wrong-result",
+            )
         for number, group in enumerate(groups):
             for position, completion in enumerate(group):
                 self._finished(number, position, completion)  # of an engine that did not call it
@@ -199,7 +206,9 @@ class _BatchCall:
             raise self._failure
         aborted = any(c.finish_reason == "abort" for group in groups for c in group)
         if self.missing and not aborted:
-            raise EngineError(f"the engine did not return samples {sorted(self.missing)[:5]}")
+            raise EngineError(
+                f"the engine did not return samples {sorted(self.missing)[:5]}", code="wrong-result"
+            )
         return bool(self.missing)
 
     def _finished(self, number: int, position: int, completion: Completion) -> None:
@@ -228,13 +237,19 @@ class _BatchCall:
         """Check a completion: a mix-up would put an answer under another question."""
         request = self._requests[number]
         if completion.prompt_token_ids != request.prompt_token_ids:
-            raise EngineError(f"request {number}: the engine returned a completion of another prompt")
+            raise EngineError(
+                f"request {number}: the engine returned a completion of another prompt", code="wrong-result"
+            )
         if completion.seed != request.seeds[position]:
-            raise EngineError(f"request {number}: the engine returned another sample than was asked for")
+            raise EngineError(
+                f"request {number}: the engine returned another sample than was asked for",
+                code="wrong-result",
+            )
         if len(completion.logprobs) != len(completion.token_ids):
             raise EngineError(
                 f"request {number}: {len(completion.token_ids)} tokens but "
-                f"{len(completion.logprobs)} logprobs"
+                f"{len(completion.logprobs)} logprobs",
+                code="wrong-result",
             )
 
 

@@ -40,9 +40,13 @@ class PairChoice:
 
     def __post_init__(self) -> None:
         if self.per_prompt < 1:
-            raise ConfigError(f"--pairs {self.per_prompt} must be at least 1")
+            raise ConfigError(
+                f"--pairs {self.per_prompt} must be at least 1", code="out-of-range", setting="--pairs"
+            )
         if self.min_gap < 0:
-            raise ConfigError(f"--min-gap {self.min_gap:g} must be at least 0")
+            raise ConfigError(
+                f"--min-gap {self.min_gap:g} must be at least 0", code="out-of-range", setting="--min-gap"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,21 +160,35 @@ def _checked(row: Row, choice: PairChoice, where: str) -> Row:
     """index, sample, prompt, completion, reward and finish_reason of a row."""
     index, sample, reward = row.get("index", row.get("prompt_index")), row.get("sample"), row.get("reward")
     if "reward" not in row:
-        raise DataError(f"{where} has no column 'reward'; run `lockstep score` first")
+        raise DataError(
+            f"{where} has no column 'reward'; run `lockstep score` first",
+            code="missing-column",
+            name="reward",
+        )
     if type(index) is not int or type(sample) is not int:
-        raise DataError(f"{where}: index and sample must be whole numbers; run `lockstep score` first")
+        raise DataError(
+            f"{where}: index and sample must be whole numbers; run `lockstep score` first",
+            code="wrong-row",
+            name="index",
+        )
     if choice.reward is not None and reward is not None:
         rewards = row.get("rewards")
         if not isinstance(rewards, Mapping) or choice.reward not in rewards:
             known = ", ".join(map(str, rewards)) if isinstance(rewards, Mapping) else "none"
-            raise DataError(f"{where} has no reward {choice.reward!r}; it has: {known}. Correct --by")
+            raise DataError(
+                f"{where} has no reward {choice.reward!r}; it has: {known}. Correct --by",
+                code="missing-column",
+                name=choice.reward,
+            )
         reward = rewards[choice.reward]
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-        raise DataError(f"{where}: reward = {reward!r} is no number")
+        raise DataError(f"{where}: reward = {reward!r} is no number", code="wrong-row", name="reward")
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
         raise DataError(
             f"{where} has no text: pairs are of prompt and completion, and samples of a model without a "
-            "tokenizer have none"
+            "tokenizer have none",
+            code="missing-column",
+            name="prompt",
         )
     kept = {name: row.get(name) for name in ("prompt", "completion", "finish_reason")}
     return {"index": index, "sample": sample, "reward": reward, **kept}

@@ -92,7 +92,8 @@ class RewardModels:
         """
         if taken := score.by_name.keys() & by_name.keys():
             raise ConfigError(
-                f"a reward is named {min(taken)!r}, as the reward model's scores are; rename the function"
+                f"a reward is named {min(taken)!r}, as the reward model's scores are; rename the function",
+                code="duplicate",
             )
         weights = {name: self.config.weight if name == MODEL else 0.0 for name in by_name}
         return Scored(
@@ -114,14 +115,15 @@ class RewardModels:
                 model.document(_prompt(sample), sample.completion, _where(sample)) for sample in inputs
             ]
         except DataError as error:
-            raise RewardError(f"{name}: {error}") from error
+            raise RewardError(f"{name}: {error}", **error.data) from error
         self.truncated += sum(document.truncated for document in documents)
         scores = model.score(documents)
         for score, sample in zip(scores, inputs, strict=True):
             if not math.isfinite(score):
                 raise RewardError(
                     f"{name} scored {_where(sample)} with {score}, which is no number to learn from; set "
-                    "reward_model.dtype = 'float32', or choose another model"
+                    "reward_model.dtype = 'float32', or choose another model",
+                    code="not-finite",
                 )
         return scores
 

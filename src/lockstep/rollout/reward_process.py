@@ -124,10 +124,10 @@ class RewardWorker:
             first = process.exchange({"kwargs": self._config.kwargs}, seconds=START_SECONDS)
         except (TimeoutError, ProcessEnded) as error:
             self._ended()
-            raise ConfigError(f"reward {name!r} cannot be started: {error}") from None
+            raise ConfigError(f"reward {name!r} cannot be started: {error}", code="process-died") from None
         if "refused" in first:
             self._ended()
-            raise ConfigError(printable(str(first["refused"])))
+            raise ConfigError(printable(str(first["refused"])), code="refused")
         self.asynchronous = bool(first.get("asynchronous"))
         return process
 

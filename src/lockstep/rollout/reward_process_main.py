@@ -125,7 +125,9 @@ def _load(target: str, name: str) -> Any:
     except ConfigError:
         raise
     except BaseException as error:
-        raise ConfigError(f"reward {name!r}: importing its module {raised(error)}") from error
+        raise ConfigError(
+            f"reward {name!r}: importing its module {raised(error)}", code="wrong-part"
+        ) from error
 
 
 def _started(target: str, name: str, kwargs: Mapping[str, Any]) -> tuple[Worker | None, Message]:

@@ -65,7 +65,9 @@ class RewardService:
             if not token or not token.isascii() or not token.isprintable():
                 raise ConfigError(
                     f"reward 'http': token_env = {config.token_env!r} names a variable that is not set or "
-                    "is no token; set it, or leave token_env out"
+                    "is no token; set it, or leave token_env out",
+                    code="wrong-environment",
+                    setting="rewards.token_env",
                 )
             self._headers["Authorization"] = f"Bearer {token}"
         self._tls = ssl.create_default_context() if self._parts.scheme == "https" else None
@@ -77,7 +79,9 @@ class RewardService:
         except RewardFailure as error:
             raise ConfigError(
                 f"reward 'http' cannot be used: {error}. Start the service, or correct rewards.url "
-                "(docs/how-to/own-reward.md has the protocol)"
+                "(docs/how-to/own-reward.md has the protocol)",
+                code="unreachable",
+                setting="rewards.url",
             ) from error
 
     def score(self, inputs: Sequence[RewardInput]) -> tuple[list[Any], int]:

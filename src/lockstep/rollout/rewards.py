@@ -183,7 +183,8 @@ class RewardSet:
             return None
         raise RewardError(
             f"reward {name!r} on {_name_row(sample)}: {problem}. Correct the reward or the row, or set "
-            "on_error = 'drop' to leave such rollouts out"
+            "on_error = 'drop' to leave such rollouts out",
+            code="reward-failed",
         ) from cause
 
     def _scorer(self, config: RewardConfig, name: str, search_paths: Sequence[Path]) -> Scorer:
@@ -205,7 +206,7 @@ class RewardSet:
         builtin = {"ids": _ids, "length": _length}
         if config.name not in builtin:
             known = [*builtin, "format", "http", "verifier", "math", "module:attribute"]
-            raise ConfigError(unknown_name("reward", config.name, known))
+            raise ConfigError(unknown_name("reward", config.name, known), code="unknown-name")
         return partial(_each, builtin[config.name](config), config.on_error == "fail")
 
     def _serve(self, service: RewardService, name: str, inputs: Sequence[RewardInput]) -> list[Any]:
@@ -240,7 +241,9 @@ class RewardSet:
         if not verifier.startswith("reasoning_gym:"):
             raise ConfigError(
                 "reward 'verifier' needs rows of data.source = 'reasoning_gym:TASK', these name verifier "
-                f"{verifier!r} (columns: {', '.join(row)}); use reward 'math' or 'module:function'"
+                f"{verifier!r} (columns: {', '.join(row)}); use reward 'math' or 'module:function'",
+                code="missing-column",
+                name="verifier",
             )
         return self._process.reasoning_gym(
             row, answer, timeout=config.timeout_seconds, allowed=config.allow_unsandboxed
@@ -250,7 +253,9 @@ class RewardSet:
         if "answer" not in row:
             raise ConfigError(
                 f"reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set "
-                f"data.answer_column"
+                f"data.answer_column",
+                code="missing-column",
+                name="answer",
             )
         text = answer if config.answer in ("text", "last_line") else f"${answer}$"
         return self._process.math(str(row["answer"]), text, timeout=config.timeout_seconds)
@@ -316,7 +321,11 @@ def _ids(config: RewardConfig) -> Callable[[RewardInput], float]:
 def _length(config: RewardConfig) -> Callable[[RewardInput], float]:
     target = config.kwargs.get("target")
     if set(config.kwargs) != {"target"} or isinstance(target, str | bool) or target is None or target <= 0:
-        raise ConfigError(f"reward 'length' needs kwargs = {{target = TOKENS > 0}}, got {config.kwargs}")
+        raise ConfigError(
+            f"reward 'length' needs kwargs = {{target = TOKENS > 0}}, got {config.kwargs}",
+            code="missing-setting",
+            setting="rewards.kwargs",
+        )
     return lambda sample: -abs(len(sample.completion_token_ids) - target) / target
 
 
@@ -324,19 +333,27 @@ def _check_pattern(config: RewardConfig) -> None:
     pattern = config.kwargs.get("pattern")
     if set(config.kwargs) != {"pattern"} or not isinstance(pattern, str):
         raise ConfigError(
-            f"reward 'format' needs kwargs = {{pattern = 'REGULAR EXPRESSION'}}, got {config.kwargs}"
+            f"reward 'format' needs kwargs = {{pattern = 'REGULAR EXPRESSION'}}, got {config.kwargs}",
+            code="missing-setting",
+            setting="rewards.kwargs",
         )
     try:
         re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"reward 'format': kwargs.pattern = {pattern!r} is no regular expression: {error}"
+            f"reward 'format': kwargs.pattern = {pattern!r} is no regular expression: {error}",
+            code="wrong-format",
+            setting="rewards.kwargs.pattern",
         ) from error
 
 
 def _no_kwargs(config: RewardConfig) -> None:
     if config.kwargs:
-        raise ConfigError(f"reward {config.name!r} takes no kwargs, got {config.kwargs}; remove them")
+        raise ConfigError(
+            f"reward {config.name!r} takes no kwargs, got {config.kwargs}; remove them",
+            code="no-effect",
+            setting="rewards.kwargs",
+        )
 
 
 def _function_name(function: Callable[..., Any]) -> str:

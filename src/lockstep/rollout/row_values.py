@@ -54,7 +54,8 @@ def encoded(value: Any, where: str) -> Any:
         return encoded(value.item(), where)
     raise DataError(
         f"{where}: {value!r:.80} ({type(value).__name__}) cannot be written as JSON; make it a number, a "
-        "text or a list in the data, or leave the column out"
+        "text or a list in the data, or leave the column out",
+        code="wrong-type",
     )
 
 
@@ -78,4 +79,6 @@ def decoded(value: Any, where: str) -> Any:
             return {decoded(key, where): decoded(item, where) for key, item in value[_ITEMS]}
         return _AS_TEXT[tag][2](value[tag])
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise DataError(f"{where}: {value!r:.80} is not what {tag} stands for: {error}") from error
+        raise DataError(
+            f"{where}: {value!r:.80} is not what {tag} stands for: {error}", code="wrong-row"
+        ) from error

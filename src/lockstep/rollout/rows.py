@@ -37,13 +37,21 @@ def meta_path(path: Path) -> Path:
 def check_out(path: Path, *, flag: str = "--out") -> None:
     """Raise ConfigError if rows cannot be written to `path`; leaves no trace."""
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"{flag} {str(path)!r}: rows are written as {' or '.join(SUFFIXES)}; choose one")
+        raise ConfigError(
+            f"{flag} {str(path)!r}: rows are written as {' or '.join(SUFFIXES)}; choose one",
+            code="wrong-format",
+            setting=flag,
+        )
     check_writable(path, flag=flag)
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet  # noqa: F401
         except ImportError as error:
-            raise ConfigError(f"{flag} {str(path)!r} needs pyarrow; pip install pyarrow") from error
+            raise ConfigError(
+                f"{flag} {str(path)!r} needs pyarrow; pip install pyarrow",
+                code="missing-package",
+                setting=flag,
+            ) from error
 
 
 class RowFile:
@@ -117,7 +125,8 @@ class RowFile:
                     os.ftruncate(self._fd, size)
                 raise DataError(
                     f"cannot write to {self._journal}: {error.strerror}; {len(self.done)} of {self.expected} "
-                    "rows are kept. Make room, then run the same command again: it goes on there"
+                    "rows are kept. Make room, then run the same command again: it goes on there",
+                    code="cannot-write",
                 ) from error
             for key, line in lines:
                 self.done.add(key)
@@ -135,7 +144,9 @@ class RowFile:
             DataError: rows are missing (a mistake of the caller), or the file cannot be written.
         """
         if len(self.done) != self.expected:
-            raise DataError(f"{self.path}: {len(self.done)} rows, expected {self.expected}")
+            raise DataError(
+                f"{self.path}: {len(self.done)} rows, expected {self.expected}", code="incomplete"
+            )
         self.sync()
         if self._journal != self.path:
             write_parquet(self.path, self._sorted_rows())
@@ -170,7 +181,9 @@ class RowFile:
             if os.fstat(self._fd).st_size or (self._journal != self.path and self.path.exists()):
                 raise ConfigError(
                     f"--out {str(self.path)!r} exists, and {meta_path(self.path).name} does not, which would "
-                    "say what it is made from; choose another file, or begin anew with --overwrite"
+                    "say what it is made from; choose another file, or begin anew with --overwrite",
+                    code="already-exists",
+                    setting="--out",
                 )
             self._write_meta(complete=False)
             return
@@ -200,7 +213,9 @@ class RowFile:
         if lines:
             raise ConfigError(
                 f"--out {str(self.path)!r} was made with other settings or data; go on with the same ones, "
-                "choose another file, or begin anew with --overwrite:\n" + "\n".join(lines)
+                "choose another file, or begin anew with --overwrite:\n" + "\n".join(lines),
+                code="contradiction",
+                setting="--out",
             )
 
     def _write_meta(self, *, complete: bool, summary: Mapping[str, Any] | None = None) -> None:
@@ -209,7 +224,9 @@ class RowFile:
         try:
             write_json(meta_path(self.path), {**meta, "complete": complete, **more})
         except OSError as error:
-            raise DataError(f"cannot write {meta_path(self.path)}: {error.strerror}; make room") from error
+            raise DataError(
+                f"cannot write {meta_path(self.path)}: {error.strerror}; make room", code="cannot-write"
+            ) from error
 
     def _sorted_rows(self) -> Iterator[dict[str, Any]]:
         with self._journal.open("rb") as file:
@@ -230,16 +247,22 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     try:
         meta = read_json(file, ConfigError)
     except ConfigError as error:
-        raise ConfigError(f"{error}; begin anew with --overwrite") from error
+        raise ConfigError(f"{error}; begin anew with --overwrite", **error.data) from error
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
-        raise ConfigError(f"{file} is damaged (it names no format); begin anew with --overwrite")
+        raise ConfigError(
+            f"{file} is damaged (it names no format); begin anew with --overwrite", code="damaged-file"
+        )
     if meta["format"] != FORMAT:
-        raise ConfigError(f"{file}: format {meta['format']!r} is not {FORMAT}; it is of another version")
+        raise ConfigError(
+            f"{file}: format {meta['format']!r} is not {FORMAT}; it is of another version",
+            code="version-differs",
+        )
     kinds = {"command": str, "identity": dict, "rows": int, "complete": bool}
     for name, kind in kinds.items():
         if not isinstance(meta.get(name), kind):
             raise ConfigError(
-                f"{file} is damaged ({name} = {str(meta.get(name))[:80]!r}); begin anew with --overwrite"
+                f"{file} is damaged ({name} = {str(meta.get(name))[:80]!r}); begin anew with --overwrite",
+                code="damaged-file",
             )
     return meta
 
@@ -252,15 +275,20 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         DataError: there is no such file, it is damaged, or a command has not finished it.
     """
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--data {str(path)!r} is neither {' nor '.join(SUFFIXES)}; name a file of samples")
+        raise ConfigError(
+            f"--data {str(path)!r} is neither {' nor '.join(SUFFIXES)}; name a file of samples",
+            code="wrong-format",
+            setting="--data",
+        )
     meta = read_meta(path)
     if meta is not None and not meta["complete"]:
         raise DataError(
             f"{path} is not complete: `lockstep {meta['command']}` was stopped before all {meta['rows']} "
-            "rows were there; run that command again, it goes on where it stopped"
+            "rows were there; run that command again, it goes on where it stopped",
+            code="incomplete",
         )
     if not path.is_file():
-        raise DataError(f"--data {str(path)!r}: no such file")
+        raise DataError(f"--data {str(path)!r}: no such file", code="no-such-file", setting="--data")
     return read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
 
 
@@ -283,7 +311,10 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
             where = f"{path}, line {number}"
             key = _key(parse_row(line, where), where)
             if key in offsets:
-                raise DataError(f"{where}: sample {key[1]} of prompt {key[0]} is there twice; remove one")
+                raise DataError(
+                    f"{where}: sample {key[1]} of prompt {key[0]} is there twice; remove one",
+                    code="duplicate",
+                )
             offsets[key] = end
             end += len(line)
     return offsets
@@ -292,7 +323,9 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
 def _key(row: Row, where: str) -> Key:
     index, sample = row.get("index"), row.get("sample")
     if type(index) is not int or type(sample) is not int:
-        raise DataError(f"{where}: index = {index!r} and sample = {sample!r} are no whole numbers")
+        raise DataError(
+            f"{where}: index = {index!r} and sample = {sample!r} are no whole numbers", code="wrong-row"
+        )
     return index, sample
 
 
@@ -313,12 +346,18 @@ def _open_locked(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
-        raise ConfigError(f"--out {str(path)!r} cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"--out {str(path)!r} cannot be written: {error.strerror}", code="cannot-write", setting="--out"
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        raise ConfigError(f"--out {str(path)!r} is being written by another process; wait for it") from error
+        raise ConfigError(
+            f"--out {str(path)!r} is being written by another process; wait for it",
+            code="locked",
+            setting="--out",
+        ) from error
     return fd
 
 

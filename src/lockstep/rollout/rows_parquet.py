@@ -45,7 +45,8 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     except (OSError, pyarrow.ArrowException, UnicodeError, OverflowError) as error:
         temporary.unlink(missing_ok=True)
         raise DataError(
-            f"cannot write {path}: {error}. Make room, or choose .jsonl, and run it again"
+            f"cannot write {path}: {error}. Make room, or choose .jsonl, and run it again",
+            code="cannot-write",
         ) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -92,10 +93,15 @@ def _schema(row: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
 def _encoded(row: Mapping[str, Any], names: Iterable[str], as_json: frozenset[str]) -> dict[str, Any]:
     known = set(names)
     if unknown := sorted(set(row) - known):
-        raise DataError(f"rows have different columns: {unknown} are not in the first row; write .jsonl")
+        raise DataError(
+            f"rows have different columns: {unknown} are not in the first row; write .jsonl", code="wrong-row"
+        )
     for message in _messages(row):
         if more := sorted(set(message) - {"role", "content"}):
-            raise DataError(f"a message has {', '.join(more)}, for which Parquet has no column; write .jsonl")
+            raise DataError(
+                f"a message has {', '.join(more)}, for which Parquet has no column; write .jsonl",
+                code="wrong-row",
+            )
     return {
         name: json.dumps(row[name]) if name in as_json and row.get(name) is not None else row.get(name)
         for name in known

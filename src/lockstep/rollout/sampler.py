@@ -216,7 +216,8 @@ class GroupSampler:
         if not groups:
             raise RewardError(
                 f"every one of the {len(prompts)} groups lost its rollouts to failing rewards "
-                "(rewards.on_error = 'drop'); set rewards.on_error = 'fail' to see the first failure"
+                "(rewards.on_error = 'drop'); set rewards.on_error = 'fail' to see the first failure",
+                code="reward-failed",
             )
         counts: dict[str, float] = {}
         for share in shares:
@@ -323,7 +324,8 @@ class GroupSampler:
             f"step {key.step}: after algorithm.max_resample_rounds = {key.sampling_round + 1} rounds only "
             f"{len(kept)} of {num_groups} groups have rewards that differ ({rejected} were all equal); the "
             "task is too easy or too hard for the policy: change data.task, raise rollout.group_size or "
-            "max_resample_rounds, or set algorithm.dynamic_sampling = false"
+            "max_resample_rounds, or set algorithm.dynamic_sampling = false",
+            code="equal-rewards",
         )
 
 
@@ -346,17 +348,26 @@ def _round_prompts(
 def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence[Completion]]) -> None:
     """Check that the engine returned the requested samples; a mix-up would train on the wrong tokens."""
     if len(completions) != len(requests):
-        raise EngineError(f"the engine returned {len(completions)} groups for {len(requests)} requests")
+        raise EngineError(
+            f"the engine returned {len(completions)} groups for {len(requests)} requests", code="wrong-result"
+        )
     for index, (request, group) in enumerate(zip(requests, completions, strict=True)):
         if tuple(c.seed for c in group) != request.seeds:
-            raise EngineError(f"request {index}: the engine returned other samples than the seeds asked for")
+            raise EngineError(
+                f"request {index}: the engine returned other samples than the seeds asked for",
+                code="wrong-result",
+            )
         for completion in group:
             if completion.prompt_token_ids != request.prompt_token_ids:
-                raise EngineError(f"request {index}: the engine returned a completion of another prompt")
+                raise EngineError(
+                    f"request {index}: the engine returned a completion of another prompt",
+                    code="wrong-result",
+                )
             if len(completion.logprobs) != len(completion.token_ids):
                 raise EngineError(
                     f"request {index}: {len(completion.token_ids)} tokens but "
-                    f"{len(completion.logprobs)} logprobs"
+                    f"{len(completion.logprobs)} logprobs",
+                    code="wrong-result",
                 )
 
 

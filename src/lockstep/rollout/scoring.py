@@ -87,7 +87,9 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
         if not _is_number(index) or not _is_number(sample) or (index, sample) in seen:
             raise DataError(
                 f"{where}: index = {index!r} and sample = {sample!r} must be whole numbers that no other row "
-                "has; correct them, or leave both columns out"
+                "has; correct them, or leave both columns out",
+                code="wrong-row",
+                name="index",
             )
         seen.add((index, sample))
         data = decoded(row["row"], where) if isinstance(row.get("row"), dict) else row
@@ -116,7 +118,9 @@ def _ids(row: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
     if ids is None:
         return ()
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise DataError(f"{where}: {name} must be a list of token ids, got {str(ids)[:80]!r}")
+        raise DataError(
+            f"{where}: {name} must be a list of token ids, got {str(ids)[:80]!r}", code="wrong-row", name=name
+        )
     return tuple(ids)
 
 
@@ -124,7 +128,11 @@ def _finish_reason(row: Mapping[str, Any], where: str) -> Any:
     reason = row.get("finish_reason") or "stop"
     if reason not in get_args(FinishReason):
         known = " or ".join(get_args(FinishReason))
-        raise DataError(f"{where}: finish_reason must be {known}, got {str(reason)[:80]!r}")
+        raise DataError(
+            f"{where}: finish_reason must be {known}, got {str(reason)[:80]!r}",
+            code="wrong-row",
+            name="finish_reason",
+        )
     return reason
 
 
@@ -133,7 +141,9 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
         if name not in row:
             raise DataError(
                 f"{where} has no column {name!r}; columns: {column_names(row)}. Rows of `lockstep generate` "
-                "have it; of other files, rename the column"
+                "have it; of other files, rename the column",
+                code="missing-column",
+                name=name,
             )
     prompt, completion = row["prompt"], row["completion"]
     if completion is None and row.get("token_ids") is not None:
@@ -141,7 +151,9 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
     if not isinstance(completion, str) or not isinstance(prompt, str | list) or not prompt:
         raise DataError(
             f"{where}: prompt must be text or messages and completion text, got {str(prompt)[:60]!r} and "
-            f"{str(completion)[:60]!r}"
+            f"{str(completion)[:60]!r}",
+            code="wrong-row",
+            name="prompt",
         )
     return prompt, completion
 
@@ -152,12 +164,15 @@ def check_columns(config: ScoreConfig, first: ToScore) -> None:
         if reward.name in ("ids", "length") and "token_ids" not in first.row:
             raise ConfigError(
                 f"reward {reward.name!r} looks at token ids, and the rows have no column token_ids; keep it "
-                "when they are sampled (lockstep generate --columns token_ids)"
+                "when they are sampled (lockstep generate --columns token_ids)",
+                code="missing-column",
+                name="token_ids",
             )
     if config.reward_model is not None and first.row["completion"] is None:
         raise ConfigError(
             "a reward model reads text, and the rows have none: they are of a model without a "
-            "tokenizer; use --reward ids or length"
+            "tokenizer; use --reward ids or length",
+            code="no-tokenizer",
         )
 
 

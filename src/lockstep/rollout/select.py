@@ -28,9 +28,13 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.top_k is None and self.min_reward is None:
-            raise ConfigError("nothing to select by: give --best-of-n, --top-k K or --min-reward X")
+            raise ConfigError(
+                "nothing to select by: give --best-of-n, --top-k K or --min-reward X", code="missing-setting"
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"--top-k {self.top_k} must be at least 1")
+            raise ConfigError(
+                f"--top-k {self.top_k} must be at least 1", code="out-of-range", setting="--top-k"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,16 +107,26 @@ def _unusable(row: Row, choice: Choice) -> str | None:
 
 def _checked(row: Row, where: str) -> int:
     if "reward" not in row:
-        raise DataError(f"{where} has no column 'reward'; run `lockstep score` first")
+        raise DataError(
+            f"{where} has no column 'reward'; run `lockstep score` first",
+            code="missing-column",
+            name="reward",
+        )
     index, reward = row.get("index"), row["reward"]
     if type(index) is not int or type(row.get("sample")) is not int:
-        raise DataError(f"{where}: index and sample must be whole numbers; run `lockstep score` first")
+        raise DataError(
+            f"{where}: index and sample must be whole numbers; run `lockstep score` first",
+            code="wrong-row",
+            name="index",
+        )
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-        raise DataError(f"{where}: reward = {reward!r} is no number")
+        raise DataError(f"{where}: reward = {reward!r} is no number", code="wrong-row", name="reward")
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
         raise DataError(
             f"{where} has no text: SFT trains on prompt and completion, and samples of a model without a "
-            "tokenizer have none"
+            "tokenizer have none",
+            code="missing-column",
+            name="prompt",
         )
     return index
 

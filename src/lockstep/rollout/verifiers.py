@@ -103,7 +103,7 @@ class VerifierProcess:
                 junk = rest.get("junk")
                 return score, None if junk is None else str(junk)
             case {"refused": str() as isolation}:
-                raise ConfigError(_refusal(job["task"], isolation))
+                raise ConfigError(_refusal(job["task"], isolation), code="refused")
         raise VerifierFailure(str(reply.get("error", f"{package} replied {reply!r:.200}")))
 
     def _start(self, package: str) -> JobProcess:
@@ -135,5 +135,6 @@ def require_package(module: str, *, needed_by: str) -> None:
 
     if find_spec(module) is None:
         raise ConfigError(
-            f"{needed_by} needs {PACKAGES[module]}, which is not installed; pip install {PACKAGES[module]}"
+            f"{needed_by} needs {PACKAGES[module]}, which is not installed; pip install {PACKAGES[module]}",
+            code="missing-package",
         )

@@ -89,7 +89,9 @@ class LocalBackend(Rests):
         if config.execution not in ("eager", "compile", "joint"):
             raise ConfigError(
                 f"train.execution = {config.execution!r} is not available with train.backend = 'local'; "
-                "set 'eager', 'compile' or 'joint'"
+                "set 'eager', 'compile' or 'joint'",
+                code="unsupported-combination",
+                setting="train.execution",
             )
         self.config, self.model, self.total_steps = config, model, total_steps
         self.module = model.module.eval()
@@ -236,7 +238,9 @@ class LocalBackend(Rests):
             what = advice(self.module, self.config, tokens=tokens, micro_batches=count, ref=ref)
             raise TrainError(
                 f"step {self.steps_done}, micro-batch {index} of {count}: out of memory with {tokens} token "
-                f"slots; {what}. No weight was changed. torch says: {error}"
+                f"slots; {what}. No weight was changed. torch says: {error}",
+                code="out-of-memory",
+                setting="train.token_budget",
             ) from error
 
     def _blame(self) -> str:

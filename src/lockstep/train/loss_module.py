@@ -141,7 +141,9 @@ def require_finite(losses: Sequence[Tensor], batches: Sequence[PackedBatch], *, 
             raise TrainError(
                 f"step {step}, micro-batch {index} of {len(values)}: the loss is {value}; its samples are "
                 f"{list(batches[index].sample_ids)}. No weight was changed. Look at these samples "
-                "(advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = 'float32'"
+                "(advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = "
+                "'float32'",
+                code="not-finite",
             )
 
 

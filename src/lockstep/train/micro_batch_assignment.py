@@ -64,7 +64,8 @@ def require_same_batches(
         listed = ", ".join(f"rank {r}: {n} with {t} slots" for r, (n, t, _) in enumerate(summaries))
         raise TrainError(
             f"the ranks were not given the same micro-batches ({listed}); every rank must be given all of a "
-            "step, in the same order: check that data, seed and config are the same everywhere"
+            "step, in the same order: check that data, seed and config are the same everywhere",
+            code="ranks-differ",
         )
 
 

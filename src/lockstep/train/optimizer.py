@@ -45,7 +45,9 @@ def trained_parameters(module: nn.Module) -> list[NamedParameter]:
         if p.requires_grad
     ]
     if not named:
-        raise ConfigError("no parameter of the model requires grad; there is nothing to train")
+        raise ConfigError(
+            "no parameter of the model requires grad; there is nothing to train", code="nothing-to-do"
+        )
     return named
 
 

@@ -31,7 +31,9 @@ class AdamW8bit(MasterOptimizer):
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "train.optimizer = 'adamw8bit' needs the package torchao: pip install torchao; or set "
-                "train.optimizer = 'adamw' and train.optimizer_device = 'cpu' to keep its states off the GPU"
+                "train.optimizer = 'adamw' and train.optimizer_device = 'cpu' to keep its states off the GPU",
+                code="missing-package",
+                setting="train.optimizer",
             ) from error
         self._masters = [nn.Parameter(master, requires_grad=False) for master in self.masters]
         self._torchao = TorchaoAdamW(

@@ -94,7 +94,7 @@ class BucketTransfer:
         if complaint is not None:
             text = f"after the weight update the engine does not hold the trainer's weights: {complaint}"
             receiver.fail_update(text)
-            raise EngineError(text)
+            raise EngineError(text, code="values-differ")
         self._keep_heads = self._config.verify == "always"
         return True
 
@@ -121,7 +121,9 @@ class BucketTransfer:
                     if time.monotonic() > session.deadline:
                         raise EngineError(
                             f"the weight update is not done after engine.update_seconds = "
-                            f"{self._config.update_seconds:g}, at bucket {packed.index}; raise it"
+                            f"{self._config.update_seconds:g}, at bucket {packed.index}; raise it",
+                            code="deadline",
+                            setting="engine.update_seconds",
                         )
                     if self._keep_heads:
                         # Now: the buffer is filled again for the bucket after the next.
@@ -151,12 +153,15 @@ class BucketTransfer:
             EngineError: there was no push, or no rank has these weights whole.
         """
         if self._last is None:
-            raise EngineError("the engine was started again before any weights were sent to it")
+            raise EngineError(
+                "the engine was started again before any weights were sent to it", code="wrong-state"
+            )
         source, known, policy_version = self._last
         if source.weights(policy_version=policy_version).shared_module is None:
             raise EngineError(
                 "an engine that was started again cannot get its weights back in mid-step: they are spread "
-                "over ranks, and gathering them needs all. Resume the run from its last checkpoint"
+                "over ranks, and gathering them needs all. Resume the run from its last checkpoint",
+                code="wrong-state",
             )
         self._carrier.reset()
         self._keep_heads = self._config.verify != "off"
@@ -172,7 +177,7 @@ def _once_each(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
     names = set()
     for name, tensor in tensors:
         if name in names:
-            raise EngineError(f"the weight update brings {name!r} twice")
+            raise EngineError(f"the weight update brings {name!r} twice", code="duplicate", name=name)
         names.add(name)
         yield name, tensor
 
@@ -194,11 +199,13 @@ def _as_engine_error(config: EngineConfig) -> Iterator[None]:
     try:
         yield
     except WireError as error:
-        raise EngineError(f"the weight update failed: {error}") from error
+        raise EngineError(f"the weight update failed: {error}", code="transfer-failed") from error
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise EngineError(
             f"the trainer ran out of memory while it packed weights for the engine into buffers of "
-            f"engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'"
+            f"engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'",
+            code="out-of-memory",
+            setting="engine.bucket_mb",
         ) from error

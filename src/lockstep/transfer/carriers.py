@@ -148,7 +148,8 @@ class DiskCarrier:
             except OSError as error:
                 raise EngineError(
                     f"weights cannot be written to {path}: {error}; free {packed.num_bytes} bytes there, "
-                    "lower engine.bucket_mb, or set another run_dir"
+                    "lower engine.bucket_mb, or set another run_dir",
+                    code="cannot-write",
                 ) from error
             yield path
         finally:
@@ -261,10 +262,15 @@ class CollectiveCarrier:
         where = f"bucket {index} did not reach the engine's {workers} worker{'s' if workers > 1 else ''}"
         trainer = half.error or "it still waits for the workers"
         if failed is not None:
-            return EngineError(f"{where}: the engine's side failed: {failed}; the trainer's side: {trainer}")
+            return EngineError(
+                f"{where}: the engine's side failed: {failed}; the trainer's side: {trainer}",
+                code="transfer-failed",
+            )
         return EngineError(
             f"{where} in time: the engine's call came back, the trainer's side did not end: {trainer}; raise "
-            "engine.update_seconds, or set engine.transfer = 'disk'"
+            "engine.update_seconds, or set engine.transfer = 'disk'",
+            code="deadline",
+            setting="engine.update_seconds",
         )
 
     def reset(self) -> None:
@@ -306,4 +312,8 @@ def own_address(url: str | None) -> str:
             probe.connect(address)  # sends nothing: only the route is looked up
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise EngineError(f"engine.url = {url!r}: {host} cannot be reached: {error}") from error
+        raise EngineError(
+            f"engine.url = {url!r}: {host} cannot be reached: {error}",
+            code="unreachable",
+            setting="engine.url",
+        ) from error

@@ -69,7 +69,9 @@ def choose(config: EngineConfig, engine: ReceivesWeights, *, device: torch.devic
         if not possible:
             raise EngineError(
                 f"engine {config.name} can receive weights by {', '.join(offered) or 'nothing'}, and the "
-                f"trainer on {device} cannot send them so; put both on GPUs, or both on the CPU"
+                f"trainer on {device} cannot send them so; put both on GPUs, or both on the CPU",
+                code="unsupported-combination",
+                setting="engine.transfer",
             )
         # Engines list the fastest first.
         return possible[0]
@@ -77,6 +79,8 @@ def choose(config: EngineConfig, engine: ReceivesWeights, *, device: torch.devic
         raise EngineError(
             f"engine.transfer = {config.transfer!r} does not lead from the trainer on {device} to engine "
             f"{config.name}, which can receive by {', '.join(offered)}; set 'auto', or one of "
-            f"{', '.join(possible) or 'none'}"
+            f"{', '.join(possible) or 'none'}",
+            code="unsupported-combination",
+            setting="engine.transfer",
         )
     return config.transfer

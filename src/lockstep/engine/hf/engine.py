@@ -81,7 +81,8 @@ class HFEngine(Streaming):
             raise EngineError(
                 f"engine {NAME} ran out of memory with a KV cache of {self._cache.num_bytes} bytes "
                 f"(engine.max_batch = {self._config.max_batch}); lower engine.max_batch or "
-                "sampling.max_tokens"
+                "sampling.max_tokens",
+                code="out-of-memory",
             ) from error
         return [(one.row.group.turn, one.row.sample, self._completion(one)) for one in ended]
 
@@ -104,7 +105,8 @@ class HFEngine(Streaming):
         elif update.shared_module is not self._model.module:
             raise EngineError(
                 f"engine {NAME} reads the Parameters of the module it was built with, and the update names "
-                "another module; build the engine with the trainer's model, or send tensors"
+                "another module; build the engine with the trainer's model, or send tensors",
+                code="other-model",
             )
         self._cache.clear()
         self._skeleton.linears.clear()
@@ -144,11 +146,13 @@ class HFEngine(Streaming):
 
     def _require_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(f"engine {NAME} is closed; build a new one")
+            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state")
 
     def _require_ready(self) -> None:
         if self._state != "awake":
-            raise EngineError(f"engine {NAME} is {self._state}; call wake() before generate")
+            raise EngineError(
+                f"engine {NAME} is {self._state}; call wake() before generate", code="wrong-state"
+            )
 
     def _completion(self, ended: EndedRow) -> Completion:
         row, stop = ended.row, ended.stop

@@ -225,7 +225,8 @@ class Generation:
                 raise EngineError(
                     f"request {turn.index}: the logits of token {len(row.state.token_ids)} of sample "
                     f"{turn.samples[row.sample]} are not finite; the weights have diverged or the compute "
-                    "dtype overflows (model.dtype)"
+                    "dtype overflows (model.dtype)",
+                    code="not-finite",
                 )
             row.state.token_ids.append(token)
             row.logprobs.append(logprob)

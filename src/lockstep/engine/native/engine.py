@@ -106,7 +106,7 @@ class NativeEngine(Streaming):
             if not is_out_of_memory(error):
                 raise
             self._give_back()
-            raise EngineError(self._out_of_memory()) from error
+            raise EngineError(self._out_of_memory(), code="out-of-memory") from error
         return [(one[0].group.turn, one[0].index, self._completion(*one)) for one in ended]
 
     def _run(self) -> list[EndedSample]:
@@ -152,7 +152,8 @@ class NativeEngine(Streaming):
         elif update.shared_module is not self._model.module:
             raise EngineError(
                 f"engine {NAME} reads the Parameters of the module it was built with, and the update names "
-                "another module; build the engine with the trainer's model, or send tensors"
+                "another module; build the engine with the trainer's model, or send tensors",
+                code="other-model",
             )
         self._policy_version = update.policy_version
 
@@ -191,11 +192,13 @@ class NativeEngine(Streaming):
 
     def _require_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(f"engine {NAME} is closed; build a new one")
+            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state")
 
     def _require_ready(self) -> None:
         if self._state != "awake":
-            raise EngineError(f"engine {NAME} is {self._state}; call wake() before generate")
+            raise EngineError(
+                f"engine {NAME} is {self._state}; call wake() before generate", code="wrong-state"
+            )
 
     def _give_back(self) -> None:
         self._kv_cache = self._runner = None
@@ -328,7 +331,8 @@ class NativeEngine(Streaming):
         raise EngineError(
             f"request {turn.index}: a sample with a prompt of {len(request.prompt_token_ids)} tokens "
             f"and max_tokens = {request.sampling.max_tokens} can need {self._end_of(request) - 1} tokens of "
-            f"KV cache, which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens"
+            f"KV cache, which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens",
+            code="too-long",
         )
 
     def _out_of_memory(self) -> str:
@@ -369,5 +373,7 @@ def _check_device(device: torch.device, dtype: torch.dtype) -> None:
         name = str(dtype).removeprefix("torch.")
         raise EngineError(
             f"engine {NAME} attends by varlen, and CUDA flash kernels have no {name}; set model.dtype = "
-            "'bfloat16', or engine.name = 'hf'"
+            "'bfloat16', or engine.name = 'hf'",
+            code="unsupported-combination",
+            setting="model.dtype",
         )

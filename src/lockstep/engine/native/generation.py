@@ -168,7 +168,8 @@ class Generation:
                 raise EngineError(
                     f"request {turn.index}: the logits of token {len(sample.state.token_ids)} of "
                     f"sample {turn.samples[sample.index]} are not finite; the weights have diverged or the "
-                    "compute dtype overflows (model.dtype)"
+                    "compute dtype overflows (model.dtype)",
+                    code="not-finite",
                 )
 
 

@@ -176,7 +176,9 @@ def check_sample(
 
 
 def _wrong(engine: str, what: str) -> EngineError:
-    return EngineError(f"engine {engine} returned {what}; it does not do what it was asked for")
+    return EngineError(
+        f"engine {engine} returned {what}; it does not do what it was asked for", code="wrong-result"
+    )
 
 
 def tensor_from_hex(dtype: str, text: str) -> Tensor:

@@ -196,7 +196,8 @@ class RemoteEngine(Streaming):
         if self._session is not None:
             raise EngineError(
                 f"engine {self.name} is being updated to policy version {self._session.policy_version}; "
-                "generate after finish_update"
+                "generate after finish_update",
+                code="wrong-state",
             )
         self._require_clean()
 
@@ -204,7 +205,8 @@ class RemoteEngine(Streaming):
         if self.dirty:
             raise EngineError(
                 f"engine {self.name} is dirty: it holds no whole version of the policy (no update yet, or "
-                "the last one failed, or its server was started again); send it a whole update first"
+                "the last one failed, or its server was started again); send it a whole update first",
+                code="wrong-state",
             )
 
     def _sample(self, job: Job, reply: Reply | HttpError) -> Sample | None:
@@ -215,9 +217,17 @@ class RemoteEngine(Streaming):
             self._raise_if_dead(reply)
             return None
         if reply.status >= 500:
-            self._raise_if_dead(BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}"))
+            self._raise_if_dead(
+                BadReply(
+                    f"{reply.what} answered {reply.status}: {reply.error_text()}",
+                    code="bad-reply",
+                    status=reply.status,
+                )
+            )
             raise EngineError(
-                f"engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}"
+                f"engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}",
+                code="refused",
+                status=reply.status,
             )
         return self._driver.read(job, reply.object())
 
@@ -265,7 +275,9 @@ class RemoteEngine(Streaming):
             if waiting.endswith(" answered 401"):
                 instead = "export the server's token and name the variable by engine.token_env"
             raise EngineError(
-                f"engine {self.name}: engine.url = {self._client.url} cannot be used: {waiting}; {instead}"
+                f"engine {self.name}: engine.url = {self._client.url} cannot be used: {waiting}; {instead}",
+                code="unreachable",
+                setting="engine.url",
             )
         self._driver.check()
 
@@ -273,23 +285,27 @@ class RemoteEngine(Streaming):
         """Raises ServerDied when the server's process is gone or about to be."""
         if self._server is None:
             if isinstance(sign, Unreachable) and self._driver.ready() is not None:
-                raise EngineError(f"the {self.name} server at engine.url went away: {sign}") from sign
+                raise EngineError(
+                    f"the {self.name} server at engine.url went away: {sign}",
+                    code="unreachable",
+                    setting="engine.url",
+                ) from sign
             return
         deadline = time.monotonic() + _DEATH_SECONDS
         while time.monotonic() < deadline:
             ended = self._server.wait_ended(0.2)
             if ended is not None:
-                raise ServerDied(f"the {self.name} server {ended} {when}") from sign
+                raise ServerDied(f"the {self.name} server {ended} {when}", code="process-died") from sign
             if self._driver.ready() is None:
                 return
         # Its HTTP side lives on without the engine behind it: as good as dead.
         self._server.stop()
-        raise ServerDied(f"the {self.name} server stopped answering ({sign})") from sign
+        raise ServerDied(f"the {self.name} server stopped answering ({sign})", code="process-died") from sign
 
     def _revive(self) -> None:
         """Restart a server that died while it was idle."""
         if self._server is not None and (ended := self._server.ended()) is not None:
-            self._restart(ServerDied(f"the {self.name} server {ended}"))
+            self._restart(ServerDied(f"the {self.name} server {ended}", code="process-died"))
 
     def _restart(self, death: ServerDied) -> None:
         """Restart until a server runs with the right weights, at most max_restarts times in one run."""
@@ -304,7 +320,8 @@ class RemoteEngine(Streaming):
         if self._restarts >= self._config.max_restarts:
             raise EngineError(
                 f"{death}, and it was started again {self._restarts} times already (engine.max_restarts = "
-                f"{self._config.max_restarts}). {self._server.log_text()}"
+                f"{self._config.max_restarts}). {self._server.log_text()}",
+                code="process-died",
             ) from death
         self._restarts += 1
         self.dirty = self._pushed or self._spec.weights == "pushed"
@@ -315,7 +332,8 @@ class RemoteEngine(Streaming):
             raise EngineError(
                 f"{death}; it was started again, without the trained weights, and nobody can send them now "
                 "(sharded weights are only whole in a regular update). Resume the run from its last "
-                f"checkpoint. {self._server.log_text()}"
+                f"checkpoint. {self._server.log_text()}",
+                code="process-died",
             ) from death
         self._recovering = threading.get_ident()
         try:
@@ -333,7 +351,7 @@ class RemoteEngine(Streaming):
         log = self._log_text()
         if self._server is not None:
             self._server.stop()
-        return EngineError(text + log)
+        return EngineError(text + log, code="deadline", setting="engine.request_seconds")
 
     # weights
 
@@ -341,7 +359,10 @@ class RemoteEngine(Streaming):
         with self._turn:
             self._require_awake("update")
             if self._session is not None:
-                raise EngineError(f"engine {self.name} is being updated already; finish or fail that first")
+                raise EngineError(
+                    f"engine {self.name} is being updated already; finish or fail that first",
+                    code="wrong-state",
+                )
             recovering = self._recovering == threading.get_ident()
             if not recovering:
                 self._wait_until_idle("update", deadline=session.deadline)
@@ -382,13 +403,17 @@ class RemoteEngine(Streaming):
         session = self._open_session()
         if bucket.transport not in self.transports:
             raise EngineError(
-                f"engine {self.name} receives by {', '.join(self.transports)}, not by {bucket.transport}"
+                f"engine {self.name} receives by {', '.join(self.transports)}, not by {bucket.transport}",
+                code="unsupported-combination",
+                setting="engine.transfer",
             )
         self._driver.receive(bucket, self._left(session))
 
     def finish_update(self, session: UpdateSession) -> None:
         if self._open_session() != session:
-            raise EngineError(f"engine {self.name}: finish_update of another session than the open one")
+            raise EngineError(
+                f"engine {self.name}: finish_update of another session than the open one", code="wrong-state"
+            )
         self._left(session)
         self._driver.finish(session)
         self._policy_version, self._pushed = session.policy_version, True
@@ -414,7 +439,9 @@ class RemoteEngine(Streaming):
 
     def _open_session(self) -> UpdateSession:
         if self._session is None:
-            raise EngineError(f"engine {self.name}: no update is open; call begin_update first")
+            raise EngineError(
+                f"engine {self.name}: no update is open; call begin_update first", code="wrong-state"
+            )
         return self._session
 
     def _left(self, session: UpdateSession) -> float:
@@ -422,7 +449,9 @@ class RemoteEngine(Streaming):
         if left <= 0:
             raise EngineError(
                 f"engine {self.name}: the update to policy version {session.policy_version} did not end "
-                f"within engine.update_seconds = {self._config.update_seconds:g}"
+                f"within engine.update_seconds = {self._config.update_seconds:g}",
+                code="deadline",
+                setting="engine.update_seconds",
             )
         return left
 
@@ -478,12 +507,14 @@ class RemoteEngine(Streaming):
 
     def _require_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(f"engine {self.name} is closed; build a new one")
+            raise EngineError(f"engine {self.name} is closed; build a new one", code="wrong-state")
 
     def _require_awake(self, what: str) -> None:
         self._require_open()
         if self._state != "awake":
-            raise EngineError(f"engine {self.name} is {self._state}; call wake() before {what}")
+            raise EngineError(
+                f"engine {self.name} is {self._state}; call wake() before {what}", code="wrong-state"
+            )
 
 
 class _PostFlow:
@@ -515,7 +546,8 @@ class _PostFlow:
             if self._tries[job.id] == _TRIES:
                 raise EngineError(
                     f"engine {engine.name} is running but broke the connection of one sample {_TRIES} times"
-                    f"{engine._log_text()}"
+                    f"{engine._log_text()}",
+                    code="unreachable",
                 )
             self._batch.submit(job.id, engine._driver.generate_path, body)
         if self._jobs:

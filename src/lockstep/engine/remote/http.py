@@ -84,13 +84,18 @@ class Reply:
         """Raises BadReply unless the status is 2xx and the body is JSON without NaN and infinity."""
         if not 200 <= self.status < 300:
             hint = "; is its token the one in the variable engine.token_env?" if self.status == 401 else ""
-            raise BadReply(f"{self.what} answered {self.status}: {self.error_text()}{hint}")
+            raise BadReply(
+                f"{self.what} answered {self.status}: {self.error_text()}{hint}",
+                code="bad-reply",
+                status=self.status,
+            )
         try:
             # half the time of the standard library's, which counts with 100,000 logprobs
             return pydantic_core.from_json(self.body, allow_inf_nan=False, cache_strings="keys")
         except ValueError as error:
             raise BadReply(
-                f"{self.what} answered something that is not JSON ({error}): {_preview(self.body)}"
+                f"{self.what} answered something that is not JSON ({error}): {_preview(self.body)}",
+                code="not-json",
             ) from error
 
     def object(self) -> dict[str, Any]:
@@ -98,7 +103,8 @@ class Reply:
         value = self.json()
         if not isinstance(value, dict):
             raise BadReply(
-                f"{self.what} answered a JSON {type(value).__name__}, not an object: {_preview(self.body)}"
+                f"{self.what} answered a JSON {type(value).__name__}, not an object: {_preview(self.body)}",
+                code="wrong-type",
             )
         return value
 
@@ -139,10 +145,13 @@ class HttpClient:
         try:
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"url {url!r} has no valid port ({error}); give http://host:port") from error
+            raise ConfigError(
+                f"url {url!r} has no valid port ({error}); give http://host:port", code="wrong-format"
+            ) from error
         if parts.scheme != "http" or not parts.hostname or parts.query or parts.username:
             raise ConfigError(
-                f"url {url!r} is not of the form http://host:port; the engine's own servers speak plain http"
+                f"url {url!r} is not of the form http://host:port; the engine's own servers speak plain http",
+                code="wrong-format",
             )
         self.name = name
         self.url = url.rstrip("/")
@@ -180,7 +189,9 @@ class HttpClient:
                 0
             ]
         except OSError as error:
-            raise Unreachable(f"{self.name}: host {self._address[0]!r} is not known ({error})") from error
+            raise Unreachable(
+                f"{self.name}: host {self._address[0]!r} is not known ({error})", code="unreachable"
+            ) from error
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -188,7 +199,8 @@ class HttpClient:
         if code not in (0, errno.EINPROGRESS):
             sock.close()
             raise Unreachable(
-                f"{self.name}: cannot connect to {self.url} ({errno.errorcode.get(code, code)})"
+                f"{self.name}: cannot connect to {self.url} ({errno.errorcode.get(code, code)})",
+                code="unreachable",
             )
         return sock
 
@@ -209,7 +221,7 @@ class HttpClient:
             while True:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise Silent(f"{self.describe(method, path)} was not answered in time")
+                    raise Silent(f"{self.describe(method, path)} was not answered in time", code="deadline")
                 for _, reply in batch.poll(left):
                     if isinstance(reply, HttpError):
                         raise reply
@@ -275,18 +287,24 @@ class Exchange(ABC, Generic[Answer]):
         end = self._raw.find(b"\r\n\r\n")
         if end < 0:
             if len(self._raw) > _MAX_HEAD_BYTES:
-                raise BadReply(f"{self.what} did not answer in HTTP: {_preview(bytes(self._raw[:500]))}")
+                raise BadReply(
+                    f"{self.what} did not answer in HTTP: {_preview(bytes(self._raw[:500]))}",
+                    code="bad-reply",
+                )
             return None
         first, *rest = self._raw[:end].decode("latin-1").split("\r\n")
         del self._raw[: end + 4]
         fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
         version, _, tail = first.partition(" ")
         if not (version.startswith("HTTP/1.") and _STATUS.match(tail)):
-            raise BadReply(f"{self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}")
+            raise BadReply(
+                f"{self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}", code="bad-reply"
+            )
         length = fields.get("content-length")
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= MAX_REPLY_BYTES):
             raise BadReply(
-                f"{self.what} announced an answer of {ascii(length)[1:41]} bytes; at most {MAX_REPLY_BYTES}"
+                f"{self.what} announced an answer of {ascii(length)[1:41]} bytes; at most {MAX_REPLY_BYTES}",
+                code="too-large",
             )
         return Head(
             status=int(tail[:3]),
@@ -308,7 +326,7 @@ class Exchange(ABC, Generic[Answer]):
                 del self._body[head.length :]
                 self._complete = True
         if len(self._body) > MAX_REPLY_BYTES:
-            raise BadReply(f"{self.what} answered more than {MAX_REPLY_BYTES} bytes")
+            raise BadReply(f"{self.what} answered more than {MAX_REPLY_BYTES} bytes", code="too-large")
 
     def _read_chunks(self) -> None:
         raw, at = self._raw, 0
@@ -317,9 +335,14 @@ class Exchange(ABC, Generic[Answer]):
                 size = int(bytes(raw[at:end]).partition(b";")[0], 16)
             except ValueError:
                 preview = _preview(bytes(raw[at : at + 40]))
-                raise BadReply(f"{self.what} sent a chunk without a size: {preview}") from None
+                raise BadReply(
+                    f"{self.what} sent a chunk without a size: {preview}", code="bad-reply"
+                ) from None
             if not 0 <= size <= MAX_REPLY_BYTES:
-                raise BadReply(f"{self.what} announced a chunk of {size} bytes; at most {MAX_REPLY_BYTES}")
+                raise BadReply(
+                    f"{self.what} announced a chunk of {size} bytes; at most {MAX_REPLY_BYTES}",
+                    code="too-large",
+                )
             if size == 0:
                 self._complete = True
             elif len(raw) < end + 2 + size + 2:
@@ -380,7 +403,12 @@ class Exchanges(Generic[Answer]):
                 found.append((exchange.key, error))
                 exchange.ended = True
             except OSError as error:
-                found.append((exchange.key, Unreachable(f"{exchange.what}: the connection failed ({error})")))
+                found.append(
+                    (
+                        exchange.key,
+                        Unreachable(f"{exchange.what}: the connection failed ({error})", code="unreachable"),
+                    )
+                )
                 exchange.ended = True
             if exchange.ended:
                 self._drop(exchange)
@@ -444,4 +472,7 @@ class HttpBatch(Exchanges[Reply]):
         late = [e for e in self._open if not e.connected and time.monotonic() - e.began > CONNECT_SECONDS]
         for exchange in late:
             self._drop(exchange)
-        return [(e.key, Unreachable(f"{e.what}: no connection within {CONNECT_SECONDS:g} s")) for e in late]
+        return [
+            (e.key, Unreachable(f"{e.what}: no connection within {CONNECT_SECONDS:g} s", code="deadline"))
+            for e in late
+        ]

@@ -114,7 +114,9 @@ def _url_token(config: EngineConfig) -> str:
     if not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
             f"engine.token_env = {config.token_env!r}: that environment variable "
-            f"{'holds no token' if token else 'is not set'}; export the token of the server at engine.url"
+            f"{'holds no token' if token else 'is not set'}; export the token of the server at engine.url",
+            code="wrong-environment",
+            setting="engine.token_env",
         )
     return token
 
@@ -154,7 +156,8 @@ def check_port_free(port: int, *, name: str) -> None:
         except OSError as error:
             raise EngineError(
                 f"engine {name}: port {port} of {LOOPBACK} is in use ({error.strerror}); end what listens "
-                "there, or leave the port out and a free one is taken"
+                "there, or leave the port out and a free one is taken",
+                code="port-in-use",
             ) from error
 
 
@@ -163,7 +166,9 @@ def check_interpreter(python: Path) -> None:
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(
             f"engine.python = {python} is not an executable file; give the interpreter of the environment "
-            "that has the engine, such as /path/to/env/bin/python"
+            "that has the engine, such as /path/to/env/bin/python",
+            code="not-a-file",
+            setting="engine.python",
         )
 
 
@@ -267,13 +272,16 @@ class ServerProcess:
                 self._refuse_port_taken()
                 raise EngineError(
                     f"the {spec.name} server {ended} after {seconds:.1f} s, before it answered. "
-                    f"{self.log_text()}"
+                    f"{self.log_text()}",
+                    code="process-died",
                 )
             if seconds > spec.start_seconds:
                 raise EngineError(
                     f"the {spec.name} server did not answer within engine.start_seconds = "
                     f"{spec.start_seconds:g}; it still runs, and was waited for because {waiting}. Raise "
-                    f"engine.start_seconds if it is only slow. {self.log_text()}"
+                    f"engine.start_seconds if it is only slow. {self.log_text()}",
+                    code="deadline",
+                    setting="engine.start_seconds",
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -281,7 +289,8 @@ class ServerProcess:
         if any("address already in use" in line.lower() for line in self._read_log()):
             raise EngineError(
                 f"the {self.spec.name} server found port {self.spec.port} of {LOOPBACK} taken by another "
-                f"process while it started; start again, another free port is taken. Log: {self.spec.log}"
+                f"process while it started; start again, another free port is taken. Log: {self.spec.log}",
+                code="port-in-use",
             )
 
     def _read_log(self) -> list[str]:
@@ -334,6 +343,8 @@ def server_gpus(devices: Sequence[int], *, device: str, visible: str | None) -> 
     if hidden:
         raise ConfigError(
             f"engine.cuda_devices = {list(devices)} counts the GPUs that this process sees, and "
-            f"CUDA_VISIBLE_DEVICES = {visible!r} shows it {len(names)}; lower {hidden[0]}, or show it more"
+            f"CUDA_VISIBLE_DEVICES = {visible!r} shows it {len(names)}; lower {hidden[0]}, or show it more",
+            code="wrong-environment",
+            setting="engine.cuda_devices",
         )
     return ",".join(names[d] for d in devices)

@@ -54,13 +54,16 @@ class ServedDriver:
         if info.get("version") != __version__:
             raise EngineError(
                 f"the server of engine {self.name} runs lockstep {info.get('version')!a} and this process "
-                f"{__version__}; let both have one installation"
+                f"{__version__}; let both have one installation",
+                code="version-differs",
             )
         try:
             found = info["contract"]
             self.contract = None if found is None else KernelContract.from_json(found)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise EngineError(f"the server of engine {self.name} describes its kernels: {error}") from error
+            raise EngineError(
+                f"the server of engine {self.name} describes its kernels: {error}", code="bad-reply"
+            ) from error
         self._version = None
 
     def describe(self) -> dict[str, Any]:
@@ -98,7 +101,9 @@ class ServedDriver:
                 cached_tokens=whole(reply["cached_tokens"], "cached_tokens"),
             )
         except (KeyError, ValueError) as error:
-            raise EngineError(f"the server of engine {self.name} sent no valid sample: {error}") from error
+            raise EngineError(
+                f"the server of engine {self.name} sent no valid sample: {error}", code="bad-reply"
+            ) from error
 
     def load(self, seconds: float) -> Load:
         reply = self._client.get("/load", seconds=seconds).object()
@@ -122,7 +127,9 @@ class ServedDriver:
         try:
             return {name: whole(reply.get(name), name) for name in ("weights_bytes", "kv_cache_bytes")}
         except ValueError as error:
-            raise EngineError(f"the server of engine {self.name} tells its memory: {error}") from error
+            raise EngineError(
+                f"the server of engine {self.name} tells its memory: {error}", code="bad-reply"
+            ) from error
 
     # weights
 
@@ -153,7 +160,9 @@ class ServedDriver:
         try:
             return {name: tensor_from_hex(one["dtype"], one["hex"]) for name, one in held.items()}
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"the server of engine {self.name} reads its weights: {error}") from error
+            raise EngineError(
+                f"the server of engine {self.name} reads its weights: {error}", code="bad-reply"
+            ) from error
 
     # HTTP
 
@@ -164,12 +173,12 @@ class ServedDriver:
     def _post(self, path: str, body: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
         reply = self._client.post(path, body, seconds=seconds)
         if reply.status != 200:
-            raise BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}")
+            raise BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}", code="bad-reply")
         return reply.object()
 
 
 def _left(session: UpdateSession) -> float:
     left = session.deadline - time.monotonic()
     if left <= 0:
-        raise EngineError("the update's deadline (engine.update_seconds) has passed")
+        raise EngineError("the update's deadline (engine.update_seconds) has passed", code="deadline")
     return left

@@ -87,7 +87,8 @@ class ServedEngine(RemoteEngine):
         if self._breaks == _TRIES:
             raise EngineError(
                 f"engine {self.name} is running but broke the connection of its samples {_TRIES} times: "
-                f"{sign}{self._log_text()}"
+                f"{sign}{self._log_text()}",
+                code="unreachable",
             )
         self._close_flow()
 
@@ -124,7 +125,8 @@ class _Flow:
                 return self._engine.broken(event)
             if isinstance(event, Reply):
                 raise EngineError(
-                    f"engine {self._engine.name} refused: {event.error_text()} ({event.status})"
+                    f"engine {self._engine.name} refused: {event.error_text()} ({event.status})",
+                    code="refused",
                 )
             if event is not None:
                 self._take(event)
@@ -163,10 +165,13 @@ class _Flow:
         what = f"engine {self._engine.name}"
         value = Reply(status=200, body=event, what=what).object()
         if "error" in value:
-            raise EngineError(printable(str(value["error"])))
+            raise EngineError(printable(str(value["error"])), code="refused")
         job = self._open.pop(str(value.get("id")), None)
         if job is None:
-            raise BadReply(f"{what} sent a sample that it was not asked for: {ascii(value.get('id'))[:80]}")
+            raise BadReply(
+                f"{what} sent a sample that it was not asked for: {ascii(value.get('id'))[:80]}",
+                code="wrong-result",
+            )
         self.watch.news()
         self._engine.ended(job, self._engine._served.read(job, value))
 
@@ -175,7 +180,10 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     """A server that is not started yet, and the file that describes it."""
     port, token = free_port(), new_token()
     if TOKEN in config.env:
-        raise ConfigError(f"engine.env.{TOKEN}: a started server gets a token of its own; leave it out")
+        raise ConfigError(
+            f"engine.env.{TOKEN}: a started server gets a token of its own; leave it out",
+            code="contradiction",
+        )
     spec.work_dir.mkdir(parents=True, exist_ok=True)
     path = spec.work_dir.resolve() / f"{config.name}-server.json"
     path.write_text(json.dumps(describe_server(config, spec, port=port), indent=1), encoding="utf-8")

@@ -93,7 +93,7 @@ class Host:
         try:
             result = done.get(timeout=seconds)
         except queue.Empty:
-            raise EngineError(f"the engine's process was busy for {seconds:g} s") from None
+            raise EngineError(f"the engine's process was busy for {seconds:g} s", code="deadline") from None
         if isinstance(result, Exception):
             raise result
         return result
@@ -106,7 +106,7 @@ class Host:
         stream = Stream([id for group in groups for id in group["ids"]])
         with self._idle:
             if self._dirty:
-                raise EngineError("the engine has no whole version of the weights")
+                raise EngineError("the engine has no whole version of the weights", code="wrong-state")
             if flow != self._flow:
                 self._drop()
                 self._flow = flow
@@ -143,7 +143,9 @@ class Host:
             self._streams.clear()
             self.engine.abort()
         if not self._idle.wait_for(lambda: not self._runs, _STOP_SECONDS):
-            raise EngineError(f"the samples of an earlier request did not end within {_STOP_SECONDS:g} s")
+            raise EngineError(
+                f"the samples of an earlier request did not end within {_STOP_SECONDS:g} s", code="deadline"
+            )
 
     def _run(self) -> None:
         """Sample until nothing is left."""
@@ -244,13 +246,15 @@ class Weights:
         """
         self._check(about)
         if bucket["index"] != self._next:
-            raise EngineError(f"bucket {bucket['index']} came where {self._next} was expected")
+            raise EngineError(
+                f"bucket {bucket['index']} came where {self._next} was expected", code="out-of-order"
+            )
         try:
             with torch.no_grad():
                 for name, tensor in self._receiver.tensors(bucket, deadline=time.monotonic() + seconds):
                     self._take(name, tensor)
         except WireError as error:
-            raise EngineError(str(error)) from error
+            raise EngineError(str(error), code="transfer-failed") from error
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._next += 1
@@ -260,10 +264,14 @@ class Weights:
         if parameter is None or parameter.shape != tensor.shape or name in self._received:
             has = "no such weight" if parameter is None else f"shape {list(parameter.shape)}"
             again = ", once in a session" if name in self._received else ""
-            raise EngineError(f"{name} came with shape {list(tensor.shape)}; the model has {has}{again}")
+            raise EngineError(
+                f"{name} came with shape {list(tensor.shape)}; the model has {has}{again}", code="wrong-shape"
+            )
         first = self._first.setdefault(id(parameter), name)
         if first != name and not torch.equal(parameter, tensor.to(parameter)):
-            raise EngineError(f"{first} and {name} are one tied weight, and came with two values")
+            raise EngineError(
+                f"{first} and {name} are one tied weight, and came with two values", code="values-differ"
+            )
         parameter.copy_(tensor)
         self._received.add(name)
 
@@ -272,7 +280,10 @@ class Weights:
         self._check(about)
         missing = sorted(self._own.keys() - self._received)
         if missing:
-            raise EngineError(f"the session ended without {len(missing)} weights: {', '.join(missing[:5])}")
+            raise EngineError(
+                f"the session ended without {len(missing)} weights: {', '.join(missing[:5])}",
+                code="wrong-weights",
+            )
         self._session = None
         return self._module
 
@@ -298,7 +309,7 @@ class Weights:
 
     def _check(self, about: Mapping[str, Any]) -> None:
         if self._session is None or dict(self._session) != dict(about):
-            raise EngineError(f"no session of weights {dict(about)} is open here")
+            raise EngineError(f"no session of weights {dict(about)} is open here", code="wrong-state")
 
 
 def request_json(request: GenerationRequest, *, ids: Sequence[str], samples: Sequence[int]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class SGLangDriver:
         try:
             check_version(self._version)
         except ConfigError as error:
-            raise EngineError(f"{where}: {error}") from error
+            raise EngineError(f"{where}: {error}", **error.data) from error
         check_server(info, model, config=self._config, spec=self._spec, where=where)
         self.incremental = info.get("incremental_streaming_output") is True
         self.weight_version = model.get("weight_version")
@@ -137,7 +137,7 @@ class SGLangDriver:
             reply, aborting=True, weight_version=self.weight_version
         )
         if sample is None:
-            raise BadReply(f"engine {NAME} answered a sample that has not ended")
+            raise BadReply(f"engine {NAME} answered a sample that has not ended", code="wrong-result")
         return sample
 
     def load(self, seconds: float) -> Load:
@@ -164,7 +164,11 @@ class SGLangDriver:
                     if isinstance(reply, HttpError):
                         raise reply
                     if reply.status != 200:
-                        raise EngineError(f"{reply.what} answered {reply.status}: {reply.error_text()}")
+                        raise EngineError(
+                            f"{reply.what} answered {reply.status}: {reply.error_text()}",
+                            code="refused",
+                            status=reply.status,
+                        )
 
     # sleep
 
@@ -193,7 +197,8 @@ class SGLangDriver:
         if reply.status != 200:
             raise EngineError(
                 f"engine {NAME} did not flush its prefix cache ({reply.error_text().strip()}): samples still "
-                "run, perhaps somebody else's; keys and values of the old weights would go on being used"
+                "run, perhaps somebody else's; keys and values of the old weights would go on being used",
+                code="refused",
             )
 
     # weights
@@ -228,7 +233,7 @@ class SGLangDriver:
             self.stuck = True
             raise
         except GroupError as error:
-            raise EngineError(f"engine {NAME}: {error}") from error
+            raise EngineError(f"engine {NAME}: {error}", code="transfer-failed") from error
 
     def finish(self, session: UpdateSession) -> None:
         self._require_expected().check_complete()
@@ -344,7 +349,9 @@ class SGLangDriver:
                 if isinstance(usage, dict) and usage.get(theirs) is not None
             }
         except (ValueError, OverflowError) as error:
-            raise BadReply(f"{reply.what} does not say its use of memory: {error}") from error
+            raise BadReply(
+                f"{reply.what} does not say its use of memory: {error}", code="bad-reply"
+            ) from error
 
     # requests
 
@@ -356,7 +363,11 @@ class SGLangDriver:
         """Raises EngineError unless the status is 200."""
         reply = self._client.post(path, body, seconds=seconds)
         if reply.status != 200:
-            raise EngineError(f"{reply.what} answered {reply.status}: {reply.error_text()}")
+            raise EngineError(
+                f"{reply.what} answered {reply.status}: {reply.error_text()}",
+                code="refused",
+                status=reply.status,
+            )
         return reply
 
     def _done(self, path: str, body: Any, *, seconds: float) -> None:
@@ -377,7 +388,9 @@ def _values(reply: Reply) -> Tensor:
     try:
         return torch.tensor(reply.json(), dtype=torch.float32).flatten()[:READ_VALUES]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise BadReply(f"{reply.what} did not answer with a weight's values: {error}") from error
+        raise BadReply(
+            f"{reply.what} did not answer with a weight's values: {error}", code="bad-reply"
+        ) from error
 
 
 def _check_done(reply: Reply) -> None:
@@ -390,7 +403,9 @@ def _check_done(reply: Reply) -> None:
         return
     named = isinstance(body, dict) and "message" in body
     text = printable(str(body["message"])[:400]) if named else reply.error_text()
-    raise EngineError(f"{reply.what} failed (status {reply.status}): {text}")
+    raise EngineError(
+        f"{reply.what} failed (status {reply.status}): {text}", code="refused", status=reply.status
+    )
 
 
 def _transports(config: EngineConfig, spec: EngineSpec, *, started: bool) -> tuple[Transport, ...]:
@@ -418,7 +433,7 @@ def check_server(
         parts = info.get("dp_size")
         parts = 1 if parts is None else whole(parts, "dp_size")
     except ValueError as error:
-        raise EngineError(f"engine {NAME}: {where} says of itself that {error}") from error
+        raise EngineError(f"engine {NAME}: {where} says of itself that {error}", code="bad-reply") from error
     wrong = [
         (
             model.get("architectures") != ours.get("architectures"),
@@ -453,4 +468,4 @@ def check_server(
     ]
     for failed, text in wrong:
         if failed:
-            raise EngineError(f"engine {NAME}: {where} {text}")
+            raise EngineError(f"engine {NAME}: {where} {text}", code="server-settings")

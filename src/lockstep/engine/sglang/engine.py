@@ -77,7 +77,7 @@ class SGLangServer(RemoteEngine):
         with self._turn:
             self._require_idle("sleep")
             if self._session is not None:
-                raise EngineError(f"engine {NAME} cannot sleep while it is updated")
+                raise EngineError(f"engine {NAME} cannot sleep while it is updated", code="wrong-state")
         super().sleep()
 
     def wake(self) -> None:
@@ -147,7 +147,9 @@ class _Flow:
             elif event is not None:
                 self._ended_badly(key, event)
             elif left := self._waves.pop(key, None):
-                raise BadReply(f"engine {NAME} ended its answer without {len(left)} of its samples")
+                raise BadReply(
+                    f"engine {NAME} ended its answer without {len(left)} of its samples", code="wrong-result"
+                )
         if self._open:
             self.watch.check(len(self._open))
 
@@ -229,8 +231,8 @@ class _Flow:
         if isinstance(event, Reply):
             message = f"{event.what} answered {event.status}: {event.error_text()}"
             if event.status >= 500:
-                self._engine.broken(BadReply(message))
-            raise EngineError(f"engine {NAME} refused: {message}{self._engine.log_text}")
+                self._engine.broken(BadReply(message, code="bad-reply"))
+            raise EngineError(f"engine {NAME} refused: {message}{self._engine.log_text}", code="refused")
         if isinstance(event, BadReply):
             raise event
         if not wave:
@@ -242,7 +244,8 @@ class _Flow:
             if self._tries[job.id] == _TRIES:
                 raise EngineError(
                     f"engine {NAME} is running but broke the connection of one sample {_TRIES} times: {event}"
-                    f"{self._engine.log_text}"
+                    f"{self._engine.log_text}",
+                    code="unreachable",
                 )
             self._waiting.append(job)
 
@@ -269,7 +272,8 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     if environment.get(ORIGINAL_LOGPROBS, "0").lower() in ("1", "true", "yes", "y", "on"):
         raise ConfigError(
             f"{ORIGINAL_LOGPROBS} = {environment[ORIGINAL_LOGPROBS]} makes SGLang give logprobs before the "
-            "temperature, which cannot be compared with the trainer's; take it out of engine.env"
+            "temperature, which cannot be compared with the trainer's; take it out of engine.env",
+            code="wrong-environment",
         )
     package = find_package(python, environment)
     port, token = free_port(), new_token()

@@ -42,7 +42,10 @@ class SGLangPackage:
             file = self.folder / name
             if file.is_file() and (match := re.search(r"= *['\"](\d+\.\d+[^'\"]*)['\"]", file.read_text())):
                 return match[1]
-        raise ConfigError(f"{self.folder} does not say which version of SGLang it is; install a released one")
+        raise ConfigError(
+            f"{self.folder} does not say which version of SGLang it is; install a released one",
+            code="unsupported-version",
+        )
 
     @cached_property
     def flags(self) -> frozenset[str]:
@@ -52,7 +55,8 @@ class SGLangPackage:
         if "--model-path" not in flags:
             raise ConfigError(
                 f"no command line options were found in {self.folder} (SGLang {self.version}); "
-                "use a version from 0.5.16 to 0.5.23"
+                "use a version from 0.5.16 to 0.5.23",
+                code="unsupported-version",
             )
         return flags
 
@@ -74,12 +78,16 @@ def find_package(python: Path | str, environment: Mapping[str, str]) -> SGLangPa
         )
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        raise ConfigError(f"engine.python = {python} cannot be run: {reason}") from error
+        raise ConfigError(
+            f"engine.python = {python} cannot be run: {reason}", code="process-died", setting="engine.python"
+        ) from error
     folders = json.loads(done.stdout)
     if not folders:
         raise ConfigError(
             f"{python} has no sglang; install it into an environment of its own and set engine.python to the "
-            "interpreter of that (docs/how-to/sglang.md)"
+            "interpreter of that (docs/how-to/sglang.md)",
+            code="missing-package",
+            setting="engine.python",
         )
     package = SGLangPackage(Path(folders[0]))
     check_version(package.version)
@@ -92,7 +100,8 @@ def check_version(version: str) -> None:
     if numbers < OLDEST:
         raise ConfigError(
             f"SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that Lockstep speaks "
-            "to; use a newer one"
+            "to; use a newer one",
+            code="unsupported-version",
         )
 
 

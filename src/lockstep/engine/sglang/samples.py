@@ -86,14 +86,16 @@ def read_event(text: bytes, what: str) -> dict[str, Any]:
     try:
         event = from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise BadReply(f"{what} sent an event that is not JSON ({error}): {text[:200]!r}") from error
+        raise BadReply(
+            f"{what} sent an event that is not JSON ({error}): {text[:200]!r}", code="not-json"
+        ) from error
     if not isinstance(event, dict):
-        raise BadReply(f"{what} sent an event that is not an object: {text[:200]!r}")
+        raise BadReply(f"{what} sent an event that is not an object: {text[:200]!r}", code="wrong-type")
     if "error" in event:
         message = event["error"]
         if isinstance(message, dict):
             message = message.get("message", message)
-        raise EngineError(f"{what} refused: {printable(str(message)[:400])}")
+        raise EngineError(f"{what} refused: {printable(str(message)[:400])}", code="refused")
     return event
 
 
@@ -133,7 +135,8 @@ class Partial:
         except (KeyError, ValueError) as error:
             raise BadReply(
                 f"engine sglang: an event of sample {self.job.sample} of request {self.job.index} cannot be "
-                f"read: {error!r} in {ascii(event)[:400]}"
+                f"read: {error!r} in {ascii(event)[:400]}",
+                code="bad-reply",
             ) from error
         stop_string = self._stop_string(start)
         if stop_string is not None:
@@ -147,7 +150,8 @@ class Partial:
             raise EngineError(
                 f"engine sglang: request {self.job.index}: the logits of token {len(self.token_ids) - 1} of "
                 f"sample {self.job.sample} are not finite; the weights have diverged or the compute dtype "
-                "overflows (model.dtype)"
+                "overflows (model.dtype)",
+                code="not-finite",
             )
         return self.sample("stop", matched)
 
@@ -194,7 +198,8 @@ class Partial:
             raise EngineError(
                 f"engine sglang sampled with weights {meta['weight_version']!a} and must have "
                 f"{weight_version!r}: somebody else updated it, or it was started again; let only one run "
-                "use a server"
+                "use a server",
+                code="values-differ",
             )
 
     def _stop_string(self, start: int) -> str | None:
@@ -213,11 +218,14 @@ class Partial:
         message = printable(str(reason.get("message"))[:400])
         if reason.get("status_code") is not None:
             code = ascii(reason["status_code"])[:40]
-            raise EngineError(f"engine sglang cannot sample request {self.job.index}: {message} ({code})")
+            raise EngineError(
+                f"engine sglang cannot sample request {self.job.index}: {message} ({code})", code="refused"
+            )
         if not aborting:
             raise UnrequestedAbort(
                 f"engine sglang aborted sample {self.job.sample} of request {self.job.index} ({message}), "
-                "and was not asked to: somebody else uses the server; let only one run use it"
+                "and was not asked to: somebody else uses the server; let only one run use it",
+                code="unrequested-abort",
             )
         return self.sample("abort", None)
 

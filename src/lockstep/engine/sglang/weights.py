@@ -47,7 +47,11 @@ def tensor_payload(bucket: WeightBucket) -> str:
     """
     memory = bucket.handle["memory"] if bucket.handle is not None else None
     if memory is None:
-        raise EngineError(f"bucket {bucket.index} has no handle of CUDA memory; use engine.transfer = 'disk'")
+        raise EngineError(
+            f"bucket {bucket.index} has no handle of CUDA memory; use engine.transfer = 'disk'",
+            code="unsupported-combination",
+            setting="engine.transfer",
+        )
     metadata = [
         SimpleNamespace(
             name=spec.name,
@@ -105,7 +109,9 @@ def check_no_padding(bucket: WeightBucket) -> None:
         if spec.offset != at:
             raise EngineError(
                 f"{spec.name} lies at byte {spec.offset} of its bucket and SGLang would look for it at {at}: "
-                "a tensor before it has a size that is no multiple of 16 bytes; set engine.transfer = 'disk'"
+                "a tensor before it has a size that is no multiple of 16 bytes; set engine.transfer = 'disk'",
+                code="unsupported-combination",
+                setting="engine.transfer",
             )
         at += spec.num_bytes
 
@@ -123,7 +129,9 @@ class Expected:
             with torch.device("meta"):
                 module = AutoModelForCausalLM.from_config(config)
         except (OSError, ValueError) as error:
-            raise EngineError(f"{folder} does not say which weights the model has: {error}") from error
+            raise EngineError(
+                f"{folder} does not say which weights the model has: {error}", code="damaged-file"
+            ) from error
         self.shapes = {
             name: tuple(weight.shape) for name, weight in module.named_parameters(remove_duplicate=False)
         }
@@ -145,15 +153,19 @@ class Expected:
             if shape is None:
                 raise EngineError(
                     f"the model has no weight {spec.name!r}; SGLang would leave it out and say success. Send "
-                    "Hugging Face names, such as " + ", ".join(list(self.shapes)[:3])
+                    "Hugging Face names, such as " + ", ".join(list(self.shapes)[:3]),
+                    code="wrong-weights",
+                    name=spec.name,
                 )
             if spec.shape != shape:
                 raise EngineError(
                     f"{spec.name} comes with shape {list(spec.shape)} and is {list(shape)} in the engine's "
-                    "model; trainer and engine must be of one model"
+                    "model; trainer and engine must be of one model",
+                    code="wrong-shape",
+                    name=spec.name,
                 )
             if spec.name in self._loaded:
-                raise EngineError(f"{spec.name} came twice in one update")
+                raise EngineError(f"{spec.name} came twice in one update", code="duplicate", name=spec.name)
             self._loaded.add(spec.name)
 
     def check_complete(self) -> None:
@@ -162,7 +174,8 @@ class Expected:
         if missing:
             raise EngineError(
                 f"the update ended without {len(missing)} of {len(self.shapes)} weights: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
+                code="wrong-weights",
             )
 
     def smallest(self) -> str:

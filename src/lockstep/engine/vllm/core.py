@@ -51,7 +51,7 @@ class Core:
             self._free_groups()
             hint = "; lower engine.memory_fraction" if isinstance(error, torch.OutOfMemoryError) else ""
             raise EngineError(
-                f"engine {NAME} {version} could not start with {spec.folder}: {error}{hint}"
+                f"engine {NAME} {version} could not start with {spec.folder}: {error}{hint}", code="refused"
             ) from error
         self._params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
@@ -196,7 +196,8 @@ def claim(owner: object, environment: dict[str, str]) -> None:
     global _owner, _import_environment
     if _owner is not None:
         raise EngineError(
-            f"this process has an open engine {NAME} already; close it first, or set engine.python"
+            f"this process has an open engine {NAME} already; close it first, or set engine.python",
+            code="wrong-state",
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if _import_environment is None:
@@ -211,7 +212,8 @@ def claim(owner: object, environment: dict[str, str]) -> None:
         changed = sorted(k for k in environment if environment[k] != _import_environment.get(k))
         raise EngineError(
             f"vLLM was imported with other values of {', '.join(changed)} and reads them once; start a new "
-            "process for an engine with other settings (engine.batch_invariant)"
+            "process for an engine with other settings (engine.batch_invariant)",
+            code="wrong-environment",
         )
     _owner = owner
 

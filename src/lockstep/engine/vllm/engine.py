@@ -140,18 +140,24 @@ class VLLMEngine(Streaming):
         token_ids = tuple(answer.token_ids)
         flat = answer.logprobs
         if list(flat.token_ids) != list(token_ids):  # logprobs = 0: the sampled token's and no other
-            raise EngineError(f"engine {NAME} gave logprobs of other tokens than it sampled")
+            raise EngineError(
+                f"engine {NAME} gave logprobs of other tokens than it sampled", code="wrong-result"
+            )
         logprobs = tuple(flat.logprobs)
         if answer.finish_reason not in _FINISH_REASONS:
-            raise EngineError(f"engine {NAME} ended a sample with {answer.finish_reason!r}; see its log")
+            raise EngineError(
+                f"engine {NAME} ended a sample with {answer.finish_reason!r}; see its log",
+                code="wrong-result",
+            )
         total = sum(logprobs)
         if total != total:
             raise EngineError(
                 f"engine {NAME}: logprobs of a sample are not finite; the weights have diverged or the "
-                "compute dtype overflows (model.dtype)"
+                "compute dtype overflows (model.dtype)",
+                code="not-finite",
             )
         if tuple(output.prompt_token_ids) != request.prompt_token_ids:
-            raise EngineError(f"engine {NAME} changed the token ids of a prompt")
+            raise EngineError(f"engine {NAME} changed the token ids of a prompt", code="wrong-result")
         cached = int(output.num_cached_tokens or 0)
         self._prompt_tokens += len(request.prompt_token_ids)
         self._cached_tokens += cached
@@ -191,9 +197,13 @@ class VLLMEngine(Streaming):
             self._check_open()
             self._require_idle("begin_update")
             if self._state == "asleep":
-                raise EngineError(f"engine {NAME} is asleep; call wake() before an update")
+                raise EngineError(
+                    f"engine {NAME} is asleep; call wake() before an update", code="wrong-state"
+                )
             if self._session is not None:
-                raise EngineError(f"engine {NAME} has an open session already; call fail_update first")
+                raise EngineError(
+                    f"engine {NAME} has an open session already; call fail_update first", code="wrong-state"
+                )
             self._rpc("lockstep_begin", {}, until=session.deadline)
             self._session = session
 
@@ -217,11 +227,15 @@ class VLLMEngine(Streaming):
             if bucket.transport not in self.transports:
                 raise EngineError(
                     f"engine {NAME} in this process cannot receive by {bucket.transport!r}; it can by "
-                    f"{', '.join(self.transports)}"
+                    f"{', '.join(self.transports)}",
+                    code="unsupported-combination",
+                    setting="engine.transfer",
                 )
             if bucket.transport == "memory":
                 if bucket.data is None:
-                    raise EngineError(f"bucket {bucket.index} has transport 'memory' and no data")
+                    raise EngineError(
+                        f"bucket {bucket.index} has transport 'memory' and no data", code="missing-argument"
+                    )
                 _synchronize(bucket.data.device)  # the trainer wrote it on a stream of its own
                 self._rpc("lockstep_receive_memory", text, bucket.data, until=session.deadline)
             else:
@@ -245,7 +259,8 @@ class VLLMEngine(Streaming):
                 self.dirty = True
                 raise EngineError(
                     f"engine {NAME} did not flush its prefix cache: requests still hold blocks of it, and "
-                    "keys and values of older weights would be reused"
+                    "keys and values of older weights would be reused",
+                    code="refused",
                 )
             self._policy_version = session.policy_version
             self.dirty = False
@@ -287,7 +302,7 @@ class VLLMEngine(Streaming):
             self._check_open()
             self._require_idle("sleep")
             if self._session is not None:
-                raise EngineError(f"engine {NAME} cannot sleep while an update is open")
+                raise EngineError(f"engine {NAME} cannot sleep while an update is open", code="wrong-state")
             if self._state == "awake" and self._config.sleep:
                 self._in_thread(self._core.sleep, what="sleep", until=until)
             self._state = "asleep"
@@ -359,7 +374,8 @@ class VLLMEngine(Streaming):
                 left = until - time.monotonic()
                 if left <= 0:
                     raise EngineError(
-                        f"engine {NAME}: {what} waited in vain for {self._working}, which is still running"
+                        f"engine {NAME}: {what} waited in vain for {self._working}, which is still running",
+                        code="deadline",
                     )
                 self._turn.wait(min(left, _LOOK_SECONDS))
             self._working = what
@@ -372,26 +388,34 @@ class VLLMEngine(Streaming):
 
     def _check_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(f"engine {NAME} is closed; build a new one")
+            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state")
         if self._state == "broken":
-            raise EngineError(f"engine {NAME} failed earlier and cannot go on; build a new one")
+            raise EngineError(
+                f"engine {NAME} failed earlier and cannot go on; build a new one", code="wrong-state"
+            )
 
     def _require_ready(self) -> None:
         self._check_open()
         if self._state == "asleep":
-            raise EngineError(f"engine {NAME} is asleep; call wake() before generate")
+            raise EngineError(f"engine {NAME} is asleep; call wake() before generate", code="wrong-state")
         if self._session is not None:
-            raise EngineError(f"engine {NAME} is in the middle of a weight update; finish it before generate")
+            raise EngineError(
+                f"engine {NAME} is in the middle of a weight update; finish it before generate",
+                code="wrong-state",
+            )
         if self.dirty:
             raise EngineError(
                 f"engine {NAME} does not hold the trainer's weights (none came yet, or the last update "
-                "failed); push them before generate"
+                "failed); push them before generate",
+                code="wrong-state",
             )
 
     def _open_session(self) -> UpdateSession:
         self._check_open()
         if self._session is None:
-            raise EngineError(f"engine {NAME} has no open weight session; call begin_update first")
+            raise EngineError(
+                f"engine {NAME} has no open weight session; call begin_update first", code="wrong-state"
+            )
         return self._session
 
     def _in_thread(
@@ -405,7 +429,8 @@ class VLLMEngine(Streaming):
             self._state = "broken"
             raise EngineError(
                 f"engine {NAME} ran out of memory in {what}: {error}; lower engine.memory_fraction or "
-                "engine.max_batch"
+                "engine.max_batch",
+                code="out-of-memory",
             ) from error
         except EngineError:
             if self._thread.stuck:
@@ -413,7 +438,9 @@ class VLLMEngine(Streaming):
             raise
         except (RuntimeError, ValueError, AssertionError, KeyError, TypeError, AttributeError) as error:
             self._state = "broken"
-            raise EngineError(f"vLLM failed in {what}: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"vLLM failed in {what}: {type(error).__name__}: {error}", code="refused"
+            ) from error
 
     def _rpc(
         self, method: str, text: object, *more: Any, until: float = 0.0, seconds: float = 0.0
@@ -425,7 +452,7 @@ class VLLMEngine(Streaming):
             until=until or time.monotonic() + seconds,
         )
         if "error" in answer:
-            raise EngineError(f"engine {NAME}, {method}: {answer['error']}")
+            raise EngineError(f"engine {NAME}, {method}: {answer['error']}", code="refused")
         return answer
 
 
@@ -433,21 +460,28 @@ def _check_spec(config: EngineConfig, spec: EngineSpec) -> None:
     """Refuse what cannot work, before anything of vLLM is imported."""
     elsewhere = "set engine.python to an interpreter that has vLLM: its own server is started with it"
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f"engine {NAME}: this environment has no vllm; {elsewhere}")
+        raise ConfigError(f"engine {NAME}: this environment has no vllm; {elsewhere}", code="missing-package")
     if config.tp > 1:
-        raise ConfigError(f"engine.tp = {config.tp} needs processes of vLLM's own; {elsewhere}")
+        raise ConfigError(
+            f"engine.tp = {config.tp} needs processes of vLLM's own; {elsewhere}",
+            code="unsupported-combination",
+            setting="engine.tp",
+        )
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         size = torch.distributed.get_world_size()
         if size > 1:
             raise ConfigError(
                 f"engine {NAME} in this process would take the trainer's process group of {size} ranks for "
-                f"its own; {elsewhere}"
+                f"its own; {elsewhere}",
+                code="unsupported-combination",
             )
     device = torch.device(spec.device)
     if device.type == "cuda" and (device.index or 0) != 0:
         raise ConfigError(
             f"engine {NAME} in this process runs on cuda:0 only, not on {spec.device}; use "
-            f"CUDA_VISIBLE_DEVICES, or {elsewhere}"
+            f"CUDA_VISIBLE_DEVICES, or {elsewhere}",
+            code="unsupported-combination",
+            setting="train.device",
         )
 
 

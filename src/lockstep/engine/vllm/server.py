@@ -112,7 +112,11 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     installed = installed_vllm(python)
     check_version(installed.version, where=f"engine.python = {python}")
     if "VLLM_API_KEY" in config.env:
-        raise ConfigError("engine.env.VLLM_API_KEY: a started server gets a token of its own; leave it out")
+        raise ConfigError(
+            "engine.env.VLLM_API_KEY: a started server gets a token of its own; leave it out",
+            code="contradiction",
+            setting="engine.env.VLLM_API_KEY",
+        )
     path = spec.work_dir.resolve() / "path"
     path.mkdir(parents=True, exist_ok=True)
     link = path / "lockstep"
@@ -159,11 +163,15 @@ def installed_vllm(python: Path) -> Installed:
         )
         probed = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
-        raise EngineError(f"engine.python = {python} cannot be run: {error}") from error
+        raise EngineError(
+            f"engine.python = {python} cannot be run: {error}", code="process-died", setting="engine.python"
+        ) from error
     if "version" not in probed or "scale_out" not in probed:
         raise EngineError(
             f"the environment of engine.python = {python} (Python {probed.get('python')}) has no vLLM; give "
-            "the interpreter of one that has, or install it there"
+            "the interpreter of one that has, or install it there",
+            code="missing-package",
+            setting="engine.python",
         )
     return Installed(version=str(probed["version"]), scale_out=bool(probed["scale_out"]))
 
@@ -174,7 +182,8 @@ def check_version(version: str, *, where: str) -> None:
     if match is None or not OLDEST <= (int(match[1]), int(match[2])) < BELOW:
         raise EngineError(
             f"{where} has vLLM {version}; Lockstep knows the servers of vLLM {_dotted(OLDEST)} up to, not "
-            f"including, {_dotted(BELOW)}: install one of those there"
+            f"including, {_dotted(BELOW)}: install one of those there",
+            code="unsupported-version",
         )
 
 
@@ -218,7 +227,8 @@ class VLLMDriver:
             if self._model != str(self._spec.folder):
                 raise EngineError(
                     f"{where} serves {self._model!r} and not {str(self._spec.folder)!r}: another server "
-                    "took the port; start again, another free port is taken"
+                    "took the port; start again, another free port is taken",
+                    code="other-model",
                 )
             return
         info = check_server(self._client, self._spec)
@@ -270,19 +280,27 @@ class VLLMDriver:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
                 f"engine vllm answered a sample in a form that is not that of vLLM {self._version} "
-                f"({type(error).__name__}: {error})"
+                f"({type(error).__name__}: {error})",
+                code="bad-reply",
             ) from error
         if named != ids:
-            raise EngineError("engine vllm returned logprobs of other tokens than it sampled")
+            raise EngineError(
+                "engine vllm returned logprobs of other tokens than it sampled", code="wrong-result"
+            )
         if scored and min(scored) <= _NO_LOGPROB:
             token = ids[scored.index(min(scored))]
             raise EngineError(
-                f"engine vllm has no logprob of token {token} that it sampled; is it not finite?"
+                f"engine vllm has no logprob of token {token} that it sampled; is it not finite?",
+                code="not-finite",
             )
         if prompt_tokens != prompt:
-            raise EngineError(f"engine vllm computed {prompt_tokens} prompt tokens of {prompt}")
+            raise EngineError(
+                f"engine vllm computed {prompt_tokens} prompt tokens of {prompt}", code="wrong-result"
+            )
         if reason not in ("stop", "length", "abort"):
-            raise EngineError(f"engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}")
+            raise EngineError(
+                f"engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}", code="wrong-result"
+            )
         return Sample(
             token_ids=ids,
             logprobs=scored,
@@ -325,7 +343,9 @@ class VLLMDriver:
                 try:
                     totals[name] = totals.get(name, 0) + whole(value, name)
                 except ValueError as error:
-                    raise EngineError(f"the vLLM server does not say its use of memory: {error}") from error
+                    raise EngineError(
+                        f"the vLLM server does not say its use of memory: {error}", code="bad-reply"
+                    ) from error
         return totals
 
     # weights
@@ -335,7 +355,8 @@ class VLLMDriver:
             raise EngineError(
                 f"the vLLM server at {self._client.url} cannot take weights: start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls lockstep.wire.vllm_worker.LockstepWorker "
-                "(the package lockstep on its PYTHONPATH)"
+                "(the package lockstep on its PYTHONPATH)",
+                code="server-settings",
             )
         self._post("/pause?mode=wait", seconds=_left(session))  # other clients of a server at a url
         about = {"policy_version": session.policy_version, "run_id": session.run_id}
@@ -361,7 +382,8 @@ class VLLMDriver:
             if reply.object().get("success") is not True:
                 raise EngineError(
                     "vLLM did not empty its prefix cache after the update (blocks are in use); it would "
-                    "answer with keys and values of the old weights"
+                    "answer with keys and values of the old weights",
+                    code="refused",
                 )
         self._post("/resume", seconds=_left(session))
 
@@ -376,14 +398,20 @@ class VLLMDriver:
         try:
             return {name: tensor_from_hex(held["dtype"], held["hex"]) for name, held in first.items()}
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"the vLLM server read its weights back in an unknown form: {error}") from error
+            raise EngineError(
+                f"the vLLM server read its weights back in an unknown form: {error}", code="bad-reply"
+            ) from error
 
     # HTTP
 
     def _post(self, path: str, body: Any = None, *, seconds: float) -> Reply:
         reply = self._client.post(path, body, seconds=seconds)
         if reply.status != 200:
-            raise BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}")
+            raise BadReply(
+                f"{reply.what} answered {reply.status}: {reply.error_text()}",
+                code="bad-reply",
+                status=reply.status,
+            )
         return reply
 
     def _call(self, method: str, argument: Any, *, seconds: float) -> list[dict[str, Any]]:
@@ -391,10 +419,16 @@ class VLLMDriver:
         body = {"method": method, "args": [json.dumps(argument)], "timeout": seconds}
         answers = self._post("/collective_rpc", body, seconds=seconds + 1.0).object().get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
-            raise EngineError(f"the vLLM server answered {method} with {str(answers)[:200]!r}")
+            raise EngineError(
+                f"the vLLM server answered {method} with {str(answers)[:200]!r}", code="bad-reply"
+            )
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                raise EngineError(f"vLLM worker {rank}, {method}: {printable(str(answer['error']))}")
+                raise EngineError(
+                    f"vLLM worker {rank}, {method}: {printable(str(answer['error']))}",
+                    code="refused",
+                    rank=rank,
+                )
         return answers
 
     def _check_sleeping(self, asleep: bool) -> None:
@@ -402,14 +436,19 @@ class VLLMDriver:
         if reply.get("is_sleeping") is not asleep:
             raise EngineError(
                 f"the vLLM server did not {'go to sleep' if asleep else 'wake up'}: it says is_sleeping = "
-                f"{reply.get('is_sleeping')!r}"
+                f"{reply.get('is_sleeping')!r}",
+                code="refused",
             )
 
 
 def _left(session: UpdateSession) -> float:
     left = session.deadline - time.monotonic()
     if left <= 0:
-        raise EngineError("the update's deadline (engine.update_seconds) has passed")
+        raise EngineError(
+            "the update's deadline (engine.update_seconds) has passed",
+            code="deadline",
+            setting="engine.update_seconds",
+        )
     return left
 
 

@@ -46,7 +46,9 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
     if type(longest) is not int or longest < spec.max_model_len:
         raise EngineError(
             f"{where} takes prompts and completions of {longest} tokens together, and this run has up to "
-            f"{spec.max_model_len}; start it with --max-model-len {spec.max_model_len}"
+            f"{spec.max_model_len}; start it with --max-model-len {spec.max_model_len}",
+            code="server-settings",
+            flag="--max-model-len",
         )
     name = str(card["id"])
     info = _server_info(client)
@@ -62,7 +64,9 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
         if dtype != spec.dtype:
             raise EngineError(
                 f"{where} computes in {dtype}, and this run in {spec.dtype}; start it with --dtype "
-                f"{spec.dtype}"
+                f"{spec.dtype}",
+                code="server-settings",
+                flag="--dtype",
             )
     _check_vocabulary(client, name, spec, where=where)
     mode = _usable_mode(str(info.get("logprobs_mode") or _find_mode(client, name)), spec, where=where)
@@ -78,14 +82,16 @@ def _usable_mode(mode: str, spec: EngineSpec, *, where: str) -> LogprobsMode:
         return needed
     raise EngineError(
         f"{where} gives {mode}, and temperatures {sorted(spec.temperatures)} need {needed}; start it with "
-        f"--logprobs-mode {needed}"
+        f"--logprobs-mode {needed}",
+        code="server-settings",
+        flag="--logprobs-mode",
     )
 
 
 def _model_card(client: HttpClient) -> Mapping[str, Any]:
     cards = client.get("/v1/models", seconds=SHORT_SECONDS).object().get("data")
     if not isinstance(cards, list) or not cards or not isinstance(cards[0], dict) or "id" not in cards[0]:
-        raise EngineError(f"{client.url}/v1/models names no model; is that a vLLM server?")
+        raise EngineError(f"{client.url}/v1/models names no model; is that a vLLM server?", code="bad-reply")
     return cards[0]
 
 
@@ -97,7 +103,8 @@ def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> No
     if theirs is None:
         raise EngineError(
             f"{where} serves {root!r}, and this run's model is {spec.model_name!r} ({spec.folder}); start "
-            "one that serves it, or set model.name"
+            "one that serves it, or set model.name",
+            code="other-model",
         )
     different = sorted(
         k for k in (theirs.keys() | (ours or {}).keys()) if theirs.get(k) != (ours or {}).get(k)
@@ -105,7 +112,8 @@ def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> No
     if different:
         raise EngineError(
             f"{where} serves {root!r}, another model than this run's {spec.model_name!r} ({spec.folder}): "
-            f"their config.json differ in {', '.join(different[:8])}"
+            f"their config.json differ in {', '.join(different[:8])}",
+            code="other-model",
         )
 
 
@@ -126,7 +134,7 @@ def _server_info(client: HttpClient) -> dict[str, Any] | None:
         return None
     config = reply.object().get("vllm_config")
     if not isinstance(config, dict) or not isinstance(config.get("model_config"), dict):
-        raise EngineError(f"{reply.what} answered without its configuration")
+        raise EngineError(f"{reply.what} answered without its configuration", code="bad-reply")
     parallel = config.get("parallel_config")
     worker = parallel.get("worker_extension_cls") if isinstance(parallel, dict) else None
     return dict(config["model_config"]) | {"worker_extension_cls": worker}
@@ -138,15 +146,22 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
     size = max(spec.vocab_size, len(spec.tokenizer) if spec.tokenizer is not None else 0)
     last, beyond = _one_token(client, name, spec.vocab_size - 1), _one_token(client, name, size)
     if last.status == 403:
-        raise EngineError(f"{where} has its token route switched off; start it with --enable-scale-out")
+        raise EngineError(
+            f"{where} has its token route switched off; start it with --enable-scale-out",
+            code="server-settings",
+            flag="--enable-scale-out",
+        )
     if last.status == 404:
-        raise EngineError(f"{where} has no /inference/v1/generate, which vLLM has since 0.26")
+        raise EngineError(
+            f"{where} has no /inference/v1/generate, which vLLM has since 0.26", code="unsupported-version"
+        )
     if last.status != 200 or beyond.status == 200:
         raise EngineError(
             f"{where} has {'a smaller' if last.status != 200 else 'a larger'} vocabulary than this run's "
             f"model, {spec.vocab_size} entries: it {'refuses' if last.status != 200 else 'takes'} token id "
             f"{spec.vocab_size - 1 if last.status != 200 else size}; it serves another model"
-            + (f" ({last.error_text()})" if last.status != 200 else "")
+            + (f" ({last.error_text()})" if last.status != 200 else ""),
+            code="other-model",
         )
 
 
@@ -156,7 +171,7 @@ def _find_mode(client: HttpClient, name: str) -> str:
     try:
         value = float(reply["choices"][0]["logprobs"]["content"][0]["logprob"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise BadReply(f"{client.url} answered a sample without its logprob") from error
+        raise BadReply(f"{client.url} answered a sample without its logprob", code="wrong-result") from error
     return "processed_logprobs" if value == 0.0 else "raw_logprobs"
 
 

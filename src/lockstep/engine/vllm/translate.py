@@ -88,10 +88,16 @@ def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
     if on_cpu and config.batch_invariant:
         raise ConfigError(
             "engine.batch_invariant = true is not available on a CPU: vLLM's batch-invariant kernels crash "
-            "there; leave it out (in float32 on a CPU vLLM's samples do not depend on their batch anyway)"
+            "there; leave it out (in float32 on a CPU vLLM's samples do not depend on their batch anyway)",
+            code="missing-device",
+            setting="engine.batch_invariant",
         )
     if on_cpu and config.sleep:
-        raise ConfigError("engine.sleep = true is not available on a CPU: vLLM has no sleep mode there")
+        raise ConfigError(
+            "engine.sleep = true is not available on a CPU: vLLM has no sleep mode there",
+            code="missing-device",
+            setting="engine.sleep",
+        )
     arguments: dict[str, Any] = {
         "model": str(spec.folder),
         "tokenizer": str(spec.folder),

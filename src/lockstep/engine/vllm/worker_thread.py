@@ -53,7 +53,9 @@ class OwnThread:
             EngineError: the deadline passed, now or in an earlier call.
         """
         if self._stuck is not None:
-            raise EngineError(f"{self._name} is still in {self._stuck}, whose deadline passed; start again")
+            raise EngineError(
+                f"{self._name} is still in {self._stuck}, whose deadline passed; start again", code="deadline"
+            )
         future: Future[_Result] = Future()
         started = time.monotonic()
         self._work.put((work, future))
@@ -69,7 +71,8 @@ class OwnThread:
                     self._stuck = what
                     raise EngineError(
                         f"{self._name}: {what} gave no sign of life before its deadline, "
-                        f"{time.monotonic() - started:.1f} s after it began"
+                        f"{time.monotonic() - started:.1f} s after it began",
+                        code="deadline",
                     ) from None
 
     def end(self, *, seconds: float) -> bool:

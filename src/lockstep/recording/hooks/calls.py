@@ -135,7 +135,9 @@ def foreign_call(named: Mapping[str, Any]) -> ForeignCall:
         what = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise RecordingError(
             f"record: the module was called with arguments {sorted(named)[:20]}, and 'input_ids' is {what}; "
-            "a recording holds token ids, [B, L] of an integer dtype. Hook the module that is given them"
+            "a recording holds token ids, [B, L] of an integer dtype. Hook the module that is given them",
+            code="wrong-shape",
+            name="input_ids",
         )
     host, scalars = _host({name: value for name, value in named.items() if name != "input_ids"})
     token_ids = ids.detach().to("cpu", torch.int64, copy=True)
@@ -231,7 +233,11 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
     flat = real.flatten()
     slots = flat.nonzero()[:, 0]
     if slots.numel() == 0:
-        raise RecordingError(f"record: 'attention_mask' {list(token_ids.shape)} has no real token")
+        raise RecordingError(
+            f"record: 'attention_mask' {list(token_ids.shape)} has no real token",
+            code="empty",
+            name="attention_mask",
+        )
     row = slots // width
     begins = torch.ones_like(slots, dtype=torch.bool)
     begins[1:] = row[1:] != row[:-1]
@@ -255,7 +261,9 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
     if lengths.numel() > MAX_DOCUMENTS:
         raise RecordingError(
             f"record: 'input_ids' {list(token_ids.shape)} are {lengths.numel():,} documents; an input has at "
-            f"most {MAX_DOCUMENTS:,}"
+            f"most {MAX_DOCUMENTS:,}",
+            code="too-large",
+            name="input_ids",
         )
     starts = tuple((int(s) // width, int(s) % width) for s in slots[first])
     packed = len({r for r, _ in starts}) < len(starts)
@@ -284,7 +292,9 @@ def _bounds(tensors: Mapping[str, Tensor], real: int, slots: int) -> Tensor | No
         ):
             raise RecordingError(
                 f"record: '{name}' {bounds.flatten()[:8].tolist()} is no list of cumulative lengths of the "
-                f"{real} tokens in {slots} slots"
+                f"{real} tokens in {slots} slots",
+                code="wrong-shape",
+                name=name,
             )
         return bounds.to(torch.int64)
     return None

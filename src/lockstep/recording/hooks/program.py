@@ -75,7 +75,11 @@ def foreign_module(
         RecordingError: several policies; a temperature that is not the module's own.
     """
     if not isinstance(outer, nn.Module):
-        raise RecordingError(f"record: module is a {type(outer).__name__}; give it a torch.nn.Module")
+        raise RecordingError(
+            f"record: module is a {type(outer).__name__}; give it a torch.nn.Module",
+            code="wrong-type",
+            name="module",
+        )
     models = {
         path: module
         for path, module in outer.named_modules()
@@ -89,14 +93,18 @@ def foreign_module(
     if len(inner) > 1:
         raise RecordingError(
             f"record: {type(outer).__name__} holds {len(inner)} causal LMs ({', '.join(inner)}); give "
-            "record() the one that is trained"
+            "record() the one that is trained",
+            code="wrong-type",
+            name="module",
         )
     path, module = next(iter(inner.items())) if inner else _unwrapped(outer)
     own = _fused_temperature(module)
     if own is not None and own != temperature:
         raise RecordingError(
             f"record: temperature = {temperature}, but the module makes logprobs at temperature {own}; "
-            f"set temperature={own}"
+            f"set temperature={own}",
+            code="contradiction",
+            name="temperature",
         )
     first = next(module.parameters(), None)
     own_rank, own_size = _ranks()
@@ -171,7 +179,10 @@ def _ranks() -> tuple[int, int]:
         text = os.environ.get(name, "")
         if text:
             if not text.isdecimal():
-                raise RecordingError(f"record: the environment variable {name} is {text!r}, not a number")
+                raise RecordingError(
+                    f"record: the environment variable {name} is {text!r}, not a number",
+                    code="wrong-environment",
+                )
             values[name] = int(text)
     return values["RANK"], max(values["WORLD_SIZE"], values["RANK"] + 1)
 
@@ -209,7 +220,9 @@ def save_foreign_weights(policy: ForeignModule, directory: Path, *, writes: bool
     if absent:
         raise RecordingError(
             f"record: weights='first', but {len(absent)} Parameters ({absent[0]}, ...) are partitioned by "
-            "ZeRO stage 3; set weights='none' and replay with --model"
+            "ZeRO stage 3; set weights='none' and replay with --model",
+            code="unsupported-combination",
+            name="weights",
         )
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         digest = _save_sharded(tensors, directory, writes=writes)

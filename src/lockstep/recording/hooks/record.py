@@ -83,7 +83,9 @@ class RecordOptions:
         }
         for name, (value, good, rule) in checks.items():
             if not good:
-                raise RecordingError(f"record: {name} = {value!r}; it must be {rule}")
+                raise RecordingError(
+                    f"record: {name} = {value!r}; it must be {rule}", code="out-of-range", name=name
+                )
 
 
 def record(module: nn.Module, directory: Path | str, **options: Any) -> RecordHandle:
@@ -119,7 +121,10 @@ def record(module: nn.Module, directory: Path | str, **options: Any) -> RecordHa
     unknown = sorted(set(options) - set(RecordOptions.__dataclass_fields__))
     if unknown:
         raise RecordingError(
-            f"record: unknown argument {unknown[0]!r}; known: {', '.join(RecordOptions.__dataclass_fields__)}"
+            f"record: unknown argument {unknown[0]!r}; known: "
+            f"{', '.join(RecordOptions.__dataclass_fields__)}",
+            code="unknown-setting",
+            name=unknown[0],
         )
     return RecordHandle(module, Path(directory), RecordOptions(**options))
 
@@ -158,7 +163,8 @@ class RecordHandle:
         if first and (directory / "recording.json").exists():
             raise RecordingError(
                 f"{directory / 'recording.json'}: the directory already holds a recording; give record() "
-                "another one, or remove it"
+                "another one, or remove it",
+                code="already-exists",
             )
         self.closed = False
         self._counts = _Counts()
@@ -467,7 +473,11 @@ def _cached_tokens(cache: Any) -> bool:
 def _recording_ranks(requested: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
     ranks = tuple(range(world_size)) if requested is None else tuple(sorted(set(requested)))
     if not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
-        raise RecordingError(f"record: ranks = {requested!r}; they must be ranks from 0 to {world_size - 1}")
+        raise RecordingError(
+            f"record: ranks = {requested!r}; they must be ranks from 0 to {world_size - 1}",
+            code="out-of-range",
+            name="ranks",
+        )
     return ranks
 
 

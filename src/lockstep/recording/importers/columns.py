@@ -154,7 +154,9 @@ class DumpReader:
         try:
             layout = find_documents(ids, {n: t for n, t in bounding.items() if t is not None})
         except RecordingError as error:
-            raise RecordingError(f"{self.where}: {str(error).removeprefix('record: ')}") from error
+            raise RecordingError(
+                f"{self.where}: {str(error).removeprefix('record: ')}", **error.data
+            ) from error
         if layout.offset_positions and positions is not None:
             self.left["position_ids"] = positions
             self.assumptions.append("position_ids do not start at 0 in every document: kept as they were")
@@ -192,7 +194,9 @@ class DumpReader:
                     self._bad(second, f"must have as many rows as {first!r}, all of one width")
                 self._default_response(halves[1])
                 return torch.cat(halves, dim=1)
-        raise RecordingError(f"{self.where}: no token ids; a dump names them {', '.join(IDS)}")
+        raise RecordingError(
+            f"{self.where}: no token ids; a dump names them {', '.join(IDS)}", code="missing-field"
+        )
 
     def _default_response(self, response: Tensor) -> None:
         """The response is what is trained, and masks come in halves, unless the dump says otherwise."""
@@ -443,7 +447,7 @@ class DumpReader:
         return _wide(tensor)
 
     def _bad(self, name: str, what: str) -> NoReturn:
-        raise RecordingError(f"{self.where}: field {name[:80]!r} {what}")
+        raise RecordingError(f"{self.where}: field {name[:80]!r} {what}", code="wrong-field", name=name)
 
 
 def _tensor(value: Any) -> Tensor | None:

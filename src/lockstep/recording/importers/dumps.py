@@ -101,7 +101,9 @@ class Pace:
         if self.seconds is not None and now - self.started > self.seconds:
             raise RecordingError(
                 f"{what}: the import took more than {self.seconds:g} s, and nothing was written; give it "
-                "more with --timeout, or import fewer files"
+                "more with --timeout, or import fewer files",
+                code="deadline",
+                setting="--timeout",
             )
         if now - self._last >= _SAY_EVERY:
             self._last = now
@@ -130,7 +132,7 @@ def import_dump(
     """
     source, out, pace = Path(source), Path(out), pace or Pace()
     if out.exists():
-        raise RecordingError(f"{out}: exists already; name a directory that does not")
+        raise RecordingError(f"{out}: exists already; name a directory that does not", code="already-exists")
     files = _files(source)
     survey = _survey(files, pace)
     vocab_size = _vocab_size(model, survey)
@@ -202,10 +204,16 @@ def _files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     if not source.is_dir():
-        raise RecordingError(f"{source}: there is no such file or folder; give the dump that is to be read")
+        raise RecordingError(
+            f"{source}: there is no such file or folder; give the dump that is to be read",
+            code="no-such-file",
+        )
     dumps = [p for p in source.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
     if not dumps:
-        raise RecordingError(f"{source}: holds no dump; files that end in {', '.join(SUFFIXES)} are read")
+        raise RecordingError(
+            f"{source}: holds no dump; files that end in {', '.join(SUFFIXES)} are read",
+            code="wrong-kind-of-file",
+        )
     return sorted(dumps, key=lambda p: _natural(str(p.relative_to(source))))
 
 
@@ -225,13 +233,15 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
             names = list(dump.value)[:12] if isinstance(dump.value, dict) else type(dump.value).__name__
             raise RecordingError(
                 f"{path.name}: holds no token ids, only {names}; a dump is a dict, or a list of dicts, with "
-                f"one of {', '.join(IDS)} or prompts and responses"
+                f"one of {', '.join(IDS)} or prompts and responses",
+                code="missing-field",
             )
         size = path.stat().st_size
         if len(dicts) > _FREE_INPUTS + size // _BYTES_PER_INPUT:
             raise RecordingError(
                 f"{path.name}: its {len(dicts):,} inputs share tensors, and are far larger apart than the "
-                f"file's {size:,} bytes; dump each input's own part"
+                f"file's {size:,} bytes; dump each input's own part",
+                code="too-large",
             )
         left = 6 * size + 2**26
         for number, named in enumerate(dicts):
@@ -240,7 +250,8 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
             if left < 0:
                 raise RecordingError(
                     f"{path.name}: its inputs share tensors, and are far larger apart than the file is; dump "
-                    "each input's own part"
+                    "each input's own part",
+                    code="too-large",
                 )
             where = path.name if len(dicts) == 1 else f"{path.name}, input {number}"
             yield path, DumpReader(named, where).read(), dump.kind
@@ -259,7 +270,10 @@ def _survey(files: Sequence[Path], pace: Pace) -> _Survey:
         low, high = (int(x) for x in dumped.token_ids.aminmax())
         if low < 0:
             raise RecordingError(
-                f"{path.name}: field 'token_ids': {low} is among the real tokens; mask pads in attention_mask"
+                f"{path.name}: field 'token_ids': {low} is among the real tokens; mask pads in "
+                f"attention_mask",
+                code="wrong-field",
+                name="token_ids",
             )
         if high >= survey.largest:
             survey.largest, survey.where = high, path.name
@@ -286,7 +300,8 @@ def _common_kind(kinds: Mapping[Kind, str], survey: _Survey) -> Kind:
         listed = "; ".join(f"{path} is of kind {kind}" for kind, path in kinds.items())
         raise RecordingError(
             f"the dumps need several losses ({listed}): advantages and logprobs make a policy batch, only "
-            "advantages a surrogate, neither sft. Import them apart"
+            "advantages a surrogate, neither sft. Import them apart",
+            code="contradiction",
         )
     (kind,) = kinds
     every = len(survey.sizes)
@@ -341,7 +356,9 @@ def _positions(origins: Sequence[tuple[int | None, int, str]], survey: _Survey) 
     keys = []
     for step, rank, file in origins:
         if rank >= _MAX_WORLD:
-            raise RecordingError(f"{file}: field 'rank' is {rank}; at most {_MAX_WORLD - 1}")
+            raise RecordingError(
+                f"{file}: field 'rank' is {rank}; at most {_MAX_WORLD - 1}", code="wrong-field", name="rank"
+            )
         keys.append((step if numbered and step is not None else counted[rank], rank))
         counted[rank] += 1
     if not numbered:
@@ -379,10 +396,16 @@ def _vocab_size(model: str | None, survey: _Survey) -> int:
     if survey.largest >= size:
         raise RecordingError(
             f"{survey.where}: field 'token_ids': {survey.largest} is there, but {model} has a vocabulary of "
-            f"{size}; name the model that was fed with --model"
+            f"{size}; name the model that was fed with --model",
+            code="outside-vocabulary",
+            name="token_ids",
         )
     if size >= 2**31:
-        raise RecordingError(f"{survey.where}: field 'token_ids': {survey.largest} is no token id")
+        raise RecordingError(
+            f"{survey.where}: field 'token_ids': {survey.largest} is no token id",
+            code="outside-vocabulary",
+            name="token_ids",
+        )
     return size
 
 

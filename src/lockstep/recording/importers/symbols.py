@@ -43,7 +43,8 @@ class Budget:
         if self.steps < 0:
             raise RecordingError(
                 f"{self.where}: more than {MAX_STEPS:,} values; dump tensors instead of lists, or fewer "
-                "inputs per file"
+                "inputs per file",
+                code="too-large",
             )
 
     def charge(self, size: int) -> None:
@@ -52,7 +53,8 @@ class Budget:
         if self.bytes < 0:
             raise RecordingError(
                 f"{self.where}: its tensors claim far more bytes than the file has (expanded views, or a "
-                "crafted file); dump them with .contiguous()"
+                "crafted file); dump them with .contiguous()",
+                code="too-large",
             )
 
 
@@ -163,7 +165,8 @@ def symbol(module: str, name: str, where: str) -> Any:
         raise RecordingError(
             f"{where}: it asks for {requested!r}, and a dump may only name what tensors, numpy arrays and "
             "plain containers are rebuilt with; nothing was executed. Dump plain values instead: "
-            "torch.save({'input_ids': ..., 'attention_mask': ...}, path)"
+            "torch.save({'input_ids': ..., 'attention_mask': ...}, path)",
+            code="forbidden-content",
         )
     return factory
 
@@ -189,7 +192,8 @@ class Storage:
         if len(data) != self.size_bytes:
             raise RecordingError(
                 f"{budget.where}: damaged: {len(data)} bytes of tensor data where {self.count} of "
-                f"{self.dtype} are declared"
+                f"{self.dtype} are declared",
+                code="damaged-file",
             )
         budget.charge(len(data))
         self.raw.append(bytearray(data))
@@ -224,7 +228,8 @@ class LazyTensor:
         if elements and reach > len(raw) // item:
             raise RecordingError(
                 f"{budget.where}: damaged: a tensor {list(self.size)[:8]} with strides "
-                f"{list(self.stride)[:8]} reaches out of its {len(raw)} bytes"
+                f"{list(self.stride)[:8]} reaches out of its {len(raw)} bytes",
+                code="damaged-file",
             )
         budget.charge(elements * item)
         if not elements:
@@ -294,7 +299,8 @@ class LazyArray:
         if size != len(self.raw):
             raise RecordingError(
                 f"{budget.where}: damaged: a numpy array {list(self.shape)[:8]} of {dtype} has "
-                f"{len(self.raw)} bytes"
+                f"{len(self.raw)} bytes",
+                code="damaged-file",
             )
         budget.charge(2 * size)
         plain = np.frombuffer(self.raw, np.uint8 if dtype.kind == "b" else dtype)

@@ -77,29 +77,34 @@ def load_dump(path: Path) -> Dump:
     except RecordingError:
         raise
     except (*_DAMAGE, RuntimeError) as error:
-        raise RecordingError(f"{where}: damaged: a tensor cannot be rebuilt ({error})") from error
+        raise RecordingError(
+            f"{where}: damaged: a tensor cannot be rebuilt ({error})", code="damaged-file"
+        ) from error
 
 
 def _read(path: Path, where: str) -> bytes:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
-        raise RecordingError(f"{path}: cannot be read ({error.strerror})") from error
+        raise RecordingError(f"{path}: cannot be read ({error.strerror})", code="cannot-read") from error
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise RecordingError(f"{where}: is no regular file")
+            raise RecordingError(f"{where}: is no regular file", code="not-a-file")
         if status.st_size > MAX_FILE_BYTES:
             raise RecordingError(
                 f"{where}: {status.st_size:,} bytes; dumps of at most {MAX_FILE_BYTES:,} are read, so dump "
-                "the inputs in several files"
+                "the inputs in several files",
+                code="too-large",
             )
         return file.read(status.st_size)
 
 
 def _load(data: bytes, where: str, budget: Budget, *, level: int) -> tuple[Any, str]:
     if level > _MAX_ARCHIVES:
-        raise RecordingError(f"{where}: archives are nested more than {_MAX_ARCHIVES} deep; it is no dump")
+        raise RecordingError(
+            f"{where}: archives are nested more than {_MAX_ARCHIVES} deep; it is no dump", code="too-deep"
+        )
     if data[:4] == _ZIP:
         return _load_zip(data, where, budget, level=level), "torch"
     first = _Machine(data, 0, where, budget, level=level)
@@ -117,18 +122,23 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
     programs = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(programs) != 1:
         raise RecordingError(
-            f"{where}: a zip file with {len(programs)} entries data.pkl; torch.save writes one"
+            f"{where}: a zip file with {len(programs)} entries data.pkl; torch.save writes one",
+            code="damaged-file",
         )
     root = programs[0].removesuffix("data.pkl")
     if entries.get(f"{root}byteorder", b"little") != b"little":
-        raise RecordingError(f"{where}: written on a big-endian machine, which is not read")
+        raise RecordingError(
+            f"{where}: written on a big-endian machine, which is not read", code="unsupported-version"
+        )
     known: dict[str, Storage] = {}
 
     def storage(kind: StorageKind, key: str, count: int) -> Storage:
         if key not in known:
             raw = entries.get(f"{root}data/{key}")
             if raw is None:
-                raise RecordingError(f"{where}: the archive lacks the tensor data {key[:60]!r}")
+                raise RecordingError(
+                    f"{where}: the archive lacks the tensor data {key[:60]!r}", code="damaged-file"
+                )
             known[key] = Storage(kind.dtype, count)
             known[key].fill(raw, budget)
         return known[key].viewed(kind.dtype, count)
@@ -146,18 +156,25 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
                 if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                     raise RecordingError(
                         f"{where}: entry {info.filename[:60]!r} is compressed; torch.save stores plain "
-                        "bytes, so this is no dump of it"
+                        "bytes, so this is no dump of it",
+                        code="wrong-kind-of-file",
                     )
                 left -= info.file_size
                 if left < 0:
-                    raise RecordingError(f"{where}: its entries claim more bytes than the file has")
+                    raise RecordingError(
+                        f"{where}: its entries claim more bytes than the file has", code="too-large"
+                    )
                 if info.filename in members:
-                    raise RecordingError(f"{where}: entry {info.filename[:60]!r} is there twice")
+                    raise RecordingError(
+                        f"{where}: entry {info.filename[:60]!r} is there twice", code="duplicate"
+                    )
                 members[info.filename] = archive.read(info)
     except RecordingError:
         raise  # a ValueError, but no damage
     except _ZIP_DAMAGE as error:
-        raise RecordingError(f"{where}: the archive is damaged ({error}); copy the file again") from error
+        raise RecordingError(
+            f"{where}: the archive is damaged ({error}); copy the file again", code="damaged-file"
+        ) from error
     return members
 
 
@@ -177,14 +194,21 @@ def _load_legacy(data: bytes, at: int, where: str, budget: Budget, *, level: int
         at = machine.at
     protocol, system, value, keys = parts
     if protocol != _LEGACY_PROTOCOL or type(system) is not dict or system.get("little_endian") is not True:
-        raise RecordingError(f"{where}: of an unknown version of torch.save, or of a big-endian machine")
+        raise RecordingError(
+            f"{where}: of an unknown version of torch.save, or of a big-endian machine",
+            code="unsupported-version",
+        )
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(waiting):
-        raise RecordingError(f"{where}: damaged: its list of tensor data is not that of its tensors")
+        raise RecordingError(
+            f"{where}: damaged: its list of tensor data is not that of its tensors", code="damaged-file"
+        )
     for key in keys:
         count = int.from_bytes(data[at : at + 8], "little", signed=True)
         size = waiting[key].size_bytes
         if count != waiting[key].count or len(data) - at - 8 < size:
-            raise RecordingError(f"{where}: damaged: the tensor data {key[:60]!r} is cut short")
+            raise RecordingError(
+                f"{where}: damaged: the tensor data {key[:60]!r} is cut short", code="damaged-file"
+            )
         waiting[key].fill(data[at + 8 : at + 8 + size], budget)
         at += 8 + size
     return value
@@ -201,7 +225,9 @@ def _plain(value: Any, budget: Budget, *, depth: int) -> Any:
     if type(value) in _ATOMS:
         return value
     if depth > MAX_NESTING:
-        raise RecordingError(f"{budget.where}: containers are nested more than {MAX_NESTING} deep")
+        raise RecordingError(
+            f"{budget.where}: containers are nested more than {MAX_NESTING} deep", code="too-deep"
+        )
     if isinstance(value, LazyTensor | LazyArray):
         return value.build(budget)
     if isinstance(value, Symbol | StorageKind | LazyDtype | Storage | torch.dtype):
@@ -259,17 +285,23 @@ class _Machine:
         except _DAMAGE as error:
             raise RecordingError(
                 f"{self.where}: no pickle, or a damaged one: instruction {code:#04x} at byte {begin} "
-                f"({type(error).__name__}: {str(error)[:100]}); copy the file again"
+                f"({type(error).__name__}: {str(error)[:100]}); copy the file again",
+                code="damaged-file",
             ) from error
 
     def _bad(self, what: str) -> NoReturn:
-        raise RecordingError(f"{self.where}: no pickle, or a damaged one: {what} at byte {self.at}")
+        raise RecordingError(
+            f"{self.where}: no pickle, or a damaged one: {what} at byte {self.at}", code="damaged-file"
+        )
 
     def _refuse(self, code: int) -> NoReturn:
         what = _REFUSED.get(code)
         if what is None:
             self._bad(f"unknown instruction {code:#04x}")
-        raise RecordingError(f"{self.where}: {what}, which this loader does not do (byte {self.at - 1})")
+        raise RecordingError(
+            f"{self.where}: {what}, which this loader does not do (byte {self.at - 1})",
+            code="forbidden-content",
+        )
 
     # bytes
 
@@ -325,7 +357,8 @@ class _Machine:
             plain = key is None or type(key) in (str, bytes, bool) or (type(key) is int and abs(key) < 2**31)
             if not plain:  # hashing anything else could take unbounded time
                 raise RecordingError(
-                    f"{self.where}: a dict has a {type(key).__name__} as a key; dump dicts with text keys"
+                    f"{self.where}: a dict has a {type(key).__name__} as a key; dump dicts with text keys",
+                    code="wrong-type",
                 )
             target[key] = value
 
@@ -357,7 +390,8 @@ class _Machine:
         if not isinstance(target, LazyArray | LazyDtype):
             raise RecordingError(
                 f"{self.where}: it sets the state of a {type(target).__name__}, which this loader does only "
-                "for numpy arrays; dump plain dicts of tensors"
+                "for numpy arrays; dump plain dicts of tensors",
+                code="forbidden-content",
             )
         target.set_state(state)
 

@@ -84,11 +84,18 @@ def check_inside(path: Path, root: Path) -> None:
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:
-        raise RecordingError(f"{path}: cannot be read ({error}); the recording is incomplete") from error
+        raise RecordingError(
+            f"{path}: cannot be read ({error}); the recording is incomplete", code="cannot-read"
+        ) from error
     if not stat.S_ISREG(mode):
-        raise RecordingError(f"{path}: is no plain file; a recording holds files and folders only")
+        raise RecordingError(
+            f"{path}: is no plain file; a recording holds files and folders only", code="not-a-file"
+        )
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise RecordingError(f"{path}: is a link that leads out of the recording; copy the file itself there")
+        raise RecordingError(
+            f"{path}: is a link that leads out of the recording; copy the file itself there",
+            code="leads-out-of-folder",
+        )
 
 
 def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
@@ -102,14 +109,19 @@ def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
         raw = file.read(JSON_BYTES + 1)
     value = parse_json(raw, str(path), RecordingError)
     if not isinstance(value, dict):
-        raise RecordingError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+        raise RecordingError(f"{path}: holds a JSON {type(value).__name__}, not an object", code="wrong-type")
     digest = value.pop("sha256", None)
     if not isinstance(digest, str) or not _HEX.fullmatch(digest) or raw.count(digest.encode()) != 1:
-        raise RecordingError(f"{path}: field sha256 is missing or not 64 hexadecimal digits")
+        raise RecordingError(
+            f"{path}: field sha256 is missing or not 64 hexadecimal digits",
+            code="missing-field",
+            name="sha256",
+        )
     if hashlib.sha256(raw.replace(digest.encode(), _ZEROS.encode())).hexdigest() != digest:
         raise RecordingError(
             f"{path}: field sha256 does not match the rest of the file; the file is damaged or was edited "
-            "by hand"
+            "by hand",
+            code="hash-differs",
         )
     return value
 
@@ -128,7 +140,8 @@ def write_signed_json(path: Path, value: Mapping[str, Any]) -> None:
     before, _, after = text.rpartition(_ZEROS)
     if _ZEROS in before:
         raise RecordingError(
-            f"{path}: a value holds 64 zeros, which stand for the checksum; write something else"
+            f"{path}: a value holds 64 zeros, which stand for the checksum; write something else",
+            code="contradiction",
         )
     with file_errors(path, RecordingError, "write"):
         write_atomic(path, before + digest + after)
@@ -139,7 +152,8 @@ def check_json_size(data: bytes, path: Path) -> None:
     if len(data) > JSON_BYTES or sum(map(data.count, (b",", b"[", b"{"))) > JSON_VALUES:
         raise RecordingError(
             f"{path}: {len(data):,} bytes of JSON would not be read again (at most {JSON_BYTES:,} bytes and "
-            f"{JSON_VALUES:,} values); keep less of each document, or set a smaller shard_inputs"
+            f"{JSON_VALUES:,} values); keep less of each document, or set a smaller shard_inputs",
+            code="too-large",
         )
 
 
@@ -182,7 +196,7 @@ class TensorFile:
             raise self._broken(f"its tensors end at byte {end:,}, the file at byte {size:,}; it is truncated")
 
     def _broken(self, what: str) -> RecordingError:
-        return RecordingError(f"{self.path}: {what}")
+        return RecordingError(f"{self.path}: {what}", code="damaged-file", path=self.path)
 
     def _span(self, name: str, value: Any, data: int) -> TensorSpan:
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
@@ -260,7 +274,8 @@ def dtype_name(tensor: Tensor | np.ndarray[Any, Any]) -> str:
         return {"u": "U", "i": "I", "f": "F"}[tensor.dtype.kind] + str(8 * tensor.dtype.itemsize)
     if tensor.dtype not in _NAMES:
         raise RecordingError(
-            f"a tensor of dtype {tensor.dtype} cannot be recorded; known: {', '.join(DTYPES)}"
+            f"a tensor of dtype {tensor.dtype} cannot be recorded; known: {', '.join(DTYPES)}",
+            code="wrong-type",
         )
     return _NAMES[tensor.dtype]
 
@@ -325,7 +340,8 @@ def _replace(path: Path, parts: Sequence[bytes | memoryview], *, sync: bool) -> 
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise RecordingError(
-            f"{path}: cannot be written ({error}); free some space, or record less (--record.every)"
+            f"{path}: cannot be written ({error}); free some space, or record less (--record.every)",
+            code="cannot-write",
         ) from error
     if sync:
         sync_folder(path.parent)

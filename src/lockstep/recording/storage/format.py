@@ -121,7 +121,8 @@ def _ids_and_mask(
     if not 0 <= int(real.min()) <= int(real.max()) < vocab_size:
         raise RecordingError(
             f"{where}: token_ids are {int(real.min())} to {int(real.max())}, but the vocabulary has ids "
-            f"0 to {vocab_size - 1}; give the header the model's vocab_size"
+            f"0 to {vocab_size - 1}; give the header the model's vocab_size",
+            code="outside-vocabulary",
         )
     return {
         "token_ids": real.astype(ids_dtype(vocab_size)),
@@ -185,7 +186,8 @@ class _Layout:
         if not 0 < documents <= len(batch.lengths) or min(batch.lengths) < 1:
             raise RecordingError(
                 f"{where}: needs at least one document, none empty; got {documents} sample_ids and lengths "
-                f"{batch.lengths[:20]}"
+                f"{batch.lengths[:20]}",
+                code="empty",
             )
         return cls(tuple(map(int, batch.lengths[:documents])), tuple(map(int, batch.lengths[documents:])))
 
@@ -231,7 +233,9 @@ def _vector(tensor: Tensor, dtype: torch.dtype, name: str, slots: int, where: st
         raise RecordingError(
             f"{where}: {name} must be [{slots}] {dtype} on the CPU, got {list(tensor.shape)} {tensor.dtype} "
             "on "
-            f"{tensor.device}"
+            f"{tensor.device}",
+            code="wrong-shape",
+            name=name,
         )
     return tensor.detach().contiguous().numpy()
 
@@ -243,13 +247,21 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
     capacity = batch.cu_seqlens.shape[0] - 1
     _check_capacity(layout, capacity, batch.max_seqlen, where)
     if layout.slots != slots:
-        raise RecordingError(f"{where}: lengths sum to {layout.slots}, but token_ids has {slots} slots")
+        raise RecordingError(
+            f"{where}: lengths sum to {layout.slots}, but token_ids has {slots} slots",
+            code="wrong-shape",
+            name="lengths",
+        )
     if ids[used:].any():
-        raise RecordingError(f"{where}: token_ids must be 0 in the padded tail")
+        raise RecordingError(
+            f"{where}: token_ids must be 0 in the padded tail", code="wrong-shape", name="token_ids"
+        )
     if mask[used:].any() or (_kind(batch) != SCORED and mask[layout.ends()].any()):
         raise RecordingError(
             f"{where}: loss_mask must be False in the padded tail, and at every document's last token where "
-            "no score is read"
+            "no score is read",
+            code="wrong-shape",
+            name="loss_mask",
         )
     for name, tensor, derived in (
         ("positions", batch.positions, layout.positions()),
@@ -261,7 +273,9 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
             raise RecordingError(
                 f"{where}: {name} are not those that follow from token_ids and lengths (see "
                 "lockstep.schema.batch); "
-                "pack the documents with lockstep.packing.pack"
+                "pack the documents with lockstep.packing.pack",
+                code="wrong-shape",
+                name=name,
             )
 
 
@@ -273,14 +287,22 @@ def _check_capacity(layout: _Layout, document_slots: int, max_seqlen: int, where
         raise RecordingError(
             f"{where}: {documents} documents in document_slots = {document_slots} and a tail of "
             f"{sum(layout.tail)} slots; documents must fit, at most {entries} and {pads} beside "
-            f"{layout.used} real tokens"
+            f"{layout.used} real tokens",
+            code="wrong-shape",
+            name="document_slots",
         )
     if max_seqlen > _MAX_SEQLEN:
-        raise RecordingError(f"{where}: max_seqlen = {max_seqlen}; at most {_MAX_SEQLEN}")
+        raise RecordingError(
+            f"{where}: max_seqlen = {max_seqlen}; at most {_MAX_SEQLEN}",
+            code="out-of-range",
+            name="max_seqlen",
+        )
     if max_seqlen < max(layout.lengths + layout.tail):
         raise RecordingError(
             f"{where}: max_seqlen = {max_seqlen}, but a document has {max(layout.lengths + layout.tail)} "
-            "slots"
+            "slots",
+            code="out-of-range",
+            name="max_seqlen",
         )
 
 
@@ -346,7 +368,9 @@ def _entry(
         }
     if meta.documents and len(meta.documents) != len(layout.lengths):
         raise RecordingError(
-            f"{where}: meta.documents has {len(meta.documents)} entries for {len(layout.lengths)} documents"
+            f"{where}: meta.documents has {len(meta.documents)} entries for {len(layout.lengths)} documents",
+            code="wrong-shape",
+            name="documents",
         )
     return entry, others
 
@@ -392,7 +416,9 @@ def decode(
     if bits[used:].any() or wrong_end or int(counts.sum()) != entry.trained:
         raise RecordingError(
             f"loss_mask: {int(counts.sum())} tokens are trained on, the field trained says {entry.trained}; "
-            f"a document's last token never is, but in inputs of kind {SCORED}"
+            f"a document's last token never is, but in inputs of kind {SCORED}",
+            code="wrong-field",
+            name="trained",
         )
     floats = {
         name: torch.from_numpy(_widen(np.frombuffer(columns[name], dtype="<f4"), spread, mask, counts))

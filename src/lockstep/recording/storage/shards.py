@@ -45,13 +45,15 @@ def check_version(format: object, version: object, where: str) -> None:
     """Raises RecordingError for another format or version."""
     if format != FORMAT:
         raise RecordingError(
-            f"{where}: field format is {str(format)[:40]!r}, not {FORMAT!r}; this is no recording"
+            f"{where}: field format is {str(format)[:40]!r}, not {FORMAT!r}; this is no recording",
+            code="wrong-kind-of-file",
         )
     if str(version) != str(VERSION) or isinstance(version, bool):
         raise RecordingError(
             f"{where}: field version is {str(version)[:40]!r}, this Lockstep reads {VERSION}; use the "
             "Lockstep that "
-            "wrote it"
+            "wrote it",
+            code="version-differs",
         )
 
 
@@ -89,7 +91,7 @@ class Shard:
         self._verified: tuple[int, int, int] | None = None
 
     def _broken(self, what: str) -> RecordingError:
-        return RecordingError(f"{self.path}: {what}")
+        return RecordingError(f"{self.path}: {what}", code="damaged-file", path=self.path)
 
     def _read_table(self, text: str) -> dict[str, str]:
         table = parse_json(
@@ -215,7 +217,8 @@ def read_rank(root: Path, rank: int) -> RankFiles:
     if not folder.is_dir() or not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(root)):
         raise RecordingError(
             f"{folder}: is missing, or a link out of the recording; recording.json's field ranks names rank "
-            f"{rank}"
+            f"{rank}",
+            code="incomplete",
         )
     files: dict[str, dict[int, Path]] = {"shard": {}, "open": {}}
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -224,7 +227,9 @@ def read_rank(root: Path, rank: int) -> RankFiles:
         if match is not None:
             files[match[1]][int(match[2])] = folder / name
         elif name != INDEX:
-            raise RecordingError(f"{folder / name}: is no file of a recording; move it elsewhere")
+            raise RecordingError(
+                f"{folder / name}: is no file of a recording; move it elsewhere", code="wrong-kind-of-file"
+            )
     if not names:  # the writer died between making the folder and the index
         return RankFiles(index=empty_index(rank), shards=(), open=(), ignored=())
     index = _read_index(folder / INDEX, root, rank)
@@ -237,10 +242,16 @@ def _read_index(path: Path, root: Path, rank: int) -> IndexEntry:
     index = checked(IndexEntry, value, where=str(path))
     numbers = [shard.number for shard in index.shards]
     if index.rank != rank:
-        raise RecordingError(f"{path}: field rank is {index.rank}, but it lies in {path.parent.name}")
+        raise RecordingError(
+            f"{path}: field rank is {index.rank}, but it lies in {path.parent.name}",
+            code="wrong-field",
+            name="rank",
+        )
     if numbers != sorted(set(numbers)) or any(number >= index.next_shard for number in numbers):
         raise RecordingError(
-            f"{path}: field shards must ascend and stay below next_shard = {index.next_shard}"
+            f"{path}: field shards must ascend and stay below next_shard = {index.next_shard}",
+            code="wrong-field",
+            name="shards",
         )
     return index
 
@@ -255,7 +266,8 @@ def _select(index: IndexEntry, files: dict[str, dict[int, Path]], *, root: Path,
         if shard.sha256 != row.sha256 or len(shard.entries) != row.inputs:
             raise RecordingError(
                 f"{shard.path}: is not the file that {folder / INDEX} lists ({row.inputs} inputs, sha256 "
-                f"{row.sha256[:12]}...); it was renamed or replaced"
+                f"{row.sha256[:12]}...); it was renamed or replaced",
+                code="mixed-files",
             )
         shards.append((number, shard))
     unlisted = sorted(n for n in files["shard"] if n >= index.next_shard)
@@ -267,10 +279,13 @@ def _select(index: IndexEntry, files: dict[str, dict[int, Path]], *, root: Path,
                 "kind is "
                 f"{file_name(kind, start)}{' and that the recording is closed' if index.closed else ''}; a "
                 "file is "
-                "missing, was renamed or does not belong here"
+                "missing, was renamed or does not belong here",
+                code="incomplete",
             )
     if len(unlisted) > 1:
-        raise RecordingError(f"{folder / INDEX}: lists too few shards; the file is older than the others")
+        raise RecordingError(
+            f"{folder / INDEX}: lists too few shards; the file is older than the others", code="incomplete"
+        )
     shards += [(n, Shard(folder / file_name("shard", n), root, rank=index.rank)) for n in unlisted]
     return RankFiles(
         index=index,

@@ -54,7 +54,9 @@ def save_tensors(tensors: Mapping[str, Tensor], directory: Path, *, known: str |
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecordingError(f"{directory}: cannot be made ({error}); weights are stored there") from error
+        raise RecordingError(
+            f"{directory}: cannot be made ({error}); weights are stored there", code="cannot-write"
+        ) from error
     metadata = {"format": "pt", "lockstep": _FORMAT, "fingerprint": digest, "stored": of_file}
     write_tensors(path, stored, metadata, sync=True)
     return digest
@@ -108,7 +110,8 @@ def verified(directory: Path, *, weights: str | None, known: dict[Path, str] | N
     if weights is not None and of_module is not None and of_module != weights:
         raise RecordingError(
             f"{file.path}: holds the weights {printable(of_module[:80])}, the input saw "
-            f"{printable(weights[:80])}; the file is damaged or of another run"
+            f"{printable(weights[:80])}; the file is damaged or of another run",
+            code="hash-differs",
         )
 
 
@@ -130,7 +133,8 @@ def _checked_fingerprint(file: TensorFile, known: dict[Path, str] | None = None)
     if stored != of_file:
         raise RecordingError(
             f"{file.path}: its tensors have the fingerprint {of_file}, {printable(stored[:80])} was stored; "
-            "the file is damaged"
+            "the file is damaged",
+            code="hash-differs",
         )
     return of_file
 
@@ -166,7 +170,9 @@ def find_weights(recording: Path, meta: InputMeta, *, known: dict[Path, str] | N
         if not _NAME.fullmatch(meta.checkpoint):
             raise RecordingError(
                 f"{recording}: field checkpoint of input {tuple(meta.key)} is {meta.checkpoint[:80]!r}; it "
-                "must be weights/NAME or ../checkpoints/NAME"
+                "must be weights/NAME or ../checkpoints/NAME",
+                code="wrong-field",
+                name="checkpoint",
             )
         folder = _inside(recording, meta.checkpoint)
         if folder is not None:
@@ -186,7 +192,10 @@ def _inside(recording: Path, name: str) -> Path | None:
     if not os.path.lexists(folder / FILE):
         return None
     if folder.resolve() != folder:
-        raise RecordingError(f"{folder}: is a link that leads elsewhere; copy the weights themselves there")
+        raise RecordingError(
+            f"{folder}: is a link that leads elsewhere; copy the weights themselves there",
+            code="leads-out-of-folder",
+        )
     check_inside(folder / FILE, folder)
     return folder
 
@@ -219,24 +228,30 @@ def _check(
     if only_adapters and not targets:
         raise RecordingError(
             f"{file.path}: holds LoRA adapters, and the model has none; load it with the model.lora of the "
-            "recording"
+            "recording",
+            code="other-model",
         )
     missing = sorted(targets.keys() - file.tensors.keys())
     extra = [] if partial else sorted(file.tensors.keys() - targets.keys())
     if missing or extra:
         raise RecordingError(
             f"{file.path}: belongs to another model: {len(missing)} tensors are missing {missing[:3]}, "
-            f"{len(extra)} are not known {[name[:80] for name in extra[:3]]}"
+            f"{len(extra)} are not known {[name[:80] for name in extra[:3]]}",
+            code="other-model",
         )
     for name, tensor in targets.items():
         span = file.tensors[name]
         if span.shape != tuple(tensor.shape):
             raise RecordingError(
                 f"{file.path}: tensor {name!r} is {list(span.shape)}, the model has {list(tensor.shape)}; "
-                "it belongs to another model"
+                "it belongs to another model",
+                code="wrong-shape",
+                name=name,
             )
         if DTYPES[span.dtype] != tensor.dtype and not cast:
             raise RecordingError(
                 f"{file.path}: tensor {name!r} is {DTYPES[span.dtype]}, the model has {tensor.dtype}; load "
-                "the model in the recorded dtype"
+                "the model in the recorded dtype",
+                code="wrong-type",
+                name=name,
             )

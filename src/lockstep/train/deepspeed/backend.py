@@ -241,7 +241,8 @@ class DeepSpeedBackend:
             self._check_losses(batches, stats.losses)
             self._recover()
             raise TrainError(
-                f"step {self.steps_done}, a loss of another rank is not finite. No weight was changed"
+                f"step {self.steps_done}, a loss of another rank is not finite. No weight was changed",
+                code="not-finite",
             )
         return stats
 
@@ -252,7 +253,8 @@ class DeepSpeedBackend:
         if self._gradients_ready:
             raise TrainError(
                 "DeepSpeed reduces gradients in the last backward of a step, so a second forward_backward "
-                "cannot add to them; give all micro-batches in one call, or call drop_gradients() between"
+                "cannot add to them; give all micro-batches in one call, or call drop_gradients() between",
+                code="wrong-state",
             )
         outputs = {}
         self._outer.train()
@@ -327,7 +329,9 @@ class DeepSpeedBackend:
                 f"{self.config.zero_stage} on {self.world_size} rank(s); set train.activation_checkpointing "
                 "= true, lower train.token_budget, set train.optimizer_device = 'cpu', or use more ranks "
                 "with train.zero_stage = 3 (--zero-stage 3). No weight was changed. torch says: "
-                f"{error}"
+                f"{error}",
+                code="out-of-memory",
+                setting="train.token_budget",
             ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
@@ -505,7 +509,8 @@ def _import_deepspeed(device: torch.device) -> Any:
     except ImportError as error:
         raise ConfigError(
             "DeepSpeed is not installed; `pip install wheel ninja packaging`, then "
-            f"`pip install --no-build-isolation deepspeed` ({error})"
+            f"`pip install --no-build-isolation deepspeed` ({error})",
+            code="missing-package",
         ) from error
     # DeepSpeed's calls of torch.distributed; one line per collective otherwise.
     warnings.filterwarnings(
@@ -515,6 +520,7 @@ def _import_deepspeed(device: torch.device) -> Any:
     if name != device.type:
         raise ConfigError(
             f"DeepSpeed runs on {name} in this process, the model is on {device.type}; set "
-            f"DS_ACCELERATOR={device.type} in the environment"
+            f"DS_ACCELERATOR={device.type} in the environment",
+            code="wrong-environment",
         )
     return deepspeed

@@ -122,7 +122,8 @@ class ZeroParts:
                 raise CheckpointError(
                     f"{path} has been updated {count} times, other parameters {self._count} times, as in a "
                     "model some of whose experts were not always used; DeepSpeed keeps one count for all; "
-                    "load it with train.backend = 'local' or 'fsdp2'"
+                    "load it with train.backend = 'local' or 'fsdp2'",
+                    code="unsupported-combination",
                 )
             self._count = count
         elif fragment.start < fragment.stop:

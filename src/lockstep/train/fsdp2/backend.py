@@ -300,7 +300,9 @@ class FSDP2Backend(Rests):
                 f"slots on a mesh of {mesh}; set train.activation_checkpointing = true, lower "
                 f"train.token_budget, set {gathered}, train.optimizer_device = 'cpu' "
                 "or train.parameter_device = 'cpu', or use more ranks. No weight was changed. torch says: "
-                f"{error}"
+                f"{error}",
+                code="out-of-memory",
+                setting="train.token_budget",
             ) from error
 
     def _recover(self) -> None:
@@ -534,11 +536,15 @@ def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
     if config.execution not in ("eager", "compile", "joint"):
         raise ConfigError(
             f"train.execution = {config.execution!r} is not available with train.backend = 'fsdp2'; "
-            "set 'eager', 'compile' or 'joint'"
+            "set 'eager', 'compile' or 'joint'",
+            code="unsupported-combination",
+            setting="train.execution",
         )
     if config.optimizer == "adamw8bit":
         raise ConfigError(
             "train.optimizer = 'adamw8bit' is not available with train.backend = 'fsdp2': its blocks of "
             "8-bit codes would lie across the ranks' shards; set 'adamw', and train.optimizer_device = 'cpu' "
-            "for memory"
+            "for memory",
+            code="unsupported-combination",
+            setting="train.optimizer",
         )

@@ -66,7 +66,9 @@ def mesh_sizes(world_size: int, *, ring: int, tp: int) -> tuple[int, int, int]:
             f"{world_size} ranks cannot be a mesh of dp x ring x tp with train.ring = {ring} and train.tp = "
             f"{tp}: {ring} * {tp} = {ring * tp} does not divide {world_size}. Start {fits[0]} or a multiple "
             f"of it ({', '.join(map(str, fits[1:4]))}), or set train.ring and train.tp so that their product "
-            f"divides {world_size}"
+            f"divides {world_size}",
+            code="not-divisible",
+            setting="train.tp",
         )
     return world_size // (ring * tp), ring, tp
 

@@ -106,7 +106,9 @@ def check_tensor_parallel_size(config: Any, size: int) -> None:
         raise ConfigError(
             f"train.tp = {size} does not divide the model's {config.num_attention_heads} query heads and "
             f"{config.num_key_value_heads} key/value heads, and a head cannot be split; sizes that work: "
-            f"{', '.join(map(str, sizes))}"
+            f"{', '.join(map(str, sizes))}",
+            code="not-divisible",
+            setting="train.tp",
         )
 
 
@@ -124,7 +126,9 @@ def resolve_tp_plan(plan: str, *, tp: int, others: int) -> Literal["hf", "lockst
         raise ConfigError(
             f"train.tp_plan = 'hf' with tp = {tp} on {tp * others} ranks: transformers' plan is for tensor "
             f"parallel over all ranks and nothing else, it takes the whole world of {tp * others} for one "
-            f"group; set train.tp_plan = 'lockstep', or start {tp} ranks"
+            f"group; set train.tp_plan = 'lockstep', or start {tp} ranks",
+            code="unsupported-combination",
+            setting="train.tp_plan",
         )
     return "hf" if plan == "hf" else "lockstep"
 
@@ -183,7 +187,9 @@ def _lookup(path: str, plan: Plan) -> Split | Replicated:
         if path == suffix or path.endswith("." + suffix):
             return how
     raise ConfigError(
-        f"train.tp: the tensor-parallel plan does not know the module {path!r}; set train.tp = 1"
+        f"train.tp: the tensor-parallel plan does not know the module {path!r}; set train.tp = 1",
+        code="unsupported-model",
+        setting="train.tp",
     )
 
 
@@ -197,7 +203,9 @@ def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
     if not styles:
         raise ConfigError(
             f"train.tp_plan = 'hf': transformers has no plan for {type(model).__name__}; set train.tp_plan = "
-            "'lockstep'"
+            "'lockstep'",
+            code="unsupported-model",
+            setting="train.tp_plan",
         )
     splits: dict[str, Split | Replicated] = {}
     for path in _with_parameters(module):
@@ -212,7 +220,9 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
     if style not in _HF_STYLES:
         raise ConfigError(
             f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which is not known "
-            f"here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'"
+            f"here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'",
+            code="unsupported-model",
+            setting="train.tp_plan",
         )
     ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
     if how == Replicated() and ours == Replicated(summed=True):
@@ -220,7 +230,9 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
     if how not in (ours, Replicated()):
         raise ConfigError(
             f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which does not fit "
-            "the code here; set train.tp_plan = 'lockstep'"
+            "the code here; set train.tp_plan = 'lockstep'",
+            code="unsupported-model",
+            setting="train.tp_plan",
         )
     return how
 
@@ -235,7 +247,9 @@ def _check_blocks(by_module: Plan) -> None:
     if torn := [parent for parent, split in blocks.items() if len(split) > 1]:
         raise ConfigError(
             f"train.tp_plan = 'hf': transformers splits some matrices of {torn[0]!r} and not others; set "
-            "train.tp_plan = 'lockstep'"
+            "train.tp_plan = 'lockstep'",
+            code="unsupported-model",
+            setting="train.tp_plan",
         )
 
 

@@ -39,7 +39,9 @@ class PendingCopy:
         if self._thread.is_alive():
             raise TrainError(
                 f"the copy of the train state for a checkpoint took more than {seconds:.0f} s; is the "
-                "machine out of memory and swapping? checkpoint.background = false makes none"
+                "machine out of memory and swapping? checkpoint.background = false makes none",
+                code="deadline",
+                setting="checkpoint.background",
             )
 
     def take(self) -> list[Tensor]:
@@ -48,7 +50,9 @@ class PendingCopy:
         if self._error is not None:
             raise CheckpointError(
                 f"the train state could not be copied into host memory: {self._error}; set "
-                "checkpoint.background = false, which makes no copy"
+                "checkpoint.background = false, which makes no copy",
+                code="out-of-memory",
+                setting="checkpoint.background",
             ) from self._error
         copies, self._copies = self._copies, []
         return copies

@@ -124,7 +124,7 @@ def read_json(path: Path) -> Any:
     """Raises CheckpointError: missing, larger than any that is written, not JSON, or a link out of its
     folder."""
     if not path.exists():
-        raise CheckpointError(f"{path} is missing")
+        raise CheckpointError(f"{path} is missing", code="no-such-file", path=path)
     return files.read_json(path, CheckpointError, root=path.parent, limit=_MAX_JSON)
 
 
@@ -133,9 +133,9 @@ def read_record(path: Path, name: str, record: Any) -> FileRecord:
     type."""
     where = f"{path}: field 'files.{printable(name)}'"
     if not isinstance(record, dict) or set(record) != {"bytes", "sha256"}:
-        raise CheckpointError(f"{where} must have bytes and sha256; it is damaged")
+        raise CheckpointError(f"{where} must have bytes and sha256; it is damaged", code="damaged-file")
     if not is_count(record["bytes"]) or not isinstance(record["sha256"], str):
-        raise CheckpointError(f"{where} is {record!r:.200}; it is damaged")
+        raise CheckpointError(f"{where} is {record!r:.200}; it is damaged", code="damaged-file")
     return FileRecord(**record)
 
 
@@ -152,15 +152,21 @@ def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
     """
     with file_errors(path, CheckpointError):
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
+            raise CheckpointError(f"{path} is missing", code="no-such-file", path=path)
         check_inside(path, CheckpointError, root=path.parent)
         size = path.stat().st_size
         if size != record.bytes:
-            raise CheckpointError(f"{path} has {size} bytes, {record.bytes} were written; it is damaged")
+            raise CheckpointError(
+                f"{path} has {size} bytes, {record.bytes} were written; it is damaged",
+                code="damaged-file",
+                path=path,
+            )
         if contents and (now := sha256_of(path)) != record.sha256:
             raise CheckpointError(
                 f"{path} has sha256 {now[:16]}..., {printable(record.sha256[:16])}... was written; it is "
-                "damaged"
+                "damaged",
+                code="hash-differs",
+                path=path,
             )
 
 
@@ -174,7 +180,7 @@ def require_free_space(directory: Path, needed: int) -> None:
     """Raises CheckpointError, before anything is written, when `needed` bytes do not fit."""
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise CheckpointError(out_of_space(directory, needed=needed, free=free))
+        raise CheckpointError(out_of_space(directory, needed=needed, free=free), code="no-space")
 
 
 def out_of_space(directory: Path, *, needed: int, free: int) -> str:

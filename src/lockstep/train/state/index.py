@@ -75,32 +75,41 @@ def read_index(directory: Path) -> StateIndex:
     path = directory / STATE
     state = read_json(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: field 'format' is not {FORMAT!r}; this is no train state")
+        raise CheckpointError(
+            f"{path}: field 'format' is not {FORMAT!r}; this is no train state", code="wrong-kind-of-file"
+        )
     version = state.get("version")
     if not is_count(version) or version not in (1, VERSION):
         raise CheckpointError(
             f"{path}: field 'version' is {version!r}, this Lockstep reads 1 and {VERSION}; use the "
-            f"version of Lockstep that wrote it ({state.get('versions')})"
+            f"version of Lockstep that wrote it ({state.get('versions')})",
+            code="version-differs",
         )
     if not isinstance(state.get("progress"), dict):
-        raise CheckpointError(f"{path}: field 'progress' is missing")
+        raise CheckpointError(f"{path}: field 'progress' is missing", code="missing-field", name="progress")
     if version == 1:
         state |= {"backend": "local", "mesh": {}, "world_size": 1}
     size, mesh, backend = state.get("world_size"), state.get("mesh"), state.get("backend")
     if not is_count(size) or not 1 <= size <= _MAX_RANKS:
-        raise CheckpointError(f"{path}: field 'world_size' is {size!r}")
+        raise CheckpointError(
+            f"{path}: field 'world_size' is {size!r}", code="wrong-field", name="world_size"
+        )
     if not isinstance(mesh, dict) or not all(is_count(length) for length in mesh.values()):
-        raise CheckpointError(f"{path}: field 'mesh' is {mesh!r}, which is no mesh")
+        raise CheckpointError(
+            f"{path}: field 'mesh' is {mesh!r}, which is no mesh", code="wrong-field", name="mesh"
+        )
     if not isinstance(backend, str):
-        raise CheckpointError(f"{path}: field 'backend' is {backend!r}")
+        raise CheckpointError(f"{path}: field 'backend' is {backend!r}", code="wrong-field", name="backend")
     files = _files(path, state)
     for rank in range(1, size):
         files |= _files_of_rank(directory, state, rank)
     if version == 1 and set(files) != _V1_FILES:
-        raise CheckpointError(f"{path}: field 'files' must list exactly {sorted(_V1_FILES)}")
+        raise CheckpointError(
+            f"{path}: field 'files' must list exactly {sorted(_V1_FILES)}", code="wrong-field", name="files"
+        )
     for rank in range(size):
         if (name := rank_file("rng", "safetensors", rank=rank, size=size)) not in files:
-            raise CheckpointError(f"{path}: field 'files' lacks {name!r}")
+            raise CheckpointError(f"{path}: field 'files' lacks {name!r}", code="wrong-field", name="files")
     return StateIndex(
         directory=directory,
         progress=state["progress"],
@@ -115,10 +124,14 @@ def read_index(directory: Path) -> StateIndex:
 def _files(path: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]:
     files = state.get("files")
     if not isinstance(files, dict):
-        raise CheckpointError(f"{path}: field 'files' is missing")
+        raise CheckpointError(f"{path}: field 'files' is missing", code="missing-field", name="files")
     for name in files:
         if _FILE.fullmatch(name) is None:
-            raise CheckpointError(f"{path}: field 'files' names {name!r}, which is no file of a train state")
+            raise CheckpointError(
+                f"{path}: field 'files' names {name!r}, which is no file of a train state",
+                code="wrong-field",
+                name="files",
+            )
     return {name: read_record(path, name, record) for name, record in files.items()}
 
 
@@ -127,11 +140,12 @@ def _files_of_rank(directory: Path, state: Mapping[str, Any], rank: int) -> dict
     path = directory / rank_file("files", "json", rank=rank, size=state["world_size"])
     value = read_json(path)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no list of files; it is damaged")
+        raise CheckpointError(f"{path} holds no list of files; it is damaged", code="damaged-file")
     if value.get("save_id") != state.get("save_id"):
         raise CheckpointError(
             f"{path} belongs to another save ({value.get('save_id')!r}) than {STATE} "
-            f"({state.get('save_id')!r}): files of two checkpoints are mixed"
+            f"({state.get('save_id')!r}): files of two checkpoints are mixed",
+            code="mixed-files",
         )
     return _files(path, value)
 
@@ -139,10 +153,14 @@ def _files_of_rank(directory: Path, state: Mapping[str, Any], rank: int) -> dict
 def _tensors(path: Path, state: Mapping[str, Any], files: Mapping[str, FileRecord]) -> dict[str, str]:
     tensors = state.get("tensors")
     if not isinstance(tensors, dict):
-        raise CheckpointError(f"{path}: field 'tensors' is missing")
+        raise CheckpointError(f"{path}: field 'tensors' is missing", code="missing-field", name="tensors")
     for name, file in tensors.items():
         if not isinstance(file, str) or file not in files:
-            raise CheckpointError(f"{path}: field 'tensors.{name}' is {file!r}, which is not in 'files'")
+            raise CheckpointError(
+                f"{path}: field 'tensors.{name}' is {file!r}, which is not in 'files'",
+                code="wrong-field",
+                name="tensors",
+            )
     return tensors
 
 
@@ -175,14 +193,24 @@ class StoredTensors:
                 part = opened.get_slice(key)
                 dtype, shape = str(part.get_dtype()), tuple(part.get_shape())
                 if dtype not in _TORCH_DTYPES:
-                    raise CheckpointError(f"{path}: tensor {key!r} is {dtype}, which no train state has")
+                    raise CheckpointError(
+                        f"{path}: tensor {key!r} is {dtype}, which no train state has",
+                        code="wrong-type",
+                        name=key,
+                    )
                 name = prefix + key
                 if name in self.stored:
-                    raise CheckpointError(f"{path}: tensor {key!r} is in {self.stored[name].file} as well")
+                    raise CheckpointError(
+                        f"{path}: tensor {key!r} is in {self.stored[name].file} as well",
+                        code="duplicate",
+                        name=key,
+                    )
                 self.stored[name] = Stored(file, key, shape, _TORCH_DTYPES[dtype])
         except (SafetensorError, OSError) as error:
             self._files.close()
-            raise CheckpointError(f"{path} is not a readable safetensors file ({error})") from error
+            raise CheckpointError(
+                f"{path} is not a readable safetensors file ({error})", code="damaged-file"
+            ) from error
 
     def _compare(self, tensors: Mapping[str, str]) -> None:
         state = self.index.directory / STATE
@@ -190,12 +218,14 @@ class StoredTensors:
             if name not in self.stored or self.stored[name].file != file:
                 raise CheckpointError(
                     f"{self.index.directory / file}: tensor {name.removeprefix(MODEL)!r} is missing; {state} "
-                    "says that it is there"
+                    "says that it is there",
+                    code="wrong-weights",
                 )
         for name, stored in self.stored.items():
             if name not in tensors:
                 raise CheckpointError(
-                    f"{self.index.directory / stored.file}: tensor {stored.key!r} is not in {state}"
+                    f"{self.index.directory / stored.file}: tensor {stored.key!r} is not in {state}",
+                    code="wrong-weights",
                 )
 
     def __enter__(self) -> StoredTensors:
@@ -237,7 +267,8 @@ class StoredTensors:
         if missing or extra:
             raise CheckpointError(
                 f"{self.index.directory} belongs to another model, optimizer or adapter: {len(missing)} "
-                f"tensors are missing {missing[:3]}, {len(extra)} are not known {extra[:3]}"
+                f"tensors are missing {missing[:3]}, {len(extra)} are not known {extra[:3]}",
+                code="other-model",
             )
         return sources
 
@@ -259,7 +290,8 @@ class StoredTensors:
             return
         raise CheckpointError(
             f"{self.index.directory / source.file}: tensor {source.key!r} is {DTYPES[source.dtype]} "
-            f"{list(source.shape)}, the run has {DTYPES[meta.dtype]} {list(meta.shape)}"
+            f"{list(source.shape)}, the run has {DTYPES[meta.dtype]} {list(meta.shape)}",
+            code="wrong-shape",
         )
 
     def _is_weight(self, name: str, needed: Mapping[str, TensorMeta]) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.ranks.objects import gather_objects
 
 
@@ -44,11 +45,14 @@ class StateRanks:
             if failure is not None:
                 raise failure
             return
-        messages = self.gather(None if failure is None else f"{failure}")
+        data = failure.data if isinstance(failure, LockstepError) else {"code": "peer-failed"}
+        told = self.gather(None if failure is None else json.dumps([f"{failure}", data]))
+        messages = [None if text is None else json.loads(text)[0] for text in told]
         failed = [f"rank {rank} of {self.size}: {m}" for rank, m in enumerate(messages) if m is not None]
         if failure is not None and not isinstance(failure, (CheckpointError, OSError)):
             raise failure
         if failed:
             # Often all ranks find the same fault: it is said once.
             text = failed[0] if len(set(messages)) > 1 or len(failed) == 1 else f"every rank: {messages[0]}"
-            raise CheckpointError(text) from failure
+            first = next(json.loads(text)[1] for text in told if text is not None)
+            raise CheckpointError(text, **first) from failure

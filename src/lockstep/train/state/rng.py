@@ -83,7 +83,9 @@ def read_rng(path: Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file ({error})") from error
+        raise CheckpointError(
+            f"{path} is not a readable safetensors file ({error})", code="damaged-file"
+        ) from error
 
 
 def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
@@ -97,17 +99,25 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
         if name.startswith(_CUDA):
             continue
         if name not in state or state[name].dtype != tensor.dtype:
-            raise CheckpointError(f"{path}: the state of generator {name!r} is missing or of another type")
+            raise CheckpointError(
+                f"{path}: the state of generator {name!r} is missing or of another type",
+                code="wrong-type",
+                name=name,
+            )
         if not name.endswith("_gauss") and state[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{path}: generator {name!r} has a state of {list(state[name].shape)}, here it is "
-                f"{list(tensor.shape)}; the checkpoint was made with another version of torch or numpy"
+                f"{list(tensor.shape)}; the checkpoint was made with another version of torch or numpy",
+                code="wrong-shape",
+                name=name,
             )
     for name, tensor in state.items():
         # Seed and offset of Philox, 8 bytes each.
         if name.startswith(_CUDA) and (tensor.dtype, tensor.shape) != (torch.uint8, (16,)):
             raise CheckpointError(
-                f"{path}: generator {name!r} has a state of {list(tensor.shape)}, not of 16 bytes"
+                f"{path}: generator {name!r} has a state of {list(tensor.shape)}, not of 16 bytes",
+                code="wrong-shape",
+                name=name,
             )
     tries: dict[str, Callable[[], object]] = {
         "torch_cpu": lambda: torch.Generator().set_state(state["torch_cpu"]),
@@ -118,7 +128,9 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
         try:
             attempt()
         except (RuntimeError, ValueError, OverflowError, TypeError) as error:
-            raise CheckpointError(f"{path}: generator {name!r} has no valid state ({error})") from error
+            raise CheckpointError(
+                f"{path}: generator {name!r} has no valid state ({error})", code="damaged-file", name=name
+            ) from error
 
 
 def _python_state(state: Mapping[str, Tensor]) -> tuple[int, tuple[int, ...], float | None]:

@@ -244,9 +244,11 @@ class _RankFiles:
 
     def _explained(self, error: OSError) -> CheckpointError:
         if not is_out_of_space(error):
-            return CheckpointError(f"{self._directory} could not be written: {error}")
+            return CheckpointError(f"{self._directory} could not be written: {error}", code="cannot-write")
         free = shutil.disk_usage(self._directory).free
-        return CheckpointError(f"{error}: {out_of_space(self._directory, needed=self._needed, free=free)}")
+        return CheckpointError(
+            f"{error}: {out_of_space(self._directory, needed=self._needed, free=free)}", code="no-space"
+        )
 
 
 def load_state(
@@ -307,10 +309,16 @@ def checked_progress(index: StateIndex, own: Mapping[str, Any]) -> dict[str, Any
     for key in ("optimizer", "lora"):
         if key in own and progress.get(key) != own[key]:
             raise CheckpointError(
-                f"{path}: field 'progress.{key}' is {progress.get(key)!r}, this run has {own[key]!r}"
+                f"{path}: field 'progress.{key}' is {progress.get(key)!r}, this run has {own[key]!r}",
+                code="other-model",
+                name=f"progress.{key}",
             )
     if not is_count(progress.get("step")):
-        raise CheckpointError(f"{path}: field 'progress.step' is {progress.get('step')!r}")
+        raise CheckpointError(
+            f"{path}: field 'progress.step' is {progress.get('step')!r}",
+            code="wrong-field",
+            name="progress.step",
+        )
     return progress
 
 
