@@ -15,14 +15,17 @@ holds. The exit status is 0 when every case that was run is right.
 its forward, by turns rank 1 alone, for which rank 0 waits in a collective, and both. It must end by itself.
 
 `overhead` runs a few steps of the recipe `demo` on two ranks, and counts the CPU seconds of each rank inside
-its flight record. `provider` runs them on a Ray that it starts on this machine, and counts the CPU seconds,
-from the end of the first step to that of the last, of what there is beside the ranks: the driver, the process
-that hosts each rank, and Ray's own.
+its flight record, and in what calls it around each collective. `provider` runs them on a Ray that it starts
+on this machine, and counts the CPU seconds, from the end of the first step to that of the last, of what there
+is beside the ranks: the driver, the process that hosts the ranks, and Ray's own. A driver and an actor that
+do nothing stand beside them: what they take is Ray's, and the rest is ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -35,7 +38,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,33 +242,70 @@ MOST_OVERHEAD = 0.001
 """Share of a step."""
 
 
+class Spent:
+    """CPU seconds that a wrapper adds to what it wraps. Every fourth call goes past the wrapper: the clocks,
+    read in the middle of a step with cold caches, take as long as what they measure."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._sums, self._counts = [0.0, 0.0], [0, 0]
+        """With the wrapper, and past it."""
+
+    def seconds(self) -> float:
+        """Of all calls, had each gone through the wrapper."""
+        (ours, past), (one, other) = self._sums, self._counts
+        return self.calls * (ours / max(1, one) - past / max(1, other))
+
+    def around(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """`make`, which wraps a call, with the clocks around what it makes."""
+        clock = time.thread_time
+
+        def made(call: Callable[..., Any], *more: Any) -> Callable[..., Any]:
+            inside = [0.0, 0.0]
+
+            @functools.wraps(call)
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                inside[0] = clock()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    inside[1] = clock()
+
+            choices = (make(noted, *more), noted)
+
+            @functools.wraps(choices[0])
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                self.calls += 1
+                past = self.calls % 4 == 0
+                inside[:] = 0.0, 0.0
+                began = clock()
+                try:
+                    return choices[past](*args, **kwargs)
+                finally:
+                    self._sums[past] += clock() - began - (inside[1] - inside[0])
+                    self._counts[past] += 1
+
+            return counted
+
+        return made
+
+
 def overhead_main(recipe: str, run: str) -> int:
-    """`lockstep train` of one rank, with a clock around every call of its recorder."""
+    """`lockstep train` of one rank, with clocks around what records, in every call."""
     from lockstep.cli.main import main
     from lockstep.observe.flight import FlightRecorder
+    from lockstep.ranks import collectives
 
-    spent = {"note": [0.0, 0], "enter": [0.0, 0], "leave": [0.0, 0]}
-
-    def timed(name: str) -> None:
-        original = getattr(FlightRecorder, name)
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
-            clock = time.thread_time() - began  # reading it costs as much as a call, with cold caches
-            try:
-                return original(*args, **kwargs)
-            finally:
-                spent[name][0] += time.thread_time() - began - 2 * clock
-                spent[name][1] += 1
-
-        setattr(FlightRecorder, name, method)
-
-    for name in spent:
-        timed(name)
+    spent = {name: Spent() for name in ("note", "collective", "wait")}
+    note = FlightRecorder.note
+    FlightRecorder.note = spent["note"].around(lambda call: note)(lambda *_, **__: None)
+    collectives._recorded = spent["collective"].around(collectives._recorded)
+    collectives._ended_by = spent["wait"].around(collectives._ended_by)
     flags = ["--steps", str(OVERHEAD_STEPS), "--train.backend", "fsdp2", "--train.device", "cpu"]
     flags += ["--eval.no-before", "--eval.no-after", "--eval.every", "0", "--checkpoint.no-save-at-end"]
     status = main(["train", "grpo", "--recipe", recipe, "--run-dir", run, *flags])
-    Path(f"overhead-{os.environ['RANK']}.json").write_text(json.dumps(spent))
+    found = {name: (each.seconds(), each.calls) for name, each in spent.items()}
+    Path(f"overhead-{os.environ['RANK']}.json").write_text(json.dumps(found))
     return status
 
 
@@ -295,6 +335,7 @@ def overhead(recipe: str = "demo") -> dict[str, Any]:
         "step_seconds": round(sum(steps), 2),
         "cpu_seconds_of_a_rank": round(seconds, 5),
         "share": seconds / sum(steps),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "microseconds": {name: round(1e6 * s / max(1, n), 1) for name, (s, n) in ranks[0].items()},
         "calls": {name: n for name, (_, n) in ranks[0].items()},
     }
@@ -304,9 +345,21 @@ MOST_PROVIDER = 0.005
 """Share of a step."""
 
 
+IDLE_DRIVER = """
+import logging, sys, time, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR, namespace="idle-driver")
+actor = ray.remote(type("IdleActor", (), {"here": lambda self: True})).options(num_cpus=0).remote()
+ray.get(actor.here.remote())
+print("ready", flush=True)
+time.sleep(3600)
+"""
+"""A driver that does nothing, with an actor that does nothing."""
+
+
 def provider_cpu() -> dict[str, float]:
     """CPU seconds so far of this process and all below it, by part, without the ranks and what they start."""
-    used = {"driver": time.process_time(), "hosts": 0.0, "ray": 0.0}
+    parts = {"idle-driver": "idle_driver", "IdleActor": "idle_actor", "NodeActor": "hosts"}
+    used = {"driver": time.process_time(), "ray": 0.0} | dict.fromkeys(parts.values(), 0.0)
     waiting = psutil.Process().children()
     while waiting:
         process = waiting.pop()
@@ -316,10 +369,22 @@ def provider_cpu() -> dict[str, float]:
             continue
         if "supervisor.py" not in " ".join(words) and {"lockstep", "train"} <= set(words):
             continue  # a rank
-        part = "hosts" if "RankActor" in " ".join(words) else "ray"
+        part = next((part for name, part in parts.items() if name in " ".join(words)), "ray")
         used[part] += times.user + times.system
         waiting += below
     return used
+
+
+@contextlib.contextmanager
+def idle_driver(address: str) -> Iterator[None]:
+    """Have it run."""
+    command = [sys.executable, "-c", IDLE_DRIVER, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def provider(recipe: str = "demo") -> dict[str, Any]:
@@ -343,7 +408,7 @@ def provider(recipe: str = "demo") -> dict[str, Any]:
         flags = ["--steps", str(OVERHEAD_STEPS), "--train.backend", "fsdp2", "--train.device", "cpu"]
         flags += ["--eval.no-before", "--eval.no-after", "--eval.every", "0", "--checkpoint.no-save-at-end"]
         words = ["-m", "lockstep", "train", "grpo", "--recipe", recipe, "--run-dir", f"{name}/run", *flags]
-        with local_cluster(config, ranks=2) as address:
+        with local_cluster(config, ranks=2) as address, idle_driver(address):
             ray = Counted(address, config=config, log_dir=Path(name, "logs"))
             placement = Placement(nodes=1, per_node=2)
             status = launch_on(ray, words, placement=placement, log_dir=Path(name, "logs"), watch=1800.0)
@@ -352,6 +417,7 @@ def provider(recipe: str = "demo") -> dict[str, Any]:
             raise RuntimeError(f"the run ended with status {status}")
         steps = [json.loads(line)["time/step"] for line in metrics.read_text().splitlines()][1:]
     parts = {part: used[OVERHEAD_STEPS][part] - cpu for part, cpu in used[1].items()}
+    own = parts["driver"] + parts["hosts"] - parts["idle_driver"] - parts["idle_actor"]
     return {
         "recipe": recipe,
         "ranks": 2,
@@ -359,6 +425,8 @@ def provider(recipe: str = "demo") -> dict[str, Any]:
         "step_seconds": round(sum(steps), 2),
         "cpu_seconds": {part: round(cpu, 3) for part, cpu in parts.items()},
         "share": (parts["driver"] + parts["hosts"]) / sum(steps),
+        "share_of_an_idle_driver_and_actor": (parts["idle_driver"] + parts["idle_actor"]) / sum(steps),
+        "share_of_ours": own / sum(steps),
         "share_of_ray_itself": parts["ray"] / sum(steps),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "ray": importlib.metadata.version("ray"),

@@ -1,13 +1,18 @@
 """This machine as a provider, through the same launch as Ray's."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from lockstep.cluster.launch import check_nodes, launch_on
 from lockstep.cluster.local import LocalProvider
 from lockstep.errors import ConfigError
-from lockstep.protocols.cluster import Placement
+from lockstep.protocols.cluster import Answers, Placement, World
+
+T = TypeVar("T")
 
 
 def test_ranks_get_their_places(tmp_path: Path) -> None:
@@ -24,6 +29,33 @@ def test_a_rank_that_dies_ends_the_others_by_name(tmp_path: Path, capsys: pytest
     provider = LocalProvider(log_dir=tmp_path)
     assert launch_on(provider, ["-c", script], placement=placement, log_dir=tmp_path) == 134
     assert "rank 1 of 2 was killed by SIGABRT" in capsys.readouterr().err
+
+
+class HalfDeaf(LocalProvider):
+    """The node of rank 1 never answers."""
+
+    def ask(self, world: World, question: Callable[[int], T]) -> Answers[T]:
+        given = super().ask(world, question).given
+        return Answers(given=given[:1], missing={1: "its memory is full"})
+
+
+def test_a_node_that_does_not_answer_is_said_once_and_stands_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        "import os, time; from pathlib import Path; from lockstep.observe import flight; "
+        "flight.start(Path(os.environ['LOCKSTEP_FLIGHT_DIR']), rank=int(os.environ['RANK']), world_size=2); "
+        "time.sleep(600)"
+    )
+    placement = Placement(nodes=1, per_node=2)
+    provider = HalfDeaf(log_dir=tmp_path)
+    status = launch_on(provider, ["-c", script], placement=placement, log_dir=tmp_path, watch=2.0)
+    said = capsys.readouterr().err
+    assert status == 1 and "no rank has made progress" in said
+    assert said.count("the node of rank 1 does not answer: its memory is full") == 1
+    report = json.loads((tmp_path / "hang.json").read_text())
+    assert report["cause"] == "node does not answer" and report["culprits"] == [1]
+    assert report["missing"] == {"1": "its memory is full"}
 
 
 def test_a_place_that_is_not_there_is_refused(tmp_path: Path) -> None:

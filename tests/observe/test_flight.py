@@ -22,9 +22,10 @@ from pathlib import Path
 from lockstep.observe import flight
 recorder = flight.start(Path(sys.argv[1]), rank=1, world_size=2)
 flight.note(step=3, phase="generate")
+recorder.introduce("0", [0, 1])
 with flight.purpose("the step's boundary"):
-    recorder.leave(recorder.enter("allreduce", group="0", shapes="[4] float32", ranks=[0, 1]))
-recorder.enter("broadcast", group="0", shapes="[8] int64")
+    recorder.leave(recorder.enter(recorder.label("allreduce", group="0", shapes="[4] float32")))
+recorder.enter(recorder.label("broadcast", group="0", shapes="[8] int64"))
 def waiting_here():
     print("ready", flush=True)
     time.sleep(600)
@@ -77,9 +78,9 @@ def test_the_signal_writes_stacks_and_a_pid_of_another_process_is_none(
 
 def test_the_ring_keeps_the_newest_and_long_texts_are_cut(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, rank=0, world_size=1)
-    numbers = [
-        recorder.enter("allreduce", group="0", shapes="[1] float32, " * 50) for _ in range(flight.SLOTS + 7)
-    ]
+    recorder.introduce("0", [0])
+    label = recorder.label("allreduce", group="0", shapes="[1] float32, " * 50)
+    numbers = [recorder.enter(label) for _ in range(flight.SLOTS + 7)]
     recorder.leave(numbers[0])  # overwritten since: its slot is another's
     record = flight.read(recorder.path)
     recorder.close()
@@ -93,11 +94,14 @@ def test_the_ring_keeps_the_newest_and_long_texts_are_cut(tmp_path: Path) -> Non
 def test_a_collective_that_nobody_waits_for_is_not_waited_in(tmp_path: Path) -> None:
     """Or a rank that computes after it would seem to wait."""
     recorder = FlightRecorder(tmp_path, rank=0, world_size=1)
-    recorder.enter("broadcast", group="1", shapes="")
-    recorder.leave(recorder.enter("allreduce", group="0", shapes=""))
+    for group in ("0", "1"):
+        recorder.introduce(group, [0])
+    recorder.enter(recorder.label("broadcast", group="1", shapes=""))
+    label = recorder.label("allreduce", group="0", shapes="")
+    recorder.leave(recorder.enter(label))
     assert flight.read(recorder.path).waiting is None
-    first = recorder.enter("allreduce", group="0", shapes="")
-    recorder.enter("allreduce", group="0", shapes="")
+    first = recorder.enter(label)
+    recorder.enter(label)
     waiting = flight.read(recorder.path).waiting
     recorder.close()
     assert waiting is not None and waiting.number == first

@@ -23,9 +23,10 @@ def ranks(folder: Path, *histories: list[tuple[str, str, str]], phase: str = "op
     ]
     for recorder, history in zip(recorders, histories, strict=True):
         recorder.note(step=1, phase=phase)
+        recorder.introduce("0", list(range(len(histories))))
         for number, (op, shapes, purpose) in enumerate(history):
             with recorder.purpose(purpose):
-                entered = recorder.enter(op, group="0", shapes=shapes, ranks=list(range(len(histories))))
+                entered = recorder.enter(recorder.label(op, group="0", shapes=shapes))
             if number < len(history) - 1 or (number < common and len(max(histories, key=len)) > common):
                 recorder.leave(entered)
     report = examine(folder, stacks=False)
@@ -108,6 +109,23 @@ def test_a_main_thread_that_waits_for_one_stuck_in_a_file_is_no_lock_that_nobody
     write = Frame(file="/src/lockstep/observe/files.py", line=1, name="write_atomic")
     assert diagnose([waiting_rank(tmp_path, free)]).cause == "lock that nobody frees"
     assert diagnose([waiting_rank(tmp_path, write, free)]).cause == "slow or stuck file"
+
+
+def test_a_node_that_does_not_answer_is_named_with_the_reason(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path, rank=0, world_size=2)
+    recorder.introduce("0", [0, 1])
+    recorder.enter(recorder.label("allreduce", group="0", shapes="[8] float32"))
+    recorder.close()
+    (record,) = read_all(tmp_path)
+    report = diagnose([RankState(flight=record, state="S")], {1: "no route to it"})
+    assert (report.cause, report.culprits) == ("node does not answer", (1,))
+    assert "rank 1: its node did not answer: no route to it" in report.text()
+    assert report.as_dict()["missing"] == {"1": "no route to it"}
+    # one that is seen to be stopped explains more
+    report = diagnose([RankState(flight=record, state="T")], {1: "no route to it"})
+    assert (report.cause, report.culprits) == ("stopped process", (0,))
+    assert "rank 1: its node did not answer: no route to it" in report.text()
+    assert diagnose([], {0: "gone", 1: "gone"}).culprits == (0, 1)
 
 
 def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_signs_of_life(life: str, hangs: bool, tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, str(tmp_path), life], stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        dog = Watchdog(lambda: signs(tmp_path), seconds=1.0)
+        dog = Watchdog(lambda known: signs(tmp_path, known=known), seconds=1.0)
         stalled = [dog.stalled() for _ in ticks(2.5)]
         report = examine(tmp_path)
         for child in report.ranks[0].children:

@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from lockstep.observe.text import echo
 from lockstep.protocols.cluster import Placement, Provider, World
 from lockstep.ranks.hang import HangReport, diagnose, rank_states
 from lockstep.ranks.launch import Launch, signals_raised
-from lockstep.ranks.watchdog import Signs, signs
+from lockstep.ranks.watchdog import Counts, Signs, signs
 
 T = TypeVar("T")
 
@@ -65,12 +65,14 @@ class _ProviderLaunch(Launch):
         super().__init__(argv, ranks=placement.ranks, log_dir=log_dir, graceful=graceful, watch=watch)
         self.provider, self.placement = provider, placement
         self.world: World | None = None
+        self._silent: set[int] = set()
+        """Ranks whose nodes did not answer the last question."""
 
     def start(self) -> None:
         """Start every rank."""
         environments = [self.environment(rank) for rank in range(self.ranks)]
         self.world = self.provider.start(self.placement, environments, self.command)
-        self.show(*self.provider.logs(self.world)[:2])
+        self.show(*self.provider.logs(self.world)[:2], every=None)
 
     @property
     def started(self) -> int:
@@ -86,7 +88,14 @@ class _ProviderLaunch(Launch):
             ended[event.rank] = event.status
             if event.why:
                 echo(f"lockstep: rank {event.rank}: {event.why}", file=sys.stderr)
+        for shown in self.shown:
+            shown.wake()
         return ended
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a rank has written something or ended, at most so long."""
+        if self.world is not None:
+            self.provider.wait(self.world, seconds)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to every rank."""
@@ -98,20 +107,27 @@ class _ProviderLaunch(Launch):
         if self.world is not None:
             self.provider.stop(self.world)
 
-    def look(self) -> list[Signs]:
+    def look(self, known: Mapping[int, Counts]) -> list[Signs]:
         """Signs of progress of the ranks whose nodes answer."""
-        return self._ask(functools.partial(signs, self.flights))
+        return self._ask(functools.partial(signs, self.flights, known=known))[0]
 
     def report(self) -> HangReport:
-        """Say what the ranks wait for. Raises DataError if no node answers, or no rank keeps a record."""
-        states = self._ask(functools.partial(rank_states, self.flights))
-        if not states:
+        """Say what the ranks wait for. Raises DataError if the nodes answer, and no rank keeps a record."""
+        states, missing = self._ask(functools.partial(rank_states, self.flights))
+        if not states and not missing:
             raise DataError(f"{self.flights}: no node has a flight record there", code="no-such-file")
-        return diagnose(states)
+        return diagnose(states, missing)
 
-    def _ask(self, question: Callable[[int], list[T]]) -> list[T]:
-        answers = [] if self.world is None else self.provider.ask(self.world, question)
-        return list(itertools.chain.from_iterable(answers))
+    def _ask(self, question: Callable[[int], list[T]]) -> tuple[list[T], Mapping[int, str]]:
+        """The answers, and why there is none of a rank's node, which is also said once."""
+        if self.world is None:
+            return [], {}
+        answers = self.provider.ask(self.world, question)
+        for rank, why in answers.missing.items():
+            if rank not in self._silent and rank not in self.ended:
+                echo(f"lockstep: the node of rank {rank} does not answer: {why}", file=sys.stderr)
+        self._silent = set(answers.missing)
+        return list(itertools.chain.from_iterable(answers.given)), answers.missing
 
     def environment(self, rank: int) -> dict[str, str]:
         """What a rank needs to find the others, and what of our environment travels."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -13,10 +14,11 @@ import psutil
 
 from lockstep.errors import ConfigError
 from lockstep.processes.child import Child, end
-from lockstep.protocols.cluster import Node, Placement, RankEnded, World
+from lockstep.protocols.cluster import Answers, Node, Placement, RankEnded, World
 
 T = TypeVar("T")
 _GRACE_SECONDS = 8.0
+_POLL_SECONDS = 0.05
 
 
 class LocalProvider:
@@ -59,9 +61,13 @@ class LocalProvider:
                 self._told.add((child.pid, rank))
                 yield RankEnded(rank=rank, status=status)
 
-    def ask(self, world: World, question: Callable[[int], T]) -> list[T]:
+    def wait(self, world: World, seconds: float) -> None:
+        """Wait a moment."""
+        time.sleep(min(seconds, _POLL_SECONDS))
+
+    def ask(self, world: World, question: Callable[[int], T]) -> Answers[T]:
         """Ask here."""
-        return [question(rank) for rank in range(world.placement.ranks)]
+        return Answers(given=[question(rank) for rank in range(world.placement.ranks)])
 
     def stop(self, world: World, number: signal.Signals | None = None) -> None:
         """Pass a signal on, or end all."""

@@ -1,7 +1,8 @@
 """One rank on a node: a process of its own, whose output is handed to whoever asks.
 
-Runs inside the process that the cluster provider has there (a Ray actor), which does nothing else: the
-rank is a Child of it (lockstep.processes), so it ends with everything it started when this process ends.
+Runs inside the process that the cluster provider has there (a Ray actor), which does nothing but this for
+each rank of the node: the rank is a Child of it (lockstep.processes), so it ends with everything it started
+when this process ends.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from lockstep.version import __version__
 
 CHUNK = 40_000
 """Bytes of output per answer: two of them stay below what Ray keeps out of its object store (100 KiB)."""
+_GATHER_SECONDS = 0.1
+"""How long an answer waits for more text: what carries it costs more than the text."""
 _GRACE_SECONDS = 8.0
 """Between SIGTERM and SIGKILL."""
 _BUFFER = 1 << 20
@@ -135,7 +138,8 @@ class RankHost:
         assert self._child is not None
         until = time.monotonic() + seconds
         with self._changed:
-            self._changed.wait_for(lambda: any(self._waiting.values()) or not self._open, timeout=seconds)
+            if self._changed.wait_for(lambda: any(self._waiting.values()) or not self._open, timeout=seconds):
+                self._changed.wait_for(self._is_full, timeout=_GATHER_SECONDS)
             out, err = (bytes(waiting[:CHUNK]) for waiting in self._waiting.values())
             for waiting, taken in zip(self._waiting.values(), (out, err), strict=True):
                 del waiting[: len(taken)]
@@ -143,6 +147,10 @@ class RankHost:
             self._changed.notify_all()
         status = self._child.wait(max(0.0, until - time.monotonic())) if finished else None
         return out, err, status
+
+    def _is_full(self) -> bool:
+        """Whether an answer that is given now holds as much as one can."""
+        return not self._open or any(len(waiting) >= CHUNK for waiting in self._waiting.values())
 
     def ask(self, question: Callable[[int], Any], rank: int) -> Any:
         """What the function says of the rank, here."""

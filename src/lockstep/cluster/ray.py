@@ -4,16 +4,18 @@
         provider = RayProvider(address, config=config, log_dir=Path("out"))
         launch_on(provider, ["-m", "lockstep", "train", ...], placement=Placement(nodes=1, per_node=2), ...)
 
-A placement group has one bundle per node, and a bundle one actor per rank, which starts exactly one process
+A placement group has one bundle per node, and a bundle one actor, which starts one process per rank
 (lockstep.cluster.rank_host). Ray places, starts and watches; what travels through it is argv, environment and
 the text that ranks write, in pieces that Ray keeps out of its object store. When the driver or a node dies,
-Ray ends the actors, and with each of them its rank.
+Ray ends the actors, and with each of them its ranks. An actor takes half a percent of a core for itself, as
+Ray wakes it 100 times a second, so there is one per node; the driver waits for calls that stay open.
 
 Token authentication is always on. Ray loads when a function here is called, after the environment is set.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import fcntl
 import importlib.metadata
@@ -38,7 +40,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.cache import cache_root
 from lockstep.observe.files import write_atomic
 from lockstep.processes.child import Child
-from lockstep.protocols.cluster import Node, Placement, RankEnded, World
+from lockstep.protocols.cluster import Answers, Node, Placement, RankEnded, World
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +50,7 @@ OLDEST = (2, 60)
 START_SECONDS = 120.0
 """For Ray to start on this machine, and for the actors of a world to run."""
 _END_SECONDS = 30.0
-_FOLLOW_SECONDS = 10.0
+_FOLLOW_SECONDS = 300.0
 """How long an answer about a rank waits for news."""
 _ANSWER_SECONDS = 10.0
 """For the answer of a node to a question about its rank."""
@@ -257,17 +259,18 @@ class RayProvider:
             ClusterError: a rank's actor died.
         """
         group = self._reserve(placement)
-        members = [_Member(self._actor(group, placement, slot.node)) for slot in placement.slots]
+        actors = [self._actor(group, placement, node) for node in range(placement.nodes)]
+        members = [_Member(actors[slot.node], slot.local_rank) for slot in placement.slots]
         world = World(placement=placement, log_dir=self._log_dir, members=members, place=group)
         try:
-            there = self._get([member.actor.facts.remote() for member in members])
+            there = self._get([actor.facts.remote() for actor in actors])
             _compare(there)
             started = []
             for slot, member, own in zip(placement.slots, members, env, strict=True):
-                environment = dict(own) | _devices(there, placement, slot.node)
-                environment.setdefault("OMP_NUM_THREADS", str(_threads(there[slot.rank], placement)))
+                environment = dict(own) | _devices(there[slot.node], placement)
+                environment.setdefault("OMP_NUM_THREADS", str(_threads(there[slot.node], placement)))
                 kwargs = {"cwd": None if _is_job() else os.getcwd(), "secrets": tuple(self._config.secrets)}
-                started.append(member.actor.start.remote(list(argv), environment, **kwargs))
+                started.append(member.call("start", list(argv), environment, **kwargs))
             self._get(started)
         except BaseException:
             self.stop(world)
@@ -275,44 +278,54 @@ class RayProvider:
         for path in self.logs(world):
             path.write_bytes(b"")
         for member in members:
-            member.answer = member.actor.follow.remote(_FOLLOW_SECONDS)
+            member.follow()
         return world
 
     def watch(self, world: World) -> Iterator[RankEnded]:
         """Yield what has happened since the last call, and append what the ranks wrote to their logs."""
         for rank, member in enumerate(world.members):
-            while member.answer is not None and self._ray.wait([member.answer], timeout=0)[0]:
+            while member.answer is not None and member.answer.done():
                 if (event := self._take(world, rank, member)) is not None:
                     yield event
 
-    def ask(self, world: World, question: Callable[[int], T]) -> list[T]:
-        """Call a function with the number of each rank on that rank's node; the answers of those that
-        answer."""
-        calls = [member.actor.ask.remote(question, rank) for rank, member in enumerate(world.members)]
+    def wait(self, world: World, seconds: float) -> None:
+        """Wait for an answer about a rank."""
+        answers = [member.answer for member in world.members if member.answer is not None]
+        concurrent.futures.wait(answers, seconds, return_when=concurrent.futures.FIRST_COMPLETED)
+
+    def ask(self, world: World, question: Callable[[int], T]) -> Answers[T]:
+        """Call a function with the number of each rank on that rank's node."""
+        calls = [member.call("ask", question, rank) for rank, member in enumerate(world.members)]
         there, _ = self._ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_SECONDS)
-        answers: list[T] = []
-        for call in (call for call in calls if call in there):
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                answers.append(self._ray.get(call))
-        return answers
+        given: list[T] = []
+        missing = {}
+        for rank, call in enumerate(calls):
+            if call not in there:
+                missing[rank] = f"no answer within {_ANSWER_SECONDS:g} s"
+                continue
+            try:
+                given.append(self._ray.get(call))
+            except self._ray.exceptions.RayError as error:
+                missing[rank] = _short(error)
+        return Answers(given=given, missing=missing)
 
     def stop(self, world: World, number: signal.Signals | None = None) -> None:
         """Pass a signal on, or end all and give their places back."""
         gone = (self._ray.exceptions.RayError,)
         call = "end" if number is None else "send_signal"
         arguments = () if number is None else (int(number),)
-        calls = [getattr(member.actor, call).remote(*arguments) for member in world.members]
+        calls = [member.call(call, *arguments) for member in world.members]
         self._ray.wait(calls, num_returns=len(calls), timeout=_END_SECONDS)
         if number is not None:
             return
         deadline = time.monotonic() + _END_SECONDS
         while any(member.answer is not None for member in world.members) and time.monotonic() < deadline:
+            self.wait(world, deadline - time.monotonic())
             for _ in self.watch(world):
                 pass
-            time.sleep(0.02)
-        for member in world.members:
+        for actor in {id(member.actor): member.actor for member in world.members}.values():
             with contextlib.suppress(*gone):
-                self._ray.kill(member.actor)
+                self._ray.kill(actor)
         with contextlib.suppress(*gone):
             self._ray.util.remove_placement_group(world.place)
 
@@ -341,9 +354,11 @@ class RayProvider:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
-        gpus = 1 if placement.gpus else 0
-        options = {"num_cpus": 1, "num_gpus": gpus, "max_concurrency": 4, "max_restarts": 0}
-        return self._ray.remote(_RankActor).options(scheduling_strategy=where, **options).remote()
+        ranks = placement.per_node
+        options = {"num_cpus": ranks, "num_gpus": ranks if placement.gpus else 0, "max_restarts": 0}
+        options["max_concurrency"] = 2 * ranks + 2  # a call about each rank stays open
+        actor = self._ray.remote(_NodeActor).options(scheduling_strategy=where, **options)
+        return actor.remote(ranks)
 
     def _get(self, calls: list[Any]) -> list[Any]:
         """Their results. Raises what they raise, and ClusterError where an actor is gone."""
@@ -361,18 +376,22 @@ class RayProvider:
 
     def _take(self, world: World, rank: int, member: _Member) -> RankEnded | None:
         """Take an answer, and ask again unless the rank has ended."""
+        assert member.answer is not None
         try:
-            out, err, status = self._ray.get(member.answer)
+            out, err, status = member.answer.result()
         except self._ray.exceptions.RayError as error:
             member.answer = None
-            why = f"Ray lost the process that runs it: {' '.join(str(error).split())[:300]}"
+            why = f"Ray lost the process that runs it: {_short(error)}"
             return RankEnded(rank=rank, status=-signal.SIGKILL, why=why)
         for text, path in zip((out, err), self.logs(world)[2 * rank :], strict=False):
             if text:
                 with path.open("ab") as file:
                     file.write(text)
-        member.answer = None if status is not None else member.actor.follow.remote(_FOLLOW_SECONDS)
-        return None if status is None else RankEnded(rank=rank, status=status)
+        if status is None:
+            member.follow()
+            return None
+        member.answer = None
+        return RankEnded(rank=rank, status=status)
 
 
 def _is_job() -> bool:
@@ -380,8 +399,15 @@ def _is_job() -> bool:
     return bool(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"))
 
 
-class _RankActor(RankHost):
-    """The actor of one rank."""
+class _NodeActor:
+    """The actor of one node."""
+
+    def __init__(self, ranks: int) -> None:
+        self._hosts = [RankHost() for _ in range(ranks)]
+
+    def host(self, local_rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the host of one rank."""
+        return getattr(self._hosts[local_rank], method)(*args, **kwargs)
 
     def facts(self) -> dict[str, Any]:
         ray = import_ray()
@@ -391,19 +417,29 @@ class _RankActor(RankHost):
 
 
 class _Member:
-    """A rank's actor, and its answer that is awaited; None: the rank has ended."""
+    """A rank: the actor of its node, and the answer that is awaited; None: the rank has ended."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor, self.answer = actor, None
+    def __init__(self, actor: Any, local_rank: int) -> None:
+        self.actor, self._local_rank = actor, local_rank
+        self.answer: concurrent.futures.Future[tuple[bytes, bytes, int | None]] | None = None
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a call of its host."""
+        return self.actor.host.remote(self._local_rank, method, *args, **kwargs)
+
+    def follow(self) -> None:
+        """Ask for what it does next."""
+        self.answer = self.call("follow", _FOLLOW_SECONDS).future()
 
 
-def _devices(there: Sequence[Mapping[str, Any]], placement: Placement, node: int) -> dict[str, str]:
+def _short(error: Exception) -> str:
+    """What Ray says, on one line."""
+    return " ".join(str(error).split())[:300]
+
+
+def _devices(there: Mapping[str, Any], placement: Placement) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of a node's ranks: all GPUs of the world there, which LOCAL_RANK counts."""
-    if not placement.gpus:
-        return {}
-    first = node * placement.per_node
-    own = there[first : first + placement.per_node]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu for rank in own for gpu in rank["gpus"])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(there["gpus"])} if placement.gpus else {}
 
 
 def _threads(there: Mapping[str, Any], placement: Placement) -> int:
@@ -413,14 +449,14 @@ def _threads(there: Mapping[str, Any], placement: Placement) -> int:
 def _compare(there: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError unless all nodes have what the driver has, and ask for a token."""
     here = facts()
-    for rank, facts_there in enumerate(there):
+    for node, facts_there in enumerate(there):
         different = [
             f"{n} {facts_there[n]} instead of {here[n]}" for n in COMPARED if facts_there[n] != here[n]
         ]
         if different:
             raise ConfigError(
-                f"rank {rank} on {facts_there['host']} would run with {', '.join(different)}; install the "
-                "same versions on every node (package: Lockstep's own files)",
+                f"the ranks of node {node}, {facts_there['host']}, would run with {', '.join(different)}; "
+                "install the same versions on every node (package: Lockstep's own files)",
                 code="version-differs",
             )
         if facts_there["auth"] != "token":

@@ -3,13 +3,16 @@ process reads while this one runs, is stopped, hangs, or is dead.
 
     recorder = flight.start(folder, rank=1, world_size=2)     # rank-1.flight and rank-1.stacks
     flight.note(step=3, phase="generate")                      # the heartbeat
-    slot = recorder.enter("allreduce", group="0", shapes="[4096] float32")
-    recorder.leave(slot)
+    recorder.introduce("0", [0, 1])
+    label = recorder.label("allreduce", group="0", shapes="[4096] float32")
+    recorder.leave(recorder.enter(label))
 
     for each in flight.read_all(folder): each.heartbeat, each.collectives
 
 The file is mapped into memory: writing costs no system call, and what was written outlives the process (not
-the machine). A heartbeat and a slot carry a count, so that a reader sees when it has read half of one.
+the machine). A heartbeat and a slot carry a count, so that a reader sees when it has read half of one. It is
+written in the middle of a step, whose data fills the caches: what is written is made ready before where it
+can be, and a call runs little code.
 SIGUSR2 makes the process write the Python stacks of all its threads to rank-N.stacks; faulthandler does that
 without the interpreter, also inside a collective.
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import mmap
 import os
@@ -27,8 +31,8 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +43,35 @@ STACKS_SIGNAL = signal.SIGUSR2
 PAIRS = " p2p"
 """Ends the name under which the sends and receives of a group are recorded."""
 _MAGIC = b"LSFLIGHT"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sIIIIQdQQ")
 """Magic, version, rank, world size, pid, start of the process (clock ticks since boot), Unix seconds, ident
 of the main thread, whether STACKS_SIGNAL may be sent."""
-_TEXT = struct.Struct("<QI")
-"""Before a JSON text: a count that is odd while it is written, and its length."""
-_BEAT_AT, _BEAT_BYTES = 128, 4096
-_GROUPS_AT, _GROUPS_BYTES = _BEAT_AT + _BEAT_BYTES, 8192
-_RING_AT = _GROUPS_AT + _GROUPS_BYTES
-_SLOT = struct.Struct("<QQdd24s24s48s64sQ")
-"""Number (from 1), number in its group (from 1), began, ended (0: not yet), op, group, purpose, shapes, and
-the number again."""
-SLOTS = 400
+_COUNT = struct.Struct("<Q")
+"""Before what is not written at once: odd while it is written."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _MOST_LENGTHS = 32
+_BEAT = struct.Struct(f"<QdqdqqqQ32sI{4 * _MOST_LENGTHS}s")
+"""The heartbeat, without its count: beat, time, step, since, micro-batch, completions done and of how many,
+resident bytes, phase, number of inputs, inputs."""
+_INPUTS = [struct.Struct(f"<{count}I") for count in range(_MOST_LENGTHS + 1)]
+_NONE = -(2**63)
+"""Instead of an integer that is not known."""
+_TEXT = struct.Struct("<QI")
+"""Before a JSON text: its count, and its length."""
+_BEAT_AT, _GROUPS_AT, _GROUPS_BYTES, _RING_AT = 128, 512, 7680, 8192
+_SLOT = struct.Struct("<QQdd24s24s64s48sQ")
+"""Number (from 1), number in its group (from 1), began, ended (0: not yet), op, group, shapes, purpose, and
+the number again."""
+_WRITTEN = struct.Struct("<QQdd112s48sQ")
+"""The same as it is written: op, group and shapes are one label."""
+_LABEL = struct.Struct("<24s24s64s")
+_ENDED_AT = 24
+"""Of a slot."""
+_ENDED = struct.Struct("<d")
+SLOTS = 400
+_LEAVES = SLOTS - 16
+"""How far behind the newest a collective may be that ends: a slot that is soon another's is left as it is."""
 _SIZE = _RING_AT + SLOTS * _SLOT.size
 
 
@@ -109,13 +128,6 @@ class Flight:
         return self.path.with_suffix(".stacks")
 
     @property
-    def signs(self) -> tuple[int, int, float]:
-        """Numbers that change whenever the process makes progress."""
-        last = self.collectives[-1] if self.collectives else None
-        ended = max((c.ended or 0.0 for c in self.collectives), default=0.0)
-        return int(self.heartbeat.get("beat", 0)), last.number if last else 0, ended
-
-    @property
     def waiting(self) -> Collective | None:
         """The first of the collectives that it has entered since it last left one; None: it is in none. What
         was started and never waited for is none, once it has left a later one."""
@@ -125,6 +137,53 @@ class Flight:
                 break
             inside = collective
         return inside
+
+
+@dataclass(slots=True)
+class _Beat:
+    """What the heartbeat says; None: nothing."""
+
+    beat: int = 0
+    """How often it was changed."""
+    time: float = 0.0
+    """Unix seconds of the last change."""
+    phase: str = "start"
+    since: float = 0.0
+    """Unix seconds at which the phase began."""
+    rss: int = 0
+    """Resident bytes then."""
+    step: int | None = None
+    micro_batch: int | None = None
+    inputs: Sequence[int] | None = None
+    """Tokens of the documents of the micro-batch."""
+    completions: Sequence[int] | None = None
+    """How many are there, and of how many."""
+    _phase: bytes = b""
+    _inputs: bytes = b""
+
+    def change(self, **values: Any) -> None:
+        self.time = time.time()
+        self.beat += 1
+        if ("phase" in values and values["phase"] != self.phase) or not self._phase:
+            self.since, self.rss = self.time, _resident_bytes()
+            self._phase = _cut(values.get("phase", self.phase), 32)
+        if "inputs" in values:
+            inputs = (values["inputs"] or ())[:_MOST_LENGTHS]
+            self._inputs = _INPUTS[len(inputs)].pack(*inputs)
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def packed(self) -> tuple[Any, ...]:
+        """In the order of _BEAT."""
+        done, total = self.completions or (_NONE, _NONE)
+        step = _NONE if self.step is None else self.step
+        micro_batch = _NONE if self.micro_batch is None else self.micro_batch
+        counts = (self.beat, self.time, step, self.since, micro_batch, done, total, self.rss)
+        return (*counts, self._phase, len(self._inputs) // 4, self._inputs)
+
+
+Label = tuple[bytes, Callable[[], int]]
+"""Op, group and shapes of a collective as a slot has them, and what gives its number in its group."""
 
 
 class FlightRecorder:
@@ -138,11 +197,14 @@ class FlightRecorder:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{rank}.flight"
         self._lock = threading.RLock()
-        self._beat: dict[str, Any] = {"beat": 0}
+        self._beat = _Beat()
         self._groups: dict[str, list[int]] = {}
-        self._sequences: dict[str, int] = {}
-        self._number = 0
+        self._sequences: dict[str, itertools.count[int]] = {}
+        # A count gives each thread another number without a lock.
+        self._next_number, self._newest = itertools.count(1).__next__, 0
         self._purpose = ""
+        self._what = b"step ?: start"
+        """The purpose of a collective that begins now."""
         # a new file: a reader may still have that of an earlier process mapped
         part = self.path.with_suffix(".part")
         try:
@@ -166,64 +228,67 @@ class FlightRecorder:
         os.replace(part, self.path)
 
     def note(self, **values: Any) -> None:
-        """Change the heartbeat: JSON values by name. A new phase starts its clock."""
-        now = time.time()
+        """Change the heartbeat, by the names of `_Beat`: phase, step, micro_batch, inputs, completions. A new
+        phase starts its clock."""
         with self._lock:
-            if "phase" in values and values["phase"] != self._beat.get("phase"):
-                values["since"] = now
-                values["rss"] = _resident_bytes()
-            self._beat |= values
-            self._beat["beat"] += 1
-            self._beat["time"] = now
-            self._write(_BEAT_AT, _BEAT_BYTES, self._beat, self._beat["beat"])
+            self._beat.change(**values)
+            count = 2 * self._beat.beat
+            _COUNT.pack_into(self._map, _BEAT_AT, count - 1)
+            _BEAT.pack_into(self._map, _BEAT_AT + _COUNT.size, *self._beat.packed())
+            _COUNT.pack_into(self._map, _BEAT_AT, count)
+            if "phase" in values or "step" in values:
+                self._name()
 
-    def _write(self, at: int, size: int, value: Any, count: int) -> None:
-        data = json.dumps(value, default=str).encode()
-        if len(data) > size - _TEXT.size:
-            return  # a heartbeat is small; the last one that fitted stays
-        _TEXT.pack_into(self._map, at, 2 * count + 1, len(data))
-        self._map[at + _TEXT.size : at + _TEXT.size + len(data)] = data
-        _TEXT.pack_into(self._map, at, 2 * count + 2, len(data))
+    def _name(self) -> None:
+        """Make ready what the next collectives are for."""
+        step = "?" if self._beat.step is None else self._beat.step
+        self._what = _cut(self._purpose or f"step {step}: {self._beat.phase}", 48)
 
     @contextlib.contextmanager
     def purpose(self, what: str) -> Any:
         """Name the purpose of the collectives inside. One thread at a time has collectives."""
         before, self._purpose = self._purpose, what
+        self._name()
         try:
             yield
         finally:
             self._purpose = before
+            self._name()
 
-    def enter(self, op: str, *, group: str, shapes: str, ranks: list[int] | None = None) -> int:
-        """Note that a collective begins; returns its number.
-
-        Args:
-            ranks: of the group, when it is used for the first time.
-        """
+    def introduce(self, group: str, ranks: list[int]) -> None:
+        """Note the ranks of a group, before the first collective in it."""
         with self._lock:
-            if ranks is not None and group not in self._groups:
-                self._groups[group] = ranks
-                self._write(_GROUPS_AT, _GROUPS_BYTES, self._groups, len(self._groups))
-            self._number += 1
-            number = self._number
-            sequence = self._sequences[group] = self._sequences.get(group, 0) + 1
-            what = self._purpose or f"step {self._beat.get('step', '?')}: {self._beat.get('phase', 'start')}"
-            texts = (_cut(op, 24), _cut(group, 24), _cut(what, 48), _cut(shapes, 64))
-            at = _RING_AT + (number - 1) % SLOTS * _SLOT.size
-            _SLOT.pack_into(self._map, at, number, sequence, time.time(), 0.0, *texts, number)
-        return number
+            if group in self._groups:
+                return
+            self._groups[group] = ranks
+            data = json.dumps(self._groups).encode()
+            if len(data) <= _GROUPS_BYTES - _TEXT.size:
+                count = 2 * len(self._groups)
+                _TEXT.pack_into(self._map, _GROUPS_AT, count - 1, len(data))
+                self._map[_GROUPS_AT + _TEXT.size : _GROUPS_AT + _TEXT.size + len(data)] = data
+                _TEXT.pack_into(self._map, _GROUPS_AT, count, len(data))
+            self._sequences[group] = itertools.count(1)
 
-    def knows(self, group: str) -> bool:
-        """Whether the ranks of a group are noted."""
-        return group in self._groups
+    def label(self, op: str, *, group: str, shapes: str) -> Label:
+        """Make a collective of a group that was introduced ready for `enter`; long texts are cut."""
+        texts = _LABEL.pack(_cut(op, 24), _cut(group, 24), _cut(shapes, 64))
+        return texts, self._sequences[group].__next__
+
+    def enter(self, label: Label) -> int:
+        """Note that a collective begins; returns its number."""
+        texts, next_sequence = label
+        self._newest = number = self._next_number()
+        at = _RING_AT + (number - 1) % SLOTS * _SLOT.size
+        _WRITTEN.pack_into(
+            self._map, at, number, next_sequence(), time.time(), 0.0, texts, self._what, number
+        )
+        return number
 
     def leave(self, number: int) -> None:
         """Note that a collective has ended."""
-        at = _RING_AT + (number - 1) % SLOTS * _SLOT.size
-        with self._lock:
-            # The ring may have come round: the slot is another collective's then.
-            if struct.unpack_from("<Q", self._map, at)[0] == number:
-                struct.pack_into("<d", self._map, at + 24, time.time())
+        if self._newest - number < _LEAVES:
+            at = _RING_AT + (number - 1) % SLOTS * _SLOT.size + _ENDED_AT
+            _ENDED.pack_into(self._map, at, time.time())
 
     def close(self) -> None:
         """Stop recording; the file stays."""
@@ -239,17 +304,23 @@ def _cut(text: str, size: int) -> bytes:
 
 
 @dataclass(slots=True)
-class _Current:
+class _Running:
     recorder: FlightRecorder | None = None
-    pid: int = field(default_factory=os.getpid)
 
 
-_current = _Current()
+running = _Running()
+
+
+def _forget() -> None:
+    running.recorder = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def current() -> FlightRecorder | None:
     """Return the recorder of this process, if it has one; a fork has none."""
-    return _current.recorder if _current.pid == os.getpid() else None
+    return running.recorder
 
 
 def start(folder: Path, *, rank: int, world_size: int) -> FlightRecorder:
@@ -257,22 +328,22 @@ def start(folder: Path, *, rank: int, world_size: int) -> FlightRecorder:
     recorder = current()
     if recorder is None:
         recorder = FlightRecorder(folder, rank=rank, world_size=world_size)
-        _current.recorder, _current.pid = recorder, os.getpid()
+        running.recorder = recorder
         recorder.note(phase="start")
     return recorder
 
 
 def stop() -> None:
     """End the recording of this process, if there is one."""
-    recorder, _current.recorder = current(), None
+    recorder, running.recorder = running.recorder, None
     if recorder is not None:
         recorder.close()
 
 
 def note(**values: Any) -> None:
     """Change the heartbeat of this process, if it records."""
-    if _current.recorder is not None and (recorder := current()) is not None:
-        recorder.note(**values)
+    if running.recorder is not None:
+        running.recorder.note(**values)
 
 
 def note_micro_batch(index: int | None, lengths: Sequence[int]) -> None:
@@ -303,16 +374,8 @@ def read(path: Path) -> Flight:
         DataError: it is no such file.
         OSError: it cannot be read.
     """
-    data = path.read_bytes()
-    if len(data) != _SIZE or not data.startswith(_MAGIC):
-        raise DataError(f"{path}: is no flight record of this version", code="damaged-file", path=path)
-    _, version, rank, world_size, pid, since, started, ident, answers = _HEADER.unpack_from(data)
-    if version != _VERSION:
-        raise DataError(
-            f"{path}: version {version}; this version of lockstep reads {_VERSION}",
-            code="version-differs",
-            path=path,
-        )
+    data = _content(path)
+    _, _, rank, world_size, pid, since, started, ident, answers = _HEADER.unpack_from(data)
     return Flight(
         path=path,
         rank=rank,
@@ -322,36 +385,114 @@ def read(path: Path) -> Flight:
         started=started,
         main_thread=ident,
         answers=bool(answers),
-        heartbeat=_text(path, _BEAT_AT, _BEAT_BYTES),
-        groups={name: tuple(ranks) for name, ranks in _text(path, _GROUPS_AT, _GROUPS_BYTES).items()},
+        heartbeat=_heartbeat(path),
+        groups={name: tuple(ranks) for name, ranks in _groups(path).items()},
         collectives=tuple(sorted(_collectives(data), key=lambda each: each.number)),
     )
 
 
 def read_all(folder: Path, rank: int | None = None) -> list[Flight]:
     """Read the files of all ranks, or of one, in a folder, by rank. Raises as `read`."""
-    files = folder.glob("rank-*.flight" if rank is None else f"rank-{rank}.flight")
-    return sorted((read(path) for path in files), key=lambda each: each.rank)
+    return sorted(map(read, _files(folder, rank)), key=lambda each: each.rank)
 
 
-def _text(path: Path, at: int, size: int) -> dict[str, Any]:
-    """A JSON object, read again while it is being written."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Glance:
+    """What shows of a process that it makes progress."""
+
+    rank: int
+    pid: int
+    counts: tuple[int, int, float]
+    """They change with the heartbeat, and with each collective that begins or ends."""
+    inside: bool
+    """Whether it is in a collective."""
+
+
+def glance_all(folder: Path, rank: int | None = None) -> list[Glance]:
+    """Read of the files of all ranks, or of one, in a folder only this much. Raises as `read`."""
+    return [_glance(path) for path in _files(folder, rank)]
+
+
+def _glance(path: Path) -> Glance:
+    data = _content(path)
+    ring = [row[:4] for row in _SLOT.iter_unpack(memoryview(data)[_RING_AT:])]
+    newest, _, _, left = max(ring)
+    beat = _BEAT.unpack_from(data, _BEAT_AT + _COUNT.size)[0]
+    return Glance(
+        rank=_HEADER.unpack_from(data)[2],
+        pid=_HEADER.unpack_from(data)[4],
+        counts=(beat, newest, max(row[3] for row in ring)),
+        inside=bool(newest) and not left,
+    )
+
+
+def _files(folder: Path, rank: int | None) -> Iterable[Path]:
+    return folder.glob("rank-*.flight" if rank is None else f"rank-{rank}.flight")
+
+
+def _content(path: Path) -> bytes:
+    data = path.read_bytes()
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+        raise DataError(f"{path}: is no flight record", code="damaged-file", path=path)
+    version = _HEADER.unpack_from(data)[1]
+    if version != _VERSION or len(data) != _SIZE:
+        raise DataError(
+            f"{path}: version {version}; this version of lockstep reads {_VERSION}",
+            code="version-differs",
+            path=path,
+        )
+    return data
+
+
+def _heartbeat(path: Path) -> dict[str, Any]:
+    """What it says, by the names of _Beat; {}: nothing yet."""
+    data = _whole(path, _BEAT_AT, _COUNT.size + _BEAT.size)
+    if data is None:
+        return {}
+    beat, then, step, since, micro_batch, done, total, rss, phase, count, inputs = _BEAT.unpack_from(
+        data, _COUNT.size
+    )
+    values: dict[str, Any] = {
+        "beat": beat,
+        "time": then,
+        "phase": _decoded(phase),
+        "since": since,
+        "rss": rss,
+    }
+    if step != _NONE:
+        values["step"] = step
+    if micro_batch != _NONE:
+        values |= {"micro_batch": micro_batch, "inputs": list(_INPUTS[count].unpack_from(inputs))}
+    if done != _NONE:
+        values["completions"] = [done, total]
+    return values
+
+
+def _groups(path: Path) -> dict[str, list[int]]:
+    data = _whole(path, _GROUPS_AT, _GROUPS_BYTES)
+    if data is None:
+        return {}
+    length = _TEXT.unpack_from(data)[1]
+    groups: dict[str, list[int]] = json.loads(data[_TEXT.size : _TEXT.size + length])
+    return groups
+
+
+def _whole(path: Path, at: int, size: int) -> bytes | None:
+    """What lies there, behind a count that is odd while it is written: read again until it is whole. None:
+    nothing was written, or the process died while it wrote."""
     for _ in range(20):
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:
             file.seek(at)
             data = file.read(size)
-            count, length = _TEXT.unpack_from(data)
             file.seek(at)
-            again = _TEXT.unpack(file.read(_TEXT.size))[0]
+            again = file.read(_COUNT.size)
+        count = _COUNT.unpack_from(data)[0]
         if count == 0:
-            return {}
-        if count == again and count % 2 == 0 and length <= size - _TEXT.size:
-            with contextlib.suppress(ValueError):
-                value = json.loads(data[_TEXT.size : _TEXT.size + length])
-                if isinstance(value, dict):
-                    return value
+            return None
+        if count % 2 == 0 and data.startswith(again):
+            return data
         time.sleep(0.001)
-    return {}  # it died in the middle of a write
+    return None
 
 
 def _collectives(data: bytes) -> list[Collective]:
@@ -367,7 +508,7 @@ def _collectives(data: bytes) -> list[Collective]:
             began=began,
             ended=ended or None,
         )
-        for number, sequence, began, ended, op, group, what, shapes, check in rows
+        for number, sequence, began, ended, op, group, shapes, what, check in rows
         if number and number == check
     ]
 
@@ -405,6 +546,10 @@ def _stat(pid: int) -> list[str]:
 
 
 def _resident_bytes() -> int:
-    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError):
+        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # a file of Python costs as much again
+        try:
+            return int(os.read(file, 100).split()[1]) * _PAGE
+        finally:
+            os.close(file)
     return 0

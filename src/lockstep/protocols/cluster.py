@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -89,6 +89,16 @@ class World:
     """The provider's own: what it gives back when the world has ended."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers(Generic[T]):
+    """What the ranks' nodes said to a question."""
+
+    given: Sequence[T]
+    """By rank, without those that did not answer."""
+    missing: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> why its node gave no answer."""
+
+
 class Provider(Protocol):
     """Starts worlds. The process that calls it, the driver, stays until they end."""
 
@@ -114,9 +124,13 @@ class Provider(Protocol):
         """Yield what has happened since the last call; does not wait."""
         ...
 
-    def ask(self, world: World, question: Callable[[int], T]) -> list[T]:
+    def wait(self, world: World, seconds: float) -> None:
+        """Return as soon as `watch` may have news, after `seconds` at the latest, and for a signal."""
+        ...
+
+    def ask(self, world: World, question: Callable[[int], T]) -> Answers[T]:
         """Call a function that can be pickled with the number of each rank, on that rank's node, also while
-        the rank is stopped or hangs; return what came, by rank, without the nodes that do not answer."""
+        the rank is stopped or hangs."""
         ...
 
     def stop(self, world: World, number: signal.Signals | None = None) -> None:

@@ -12,6 +12,7 @@ that of a process which is stopped. Remove this when c10d calls hooks of every b
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,11 @@ _REQUIRED = ("allreduce", "broadcast", "allgather", "barrier")
 _open: dict[int, int] = {}
 """id of a Work -> its number, until it was waited for. Of works that nobody waits for, the newest stay."""
 _MOST_OPEN = flight.SLOTS
+_labels: dict[Any, flight.Label] = {}
+"""What a collective is -> as the recorder wants it: most come again in each step."""
+_groups: dict[int, weakref.ref[Any]] = {}
+"""Groups that labels know by their id."""
+_MOST_LABELS = 2000
 
 
 def record_collectives() -> None:
@@ -75,25 +81,27 @@ def record_collectives() -> None:
 
 
 def _recorded(call: Callable[..., Any], op: str) -> Callable[..., Any]:
+    position = 1 if op == "gather" else 0  # what all ranks have, not only the root
+    running, labels, waited_for = flight.running, _labels, _open
+
     @functools.wraps(call)
     def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = flight.current()
+        recorder = running.recorder
         if recorder is None:
             return call(group, *args, **kwargs)
-        name = group.group_name
-        if op in ("send", "recv"):  # between two ranks: no sequence that all have in common
-            name = f"{name}{flight.PAIRS}"
-        ranks = None if recorder.knows(name) else dist.get_process_group_ranks(group)
-        tensors = args[1:2] if op == "gather" else args[:1]  # what all ranks have, not only the root
-        shapes = _shapes(tensors[0] if tensors else None)
-        number = recorder.enter(op, group=name, shapes=shapes, ranks=ranks)
+        value = args[position] if len(args) > position else None
+        key = (id(recorder), id(group), op, _key(value))
+        label = labels.get(key)
+        if label is None:
+            label = _new_label(recorder, group, key, value)
+        number = recorder.enter(label)
         work = call(group, *args, **kwargs)
         if work is None:  # it has waited itself
             recorder.leave(number)
             return None
-        if len(_open) >= _MOST_OPEN:
-            del _open[next(iter(_open))]
-        _open[id(work)] = number
+        if len(waited_for) >= _MOST_OPEN:
+            del waited_for[next(iter(waited_for))]
+        waited_for[id(work)] = number
         return work
 
     vars(collective)["records"] = True
@@ -101,15 +109,39 @@ def _recorded(call: Callable[..., Any], op: str) -> Callable[..., Any]:
 
 
 def _ended_by(wait: Callable[..., Any]) -> Callable[..., Any]:
+    running, taken = flight.running, _open.pop
+
     @functools.wraps(wait)
     def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
         result = wait(work, *args, **kwargs)
-        number = _open.pop(id(work), None)
-        if number is not None and (recorder := flight.current()) is not None:
+        number = taken(id(work), None)
+        if number is not None and (recorder := running.recorder) is not None:
             recorder.leave(number)
         return result
 
     return waited
+
+
+def _key(value: Any) -> Any:
+    """Tells apart what `_shapes` does."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if not isinstance(value, list | tuple):
+        return None
+    return len(value), *map(_key, value[:4])
+
+
+def _new_label(recorder: flight.FlightRecorder, group: Any, key: Any, value: Any) -> flight.Label:
+    op, name = key[2], group.group_name
+    if op in ("send", "recv"):  # between two ranks: no sequence that all have in common
+        name = f"{name}{flight.PAIRS}"
+    recorder.introduce(name, dist.get_process_group_ranks(group))
+    if len(_labels) >= _MOST_LABELS:
+        _labels.clear()
+    # Another group may get the id of one that is gone.
+    _groups[id(group)] = weakref.ref(group, lambda _: _labels.clear())
+    label = _labels[key] = recorder.label(op, group=name, shapes=_shapes(value))
+    return label
 
 
 def _shapes(value: Any) -> str:

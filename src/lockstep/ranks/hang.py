@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ _WAITS = (
         r"threading\.py (acquire|__enter__)\b|\.acquire\(|with \w*[._]?lock\b|filelock",
     ),
 )
+_SAYS_LITTLE = ("transport", "busy or stuck", "unknown", "ended")
+"""Causes that a node which does not answer explains better."""
 _JOINS = "_wait_for_tstate_lock"
 """The function in which a thread waits for the end of another."""
 
@@ -125,6 +127,8 @@ class HangReport:
     """The ranks that the others wait for."""
     lines: tuple[str, ...]
     """The finding, in sentences."""
+    missing: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> why its node did not say where it is."""
     time: float = field(default_factory=time.time)
 
     def text(self) -> str:
@@ -132,7 +136,9 @@ class HangReport:
         rows = list(self.lines)
         for each in self.ranks:
             rows += _rank_lines(each, now=self.time)
-        rows.append(f"stacks of all threads: {self.ranks[0].flight.path.parent}/rank-*.stacks")
+        rows += [f"rank {rank}: its node did not answer: {why}" for rank, why in self.missing.items()]
+        if self.ranks:
+            rows.append(f"stacks of all threads: {self.ranks[0].flight.path.parent}/rank-*.stacks")
         return "\n".join(printable(row) for row in rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,6 +149,7 @@ class HangReport:
             "culprits": list(self.culprits),
             "lines": list(self.lines),
             "time": self.time,
+            "missing": {str(rank): why for rank, why in self.missing.items()},
             "ranks": [
                 {
                     "rank": each.rank,
@@ -297,8 +304,18 @@ class _Difference:
         return _CROSSED if elsewhere else 1
 
 
-def diagnose(states: Sequence[RankState]) -> HangReport:
-    """Compare the states of ranks, at least one, wherever they were taken."""
+def diagnose(states: Sequence[RankState], missing: Mapping[int, str] | None = None) -> HangReport:
+    """Compare the states of ranks, wherever they were taken.
+
+    Args:
+        states: at least one, or one in `missing`.
+        missing: rank -> why its node did not answer.
+    """
+    if missing:
+        known = diagnose(states) if states else None
+        if known is None or known.cause in _SAYS_LITTLE or _only_wait(states, known.cause):
+            return _without_answer(tuple(states), missing)
+        return replace(known, missing=missing)
     ranks = tuple(states)
     by_rank = {each.rank: each for each in ranks}
     difference = _first_difference(ranks)
@@ -317,6 +334,27 @@ def diagnose(states: Sequence[RankState]) -> HangReport:
     lines += [f"{_names((rank,))} has waited there {_ago(each.began)}" for rank, each in arrived.items()]
     cause, more = _why_absent([by_rank[rank] for rank in absent if rank in by_rank], absent)
     return HangReport(ranks=ranks, collective=title, cause=cause, culprits=absent, lines=(*lines, *more))
+
+
+def _only_wait(states: Sequence[RankState], cause: str) -> bool:
+    """Whether all these ranks are in the same collective, in which they can only wait."""
+    return cause not in OUT_OF_STEP and all(each.waits for each in states)
+
+
+def _without_answer(ranks: tuple[RankState, ...], missing: Mapping[int, str]) -> HangReport:
+    """The ranks that are seen do not explain it."""
+    waiting = {each.rank: each.flight.waiting for each in ranks}
+    inside = {rank: each for rank, each in waiting.items() if each is not None}
+    lines = [f"rank {rank} has waited {_ago(each.began)} in {each.text}" for rank, each in inside.items()]
+    lines.append(f"likely cause: the node of {_names(tuple(missing))}, which does not answer")
+    return HangReport(
+        ranks=ranks,
+        collective=next((each.text for each in inside.values()), None),
+        cause="node does not answer",
+        culprits=tuple(missing),
+        lines=tuple(lines),
+        missing=missing,
+    )
 
 
 def _crossed(ranks: tuple[RankState, ...], difference: _Difference, title: str) -> HangReport:

@@ -33,7 +33,7 @@ from lockstep.observe.text import echo
 from lockstep.processes.child import Child, describe_status, end
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET
 from lockstep.ranks.hang import OUT_OF_STEP, HangReport, examine
-from lockstep.ranks.watchdog import Signs, Watchdog, signs
+from lockstep.ranks.watchdog import Counts, Signs, Watchdog, signs
 
 ENDED_KEY = "lockstep/ended/{rank}"
 """Store: how a rank ended, text, written by the launcher, as a killed rank cannot write it."""
@@ -46,6 +46,8 @@ peer: it has only lost another rank. printed: the command prints it itself."""
 INTERRUPTED, TIMED_OUT = 130, 124
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
+_WAIT_SECONDS = 1.0
+"""Between two looks at the clock and at the watchdog."""
 _SHOW_SECONDS = 0.1
 """Between two looks at what rank 0 has written."""
 _GRACE_SECONDS = 12.0
@@ -228,7 +230,7 @@ class Launch:
         self.store = hidden_store(tcp, self._secret)
         self._children: list[Child] = []
         """By rank."""
-        self._shown: list[_Shown] = []
+        self.shown: list[_Shown] = []
         self.ended: dict[int, int] = {}
         self.stopped: set[int] = set()
         self._closed = False
@@ -271,9 +273,9 @@ class Launch:
         """How many ranks were started."""
         return len(self._children)
 
-    def show(self, out: Path, err: Path) -> None:
-        """Show what is written to these files from now on."""
-        self._shown = [_Shown(out, sys.stdout), _Shown(err, sys.stderr)]
+    def show(self, out: Path, err: Path, *, every: float | None = _SHOW_SECONDS) -> None:
+        """Show what is written to these files from now on, looking `every` so many seconds, or when woken."""
+        self.shown = [_Shown(out, sys.stdout, every), _Shown(err, sys.stderr, every)]
 
     def ended_now(self) -> dict[int, int]:
         """The status of each rank that has ended, those already in `ended` left out or not."""
@@ -289,9 +291,13 @@ class Launch:
         """End every rank with what it started."""
         end(self._children)
 
-    def look(self) -> list[Signs]:
-        """Signs of progress of the ranks."""
-        return signs(self.flights)
+    def wait(self, seconds: float) -> None:
+        """Wait until a rank may have ended, at most so long."""
+        time.sleep(min(seconds, _POLL_SECONDS))
+
+    def look(self, known: Mapping[int, Counts]) -> list[Signs]:
+        """Signs of progress of the ranks; known: those of the last look."""
+        return signs(self.flights, known=known)
 
     def report(self) -> HangReport:
         """Say what the ranks wait for. Raises DataError if none keeps a record."""
@@ -313,7 +319,7 @@ class Launch:
             if deadline is not None and time.monotonic() > deadline:
                 self._stop()
                 return self._explain_timeout()
-            time.sleep(_POLL_SECONDS)
+            self.wait(_WAIT_SECONDS if self._watchdog is None else min(_WAIT_SECONDS, self._watchdog.pause))
         return max(self.ended.values())
 
     def _examine(self) -> None:
@@ -345,7 +351,7 @@ class Launch:
     def _grace(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while len(self.ended) < self.ranks and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
+            self.wait(_WAIT_SECONDS)
             self._poll()
 
     def _stop(self) -> None:
@@ -359,7 +365,7 @@ class Launch:
             self.end()  # at once, should a second Ctrl-C come
         finally:
             self.ended |= dict.fromkeys(self.stopped, -signal.SIGTERM)
-            for shown in self._shown:
+            for shown in self.shown:
                 shown.finish()
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -482,17 +488,23 @@ def _message(end: RankEnd) -> str | None:
 
 
 class _Shown:
-    """A thread that copies what is written to a file to a stream of ours, until `finish`."""
+    """A thread that copies what is written to a file to a stream of ours, until `finish`. It looks every so
+    many seconds, or if that is None, when it is woken."""
 
-    def __init__(self, path: Path, stream: TextIO) -> None:
-        self._path, self._stream = path, stream
-        self._finished = threading.Event()
+    def __init__(self, path: Path, stream: TextIO, every: float | None) -> None:
+        self._path, self._stream, self._every = path, stream, every
+        self._finished, self._woken = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._copy, name=f"shows {path.name}", daemon=True)
         self._thread.start()
+
+    def wake(self) -> None:
+        """Show what has been written."""
+        self._woken.set()
 
     def finish(self) -> None:
         """Show the rest of the file, as far as somebody reads the stream."""
         self._finished.set()
+        self._woken.set()
         self._thread.join(_CLOSE_SECONDS)
 
     def _copy(self) -> None:
@@ -506,7 +518,8 @@ class _Shown:
                     self._stream.flush()
                 if last:
                     return
-                self._finished.wait(_SHOW_SECONDS)
+                self._woken.wait(self._every)
+                self._woken.clear()
 
 
 class _Interrupted(KeyboardInterrupt):

@@ -1,6 +1,6 @@
 """Notices when ranks make no progress, from outside of them.
 
-    dog = Watchdog(lambda: signs(folder), seconds=1800)
+    dog = Watchdog(lambda known: signs(folder, known=known), seconds=1800)
     while ...:
         if dog.stalled():
             echo(examine(folder).text())
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,10 @@ _COMPUTES = 0.05
 """Share of a core above which a rank outside of collectives computes."""
 _LOOKS = 20
 """Looks per deadline."""
-_LONGEST_PAUSE = 5.0
+_LONGEST_PAUSE = 15.0
+
+Counts = tuple[int, int, float]
+"""Of a rank's heartbeat and collectives; they change with each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,26 +39,30 @@ class Signs:
     """What shows of a rank that it makes progress."""
 
     rank: int
-    counts: tuple[int, int, float]
-    """Of its heartbeat and collectives; they change with each."""
+    counts: Counts
     inside: bool
     """Whether it is in a collective."""
-    cpu: float
-    """Seconds, of its process and of those below it."""
+    cpu: float | None
+    """Seconds, of its process and of those below it; None: not asked for, as it has made progress."""
 
 
-def signs(folder: Path, rank: int | None = None) -> list[Signs]:
+def signs(folder: Path, rank: int | None = None, *, known: Mapping[int, Counts] | None = None) -> list[Signs]:
     """Return the signs of the ranks, or of one of them, that run on this machine and keep their records in a
-    folder; none from a record that cannot be read now."""
+    folder; none from a record that cannot be read now.
+
+    Args:
+        known: the counts of the last look: where they have changed, the CPU time is not asked for, which
+            takes a look at every process of the machine.
+    """
     with contextlib.suppress(DataError, OSError):
         return [
             Signs(
                 rank=each.rank,
-                counts=each.signs,
-                inside=each.waiting is not None,
-                cpu=sum(flight.cpu_seconds(pid, flight.born(pid)) for pid in [each.pid, *_below(each.pid)]),
+                counts=each.counts,
+                inside=each.inside,
+                cpu=_cpu_seconds(each.pid) if (known or {}).get(each.rank) == each.counts else None,
             )
-            for each in flight.read_all(folder, rank)
+            for each in flight.glance_all(folder, rank)
         ]
     return []
 
@@ -64,22 +71,23 @@ class Watchdog:
     """Notices when no rank makes progress.
 
     Args:
-        look: returns the signs of all ranks that can be seen.
+        look: returns the signs of all ranks that can be seen; it is given the counts of the last look.
         seconds: without any progress of any rank, after which they hang.
     """
 
-    def __init__(self, look: Callable[[], Sequence[Signs]], *, seconds: float) -> None:
+    def __init__(self, look: Callable[[Mapping[int, Counts]], Sequence[Signs]], *, seconds: float) -> None:
         self.seconds, self._look = seconds, look
-        self._pause = min(_LONGEST_PAUSE, seconds / _LOOKS)
+        self.pause = min(_LONGEST_PAUSE, seconds / _LOOKS)
+        """Seconds between two looks."""
         self._looked = self._progress = time.monotonic()
         self._signs: dict[int, Signs] = {}
 
     def stalled(self) -> bool:
         """Return whether nothing has made progress for `seconds`. Looks a few times per deadline."""
         now = time.monotonic()
-        if now - self._looked < self._pause:
+        if now - self._looked < self.pause:
             return False
-        seen = self._look()
+        seen = self._look({each.rank: each.counts for each in self._signs.values()})
         # all of them, as each look updates what is known of a rank
         progress = [self._has_progress(each, now - self._looked) for each in seen]
         if any(progress):
@@ -91,7 +99,16 @@ class Watchdog:
         before, self._signs[now.rank] = self._signs.get(now.rank), now
         if before is None or before.counts != now.counts:
             return True
-        return not now.inside and now.cpu - before.cpu > _COMPUTES * passed
+        if now.inside:
+            return False
+        # Not asked for at the last look, which saw progress: what came then is known at the next one.
+        if now.cpu is None or before.cpu is None:
+            return True
+        return now.cpu - before.cpu > _COMPUTES * passed
+
+
+def _cpu_seconds(pid: int) -> float:
+    return sum(flight.cpu_seconds(each, flight.born(each)) for each in [pid, *_below(pid)])
 
 
 def _below(pid: int) -> list[int]:
