@@ -20,7 +20,7 @@ from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel, attention_implementation
 from lockstep.schema.weights import WeightUpdate
 from lockstep.wire.buckets import HEAD_VALUES, unpack
-from lockstep.wire.receive import Receiver, bucket_json
+from lockstep.wire.receive import Receiver
 
 MADE: list[ExternalHF] = []
 
@@ -65,13 +65,7 @@ class ExternalHF(HFEngine):
         if bucket.transport == "memory":
             tensors = unpack(bucket.data, bucket.specs)
         else:
-            values = bucket_json(
-                bucket.specs,
-                index=bucket.index,
-                num_bytes=bucket.num_bytes,
-                transport=bucket.transport,
-                handle=bucket.handle,
-            )
+            values = bucket.as_json()
             tensors = self._receiver.tensors(values, deadline=self.session.deadline)
         for name, tensor in tensors:
             assert name not in self._received

@@ -17,7 +17,6 @@ import torch
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.weights import WeightUpdate
-from lockstep.wire.receive import bucket_json
 
 WORKER = Path(__file__).parents[1] / "wire/receiver_worker.py"
 
@@ -102,13 +101,7 @@ class Holder:
     def receive(self, bucket):
         self.log.append(f"receive {bucket.index}")
         seconds = self.session.deadline - time.monotonic()
-        values = bucket_json(
-            bucket.specs,
-            index=bucket.index,
-            num_bytes=bucket.num_bytes,
-            transport=bucket.transport,
-            handle=bucket.handle,
-        )
+        values = bucket.as_json()
         self.handle = bucket.handle
         self.bytes = getattr(self, "bytes", 0) + bucket.num_bytes
         for process in self.processes:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from lockstep.wire.buckets import TensorSpec as TensorSpec
+from lockstep.wire.buckets import specs_to_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,3 +69,13 @@ class WeightBucket:
     """Plain JSON; "disk": {"path": a safetensors file with the tensors by name}; "ipc": {"key": names the
     buffer, "memory": what lockstep.wire.ipc.export_handle gives}; "collective": {"group": its name,
     "address", "port", "world_size", "first_rank", "backend", "number"}, see lockstep.wire.receive."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Describe it for lockstep.wire.receive.Receiver in another process; its bytes take another way."""
+        return {
+            "index": self.index,
+            "specs": specs_to_json(self.specs),
+            "num_bytes": self.num_bytes,
+            "transport": self.transport,
+            "handle": dict(self.handle or {}),
+        }

@@ -1,7 +1,7 @@
 """An engine's end: from the description of a bucket, plain JSON, to its tensors.
 
 receiver = Receiver(device, rank=tp_rank)
-model.load_weights(receiver.tensors(bucket, deadline=...))   # bucket: what `bucket_json` made
+model.load_weights(receiver.tensors(bucket, deadline=...))   # bucket: WeightBucket.as_json()
 """
 
 from __future__ import annotations
@@ -14,22 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.wire.buckets import TensorSpec, WireError, specs_from_json, specs_to_json, unpack
+from lockstep.wire.buckets import TensorSpec, WireError, specs_from_json, unpack
 from lockstep.wire.groups import Group, Rendezvous, connect_group
 from lockstep.wire.ipc import import_handle
-
-
-def bucket_json(
-    specs: tuple[TensorSpec, ...], *, index: int, num_bytes: int, transport: str, handle: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Describe a bucket for an engine; its bytes take another way."""
-    return {
-        "index": index,
-        "specs": specs_to_json(specs),
-        "num_bytes": num_bytes,
-        "transport": transport,
-        "handle": dict(handle),
-    }
 
 
 class Receiver:

@@ -18,7 +18,6 @@ from lockstep.errors import EngineError
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.version import __version__
-from lockstep.wire.receive import bucket_json
 
 
 class ServedDriver:
@@ -138,14 +137,8 @@ class ServedDriver:
         self._timed("/weights/begin", {"session": self._session}, seconds=_left(session))
 
     def receive(self, bucket: WeightBucket, seconds: float) -> None:
-        about = bucket_json(
-            bucket.specs,
-            index=bucket.index,
-            num_bytes=bucket.num_bytes,
-            transport=bucket.transport,
-            handle=bucket.handle or {},
-        )
-        self._timed("/weights/receive", {"session": self._session, "bucket": about}, seconds=seconds)
+        body = {"session": self._session, "bucket": bucket.as_json()}
+        self._timed("/weights/receive", body, seconds=seconds)
 
     def finish(self, session: UpdateSession) -> None:
         """The server takes a bucket for one session only, and drops its caches with the old version."""

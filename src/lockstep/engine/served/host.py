@@ -12,6 +12,7 @@ import math
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -155,6 +156,7 @@ class Host:
                 self._deliver(done)
         except Exception as raised:  # the client shall read it, whatever it is
             error = raised
+            traceback.print_exc()  # to the server's log
         with self._idle:
             if error is not None:
                 text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ import select
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -120,24 +121,18 @@ def _allocate(module: torch.nn.Module, device: torch.device) -> None:
 
 def handler_of(host: Host, *, token: str) -> type[BaseHTTPRequestHandler]:
     """The handler of one server's requests."""
-    expected = f"Bearer {token}".encode("ascii")
-
-    class Handler(_Handler):
-        def allowed(self) -> bool:
-            sent = self.headers.get_all("Authorization") or []
-            return len(sent) == 1 and hmac.compare_digest(sent[0].encode("latin-1"), expected)
-
-    Handler.host = host
-    return Handler
+    return type("Handler", (_Handler,), {"host": host, "authorization": f"Bearer {token}".encode("ascii")})
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 60.0  # for what a client sends
     host: Host
+    authorization: bytes
 
     def allowed(self) -> bool:
-        raise NotImplementedError
+        sent = self.headers.get_all("Authorization") or []
+        return len(sent) == 1 and hmac.compare_digest(sent[0].encode("latin-1"), self.authorization)
 
     def do_GET(self) -> None:
         self._answer({"/health": dict, "/info": self._info, "/load": self._load}, b"")
@@ -183,6 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             except LockstepError as error:
                 self._send(409, {"error": str(error)})
             except Exception as error:  # a reply that says what it was, not a broken connection
+                traceback.print_exc()  # to the server's log, which the trainer's error names
                 self._send(500, {"error": f"{type(error).__name__}: {error}"})
 
     def _send(self, status: int, value: Any) -> None:

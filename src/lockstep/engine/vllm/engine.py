@@ -34,7 +34,6 @@ from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.wire.buckets import named_dtype
-from lockstep.wire.receive import bucket_json
 
 _CLOSE_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
@@ -217,13 +216,7 @@ class VLLMEngine(Streaming):
         session = self._open_session()
         with self._turn_for("receive", until=session.deadline):
             self.dirty = True
-            text = bucket_json(
-                bucket.specs,
-                index=bucket.index,
-                num_bytes=bucket.num_bytes,
-                transport=bucket.transport,
-                handle=bucket.handle or {},
-            )
+            text = bucket.as_json()
             if bucket.transport not in self.transports:
                 raise EngineError(
                     f"engine {NAME} in this process cannot receive by {bucket.transport!r}; it can by "

@@ -48,7 +48,6 @@ from lockstep.engine.vllm.translate import (
 from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.text import printable
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
-from lockstep.wire.receive import bucket_json
 from lockstep.wire.server_token import TOKEN
 
 NAME = "vllm"
@@ -363,14 +362,7 @@ class VLLMDriver:
         self._call("lockstep_begin", about, seconds=_left(session))
 
     def receive(self, bucket: WeightBucket, seconds: float) -> None:
-        about = bucket_json(
-            bucket.specs,
-            index=bucket.index,
-            num_bytes=bucket.num_bytes,
-            transport=bucket.transport,
-            handle=bucket.handle or {},
-        )
-        self._call("lockstep_receive", about | {"seconds": seconds}, seconds=seconds)
+        self._call("lockstep_receive", bucket.as_json() | {"seconds": seconds}, seconds=seconds)
 
     def finish(self, session: UpdateSession) -> None:
         self._call("lockstep_finish", {}, seconds=_left(session))
