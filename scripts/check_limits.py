@@ -47,10 +47,10 @@ BUDGETS = {
     "cluster": 950,
     "execution": 720,
     "transfer": 710,
-    "wire": 610,
+    "wire": 600,
     "ops": 610,
     "processes": 510,
-    "schema": 510,
+    "schema": 515,
     "protocols": 380,
     ".": 270,
 }
