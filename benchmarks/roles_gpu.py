@@ -16,7 +16,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +179,10 @@ def storages(owner: Any, device: torch.device) -> dict[int, int]:
     return found
 
 
-def write_models(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """Write policy and reward model with a tokenizer of one word for each id; returns the words."""
-    config = shape_config(args.shape)
-    config.num_hidden_layers = args.layers
+def write_models(shape: str, layers: int, folder: Path, device: torch.device) -> list[str]:
+    """Write policy/ and reward/ with a tokenizer of one word for each id; returns the words."""
+    config = shape_config(shape)
+    config.num_hidden_layers = layers
     words = [*SPECIAL, *(f"w{index}" for index in range(config.vocab_size - len(SPECIAL)))]
     raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=SPECIAL[0]))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -190,7 +190,7 @@ def write_models(args: argparse.Namespace, device: torch.device) -> list[str]:
         tokenizer_object=raw, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
     )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
-    policy, reward = args.out / "policy", args.out / "reward"
+    policy, reward = folder / "policy", folder / "reward"
     dtype = torch.bfloat16
     if not (policy / "tokenizer.json").is_file():
         model = random_model(config, seed=0, dtype=dtype, device=device, attention="sdpa")
@@ -212,15 +212,20 @@ def write_models(args: argparse.Namespace, device: torch.device) -> list[str]:
     return words
 
 
-def write_run(args: argparse.Namespace, device: torch.device) -> Path:
-    """Write both models, prompts and the run's settings."""
-    words = write_models(args, device)
+def write_prompts(path: Path, words: Sequence[str], count: int) -> None:
+    """Write so many prompts of 100 to 249 random words."""
     generator = torch.Generator().manual_seed(0)
-    with (args.out / "prompts.jsonl").open("w") as file:
-        for _ in range(args.prompts * args.steps):
+    with path.open("w") as file:
+        for _ in range(count):
             length = int(torch.randint(100, 250, (1,), generator=generator))
             ids = torch.randint(3, len(words), (length,), generator=generator).tolist()
             file.write(json.dumps({"prompt": " ".join(words[i] for i in ids), "answer": ""}) + "\n")
+
+
+def write_run(args: argparse.Namespace, device: torch.device) -> Path:
+    """Write both models, prompts and the run's settings."""
+    words = write_models(args.shape, args.layers, args.out, device)
+    write_prompts(args.out / "prompts.jsonl", words, args.prompts * args.steps)
     path = args.out / "run.toml"
     path.write_text(
         f"""kind = "ppo"

@@ -6,8 +6,8 @@ OLD and NEW are checkouts of this repository. The same commands run with the src
 
 tiny, invariant, sft, dpo, fsdp2, demo
         Training runs: `tiny`; `tiny` with engine native, batch-invariant; SFT and DPO of SmolLM2-135M cut to
-        two layers; `tiny` under fsdp2 on two ranks; five steps of `demo`. Every field that OLD writes to
-        metrics.jsonl but times, speeds and memory must be equal; fields that only NEW has are listed.
+        two layers; `tiny` under fsdp2 on two ranks; five steps of OLD's recipe `demo`. Every field that OLD
+        writes to metrics.jsonl but times, speeds and memory must be equal; what only NEW has is listed.
 replay  40 inputs of the shipped recording, forward and backward. Every field of results.jsonl but times and
         memory must be equal, and the kept logprobs and gradients bit for bit.
 speed   `tiny` with 40 steps in 5 alternating pairs: the median ratio of a step's seconds, NEW / OLD, must lie
@@ -26,6 +26,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -50,8 +51,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sft": ("train", "sft", "--data.source", "answers.jsonl", *CUT),
     "dpo": ("train", "dpo", "--data.source", "pairs.jsonl", *CUT),
     "fsdp2": (*TINY, "--train.backend", "fsdp2", "--ranks", "2"),
-    "demo": ("train", "grpo", "--recipe", "demo", "--steps", "5", *PACKED),
+    "demo": ("train", "demo.toml", "--steps", "5", *PACKED),
 }
+SCORED = ("--train.score-all-every", "1")
+"""For a tree that has it: its metrics are over all groups, also those without a signal."""
 PAIRS, STEPS = 5, 40
 RATIO = (0.98, 1.02)
 
@@ -123,13 +126,21 @@ def compare_run(name: str, old: Path, new: Path, work: Path) -> dict[str, Any]:
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in answers]
     for file, rows in (("answers.jsonl", answers), ("pairs.jsonl", pairs)):
         (work / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copy(old / "src" / "lockstep" / "recipes" / "demo.toml", work)
     sides = []
     for side, tree in (("old", old), ("new", new)):
-        lockstep(tree, (*RUNS[name], "--run-dir", side), work)
+        online = RUNS[name][1] not in ("sft", "dpo")
+        scored = SCORED if online and has_setting(tree, "score_all_every") else ()
+        lockstep(tree, (*RUNS[name], *scored, "--run-dir", side), work)
         sides.append(rows_of(work / side / "metrics.jsonl"))
     added = sorted({name for a, b in zip(*sides, strict=False) for name in b.keys() - a.keys()})
     compared = f"{len(sides[0])} lines of metrics.jsonl" + (f" (new: {', '.join(added)})" if added else "")
     return judged(differences(*sides), compared)
+
+
+def has_setting(tree: Path, name: str) -> bool:
+    """Whether [train] of `tree` has the setting."""
+    return f"    {name}:" in (tree / "src" / "lockstep" / "config" / "train.py").read_text()
 
 
 def compare_replay(old: Path, new: Path, work: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ BUDGETS = {
     "engine": 7_580,
     "recording": 5_190,
     "cli": 4_620,
-    "train": 4_390,
+    "train": 4_392,
     "loop": 3_870,
     "rollout": 3_110,
     "models": 2_850,

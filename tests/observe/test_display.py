@@ -51,6 +51,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def test_the_save_after_the_last_step_is_no_further_step() -> None:
+    display = Display("demo", total_steps=4, mode="plain", stream=(out := io.StringIO()))
+    display.status.step, display.status.phase = 4, "save"
+    display._view.tick()
+    assert out.getvalue().startswith("step 4/4  save ")
+
+
 def test_only_the_first_time_in_a_compiled_phase_is_called_compiling() -> None:
     status = Status("demo", total_steps=2, compiled=True, phase="forward_backward", phase_since=100.0)
     assert status.activity(114.0) == "compiling, 14 s (forward_backward)"

@@ -24,7 +24,8 @@ from lockstep.train.local import LocalBackend
 from lockstep.transfer import make_transfer
 from lockstep.transfer.buckets import BucketTransfer
 from lockstep.transfer.inprocess import InProcessTransfer
-from lockstep.transfer.pack import Packer
+from lockstep.transfer.pack import Packed, Packer
+from lockstep.wire.buckets import TensorSpec
 
 CPU = torch.device("cpu")
 REQUEST = GenerationRequest(
@@ -279,3 +280,15 @@ def test_what_is_chosen() -> None:
         make_transfer(auto, engine("ipc"), device="cpu")
     shares = HFEngine(EngineConfig(), model=policy())
     assert isinstance(make_transfer(EngineConfig(), shares, device="cpu"), InProcessTransfer)
+
+
+def test_heads_of_a_bucket_on_the_host_are_read_after_its_copies() -> None:
+    buffer = torch.zeros(8, dtype=torch.uint8)
+
+    class Copies:
+        def synchronize(self) -> None:
+            buffer.fill_(7)
+
+    spec = TensorSpec(name="a", dtype="float32", shape=(2,), offset=0, num_bytes=8)
+    packed = Packed(index=0, slot=0, specs=(spec,), buffer=buffer, num_bytes=8, done=Copies())  # type: ignore[arg-type]
+    assert packed.heads().tolist() == [7] * 8

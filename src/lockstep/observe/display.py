@@ -217,9 +217,9 @@ class _PlainView:
         slow = min(_SOON.get(self._status.phase, SLOW_SECONDS), SLOW_SECONDS)
         if now - max(self._status.phase_since, self._reported) >= slow:
             self._reported = now
-            self.line(
-                f"step {self._status.step + 1}/{self._status.total_steps}  {self._status.activity(now)} ..."
-            )
+            total = self._status.total_steps
+            step = min(self._status.step + 1, total)  # the last save comes after the last step
+            self.line(f"step {step}/{total}  {self._status.activity(now)} ...")
 
     def line(self, text: str) -> None:
         with self._lock:

@@ -44,6 +44,8 @@ class Packed:
 
     def heads(self) -> Tensor:
         """See wire.buckets.heads."""
+        if not self.buffer.is_cuda:  # read now, and not after the copies as another kernel would
+            self.wait()
         return heads(self.data, self.specs)
 
 

@@ -67,6 +67,9 @@ from lockstep.train.state.copies import CopySpace
 from lockstep.train.state.parts import Layout, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
+_NCCL_ROOM = 2 << 30
+"""Bytes of a GPU that NCCL can need for the buffers of a gather."""
+
 
 class FSDP2Backend(Rests):
     """Trains on several ranks what LocalBackend trains on one, and computes the same numbers.
@@ -462,6 +465,8 @@ class FSDP2Backend(Rests):
         """
         if self._pending:
             raise step_errors.save_amid_step()
+        if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] < _NCCL_ROOM:
+            torch.cuda.empty_cache()  # the first gather's buffers are NCCL's, and torch keeps what it freed
         with self._awake("weights", "states"):
             return save_state(
                 directory,

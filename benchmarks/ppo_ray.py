@@ -1,0 +1,164 @@
+"""examples/ppo_ray with four roles of one size on the GPUs of one node, placed by Ray: time, memory, speed.
+
+    python benchmarks/ppo_ray.py --layers 12 10 8 6 --gpus 2 --out FOLDER --json FILE
+    python benchmarks/ppo_ray.py --shape tiny-llama --layers 2 --gpus 0 --max-tokens 16 --out FOLDER
+
+Policy, reference, value model and reward model have the named shape with random weights, cut to the first
+number of layers that `lockstep plan` has room for. The run file is the example's, with bfloat16, the engine
+`native` in the process of each rank, and the sizes given here. `--gpus 0` is two ranks on CPUs. Written are
+the seconds of each phase, tokens per second, and for each GPU the most memory that nvidia-smi saw in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from roles_gpu import write_models, write_prompts
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "ppo_ray" / "run.toml"
+DEADLINE = 1800.0
+"""Seconds that the run may take."""
+
+
+def main(argv: list[str]) -> int:
+    """Write the models, plan, run, print and write the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 10, 8, 6, 4])
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--token-budget", type=int, default=8192)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="options of the run")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if args.gpus else "cpu")
+    layers, options = fitting(args, device)
+    if args.gpus:
+        torch.cuda.empty_cache()
+    run_dir = args.out / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    command = lockstep("train", str(EXAMPLE), *options, "--cluster", "local", "--run-dir", str(run_dir))
+    with Memory(args.gpus) as memory:
+        subprocess.run(command, cwd=args.out, check=True, timeout=DEADLINE)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "time/step" in row]
+    steady = rows[1:] or rows
+    names = sorted(name for name in steady[0] if name.startswith(("time/", "throughput/", "memory/")))
+    result = {
+        "command": ["benchmarks/ppo_ray.py", *argv],
+        "machine": torch.cuda.get_device_name() if args.gpus else platform.machine(),
+        "ranks": args.gpus or 2,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray")},
+        "layers": layers,
+        "options": options,
+        "median": {name: statistics.median(row[name] for row in steady if name in row) for name in names},
+        "gpu_memory_gib": memory.most,
+        "steps": rows,
+    }
+    shown = {name: result[name] for name in ("layers", "median", "gpu_memory_gib")}
+    print(json.dumps(shown, indent=1), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def fitting(args: argparse.Namespace, device: torch.device) -> tuple[int, list[str]]:
+    """The first number of layers that has room, and the run's options; SystemExit if none has."""
+    for layers in args.layers:
+        folder = args.out / f"{layers}-layers"
+        folder.mkdir(exist_ok=True)
+        words = write_models(args.shape, layers, folder, device)
+        write_prompts(folder / "prompts.jsonl", words, args.prompts * args.steps)
+        options = options_of(args, folder, dtype="bfloat16" if args.gpus else "float32")
+        planned = subprocess.run(
+            lockstep("plan", str(EXAMPLE), *options), capture_output=True, text=True, check=False
+        )
+        print(planned.stdout + planned.stderr, flush=True)
+        if not planned.returncode:
+            return layers, options
+        shutil.rmtree(folder)
+    raise SystemExit(f"--layers {args.layers}: none of them fits, see above")
+
+
+def options_of(args: argparse.Namespace, folder: Path, *, dtype: str) -> list[str]:
+    """What this run has other than the example."""
+    values: dict[str, Any] = {
+        "steps": args.steps,
+        "model.name": folder / "policy",
+        "model.dtype": dtype,
+        "reward-model.name": folder / "reward",
+        "reward-model.dtype": dtype,
+        "data.source": folder / "prompts.jsonl",
+        "data.prompt-column": "prompt",
+        "data.max-prompt-tokens": 256,
+        "rollout.prompts-per-step": args.prompts,
+        "rollout.group-size": 4,
+        "rollout.sampling.max-tokens": args.max_tokens,
+        "rollout.sampling.ignore-eos": "true",
+        "engine.name": "native",
+        "train.lr": 1e-6,
+        "value.lr": 1e-6,
+        "train.token-budget": args.token_budget,
+        "train.optimizer-device": "model",
+        "checkpoint.every": 0,
+        "log.tensorboard": "false",
+    }
+    if args.gpus:
+        values |= {"cluster.gpus": args.gpus, "cluster.slots": 1}
+    values |= dict(pair.split("=", 1) for pair in args.set)
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def lockstep(*words: str) -> list[str]:
+    """The command of this tree."""
+    return [sys.executable, "-m", "lockstep", *words]
+
+
+class Memory:
+    """The most memory in use on each of so many GPUs, in GiB, read four times a second while inside."""
+
+    def __init__(self, gpus: int) -> None:
+        self.most = [0.0] * gpus
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Memory:
+        if self.most:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self.most:
+            self._thread.join(60)
+
+    def _look(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        while not self._end.wait(0.25):
+            lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+            self.most = [
+                max(was, int(now) / 1024) for was, now in zip(self.most, lines[: len(self.most)], strict=True)
+            ]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main(sys.argv[1:]))
