@@ -62,7 +62,7 @@ KILLS = [
     kill(SAVE, step=1, call=2),  # the policy's files are written, the value model's are not
     kill(SAVE, step=1, call=2, when="after"),
     kill(OPTIMIZER, step=2, when="after"),
-    kill(LOAD, call=2),  # the policy is loaded, the value model is not
+    kill(LOAD, call=2),  # the value model is loaded, the policy is not
     kill(FORWARD, step=3, call=2, when="backward"),
 ]
 

@@ -102,6 +102,11 @@ class RewardRoleConfig(RewardModelConfig):
     aggregation: Literal["mean", "min"] = "mean"
     """others: what the models' scores of a rollout become; min is the most careful one (arXiv 2310.02743)."""
 
+    @property
+    def sources(self) -> list[tuple[str, str | None]]:
+        """Name and revision of every model."""
+        return [(self.name, self.revision), *((name, None) for name in self.others)]
+
     @model_validator(mode="after")
     def _check_ensemble(self) -> RewardRoleConfig:
         names = [self.name, *self.others]

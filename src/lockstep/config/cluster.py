@@ -1,23 +1,25 @@
-"""Where ranks run when a cluster provider starts them; without --cluster nothing of it is read."""
+"""Where roles and ranks run. Without --cluster only the roles' worlds are read of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from lockstep.config.base import Config, FilePath, NonNegativeInt, PositiveInt
 from lockstep.errors import ConfigError
 
-ROLES = ("policy", "ref", "value", "reward_model")
+POLICY = "policy"
+ROLES = (POLICY, "ref", "value", "reward_model")
 LONGEST_TEMP = 44
 """Characters of the folder that Ray's sockets lie in, so that their paths stay below the 107 of AF_UNIX."""
 MOST_SLOTS = 2**16
 
 
 class ClusterConfig(Config):
-    """Nodes and ranks of `lockstep train --cluster`, which a run without it ignores."""
+    """Nodes and ranks of `lockstep train --cluster`, which a run without it ignores, and the worlds of roles,
+    which every run has."""
 
     nodes: PositiveInt = 1
     """Nodes that ranks are spread over, equally."""
@@ -26,8 +28,16 @@ class ClusterConfig(Config):
     slots: PositiveInt = 1
     """Ranks on each node where there are no GPUs (gpus = 0)."""
     colocate: tuple[tuple[str, ...], ...] = ()
-    """Roles that share processes: policy, ref, value, reward_model. Empty: all of them, which is what there
-    is today; a role left out or alone is refused."""
+    """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. Two groups that name
+    every role of the run: those without the policy are a world of their own, with a process beside each rank,
+    on the rank's device."""
+    world_seconds: PositiveFloat = 1800.0
+    """Deadline of a call to a world of its own: to score or train a rollout batch, to save or load."""
+    world_start_seconds: PositiveFloat = 600.0
+    """How long such a world may take to start and to load its models."""
+    world_restarts: NonNegativeInt = 3
+    """How often in a run it is started again when it dies. A value model's state dies with it: then the run
+    ends, and is resumed from its last checkpoint."""
     secrets: tuple[str, ...] = ()
     """Names of environment variables that ranks need and nobody else may see, such as HF_TOKEN. Only names
     travel: each node has the values in its own environment."""
@@ -45,6 +55,33 @@ class ClusterConfig(Config):
     def ranks(self) -> int:
         """Ranks on all nodes."""
         return self.nodes * self.per_node
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Roles in a world of their own; empty: all are with the policy."""
+        return next((group for group in self.colocate if POLICY not in group), ())
+
+    def check_roles(self, roles: Sequence[str]) -> None:
+        """Raise ConfigError unless two groups name the roles of a run, all of them and no others."""
+        if not self.apart:
+            return
+        named = [role for group in self.colocate for role in group]
+        for role in named:
+            if role not in roles:
+                raise ConfigError(
+                    f"cluster.colocate names {role!r}, which this run does not have as a model of its own "
+                    f"(it has {', '.join(roles)}); leave it out",
+                    code="unknown-name",
+                    setting="cluster.colocate",
+                )
+        for role in roles:
+            if role not in named:
+                raise ConfigError(
+                    f"cluster.colocate gives {role!r} no place: with two groups every role of the run is in "
+                    f"one (it has {', '.join(roles)}); add it to one of them",
+                    code="missing-setting",
+                    setting="cluster.colocate",
+                )
 
     @field_validator("secrets")
     @classmethod
@@ -77,10 +114,23 @@ class ClusterConfig(Config):
                     code="duplicate",
                     setting="colocate",
                 )
-        if len(groups) > 1:
+        if len(groups) > 1 and POLICY not in named:
             raise ConfigError(
-                f"colocate has {len(groups)} groups: roles in processes of their own are not there yet; "
-                "write one group with all roles, or leave it out",
+                f"colocate has {len(groups)} groups and none with 'policy', which the trainer's ranks hold; "
+                "add it to one of them",
+                code="missing-setting",
+                setting="colocate",
+            )
+        if not all(groups):
+            raise ConfigError(
+                "colocate has an empty group, a world of nothing; leave it out",
+                code="empty",
+                setting="colocate",
+            )
+        if len(groups) > 2:
+            raise ConfigError(
+                f"colocate has {len(groups)} groups: the roles that are not with the policy share one world; "
+                "write two groups",
                 code="unsupported-combination",
                 setting="colocate",
             )
@@ -105,19 +155,23 @@ class ClusterConfig(Config):
         return self
 
     def draw(self, roles: Sequence[str]) -> list[str]:
-        """Return a line per node: which ranks it runs, on what, and which roles each of them holds.
+        """Return a line per node: which ranks it runs, on what, and which roles each of them holds; and one
+        for the processes of a second world, where there is one.
 
         Example:
             >>> ClusterConfig(nodes=2, gpus=2).draw(["policy", "ref"])[0]
             'node 0: [gpu 0: rank 0] [gpu 1: rank 1]  each: policy + ref'
         """
         kind = "gpu" if self.gpus else "cpu"
+        here = [role for role in roles if role not in self.apart]
         lines = []
         for node in range(self.nodes):
-            boxes = " ".join(
-                f"[{kind} {slot}: rank {node * self.per_node + slot}]" for slot in range(self.per_node)
-            )
-            lines.append(f"node {node}: {boxes}  each: {' + '.join(roles)}")
+            ranks = [(slot, node * self.per_node + slot) for slot in range(self.per_node)]
+            boxes = " ".join(f"[{kind} {slot}: rank {rank}]" for slot, rank in ranks)
+            lines.append(f"node {node}: {boxes}  each: {' + '.join(here)}")
+            if self.apart:
+                boxes = " ".join(f"[{kind} {slot}: beside rank {rank}]" for slot, rank in ranks)
+                lines.append(f"  second world: {boxes}  each: {' + '.join(self.apart)}")
         return lines
 
 

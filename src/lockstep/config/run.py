@@ -78,6 +78,41 @@ class RunConfig(Config):
         check_backend(self.train, lora=lora is not None, lora_dropout=dropout)
         return self
 
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Roles in a world of their own."""
+        return () if self.cluster is None else self.cluster.apart
+
+    @model_validator(mode="after")
+    def _check_worlds(self) -> RunConfig:
+        if not self.apart:
+            return self
+        if not isinstance(self, GRPORun):
+            raise ConfigError(
+                f"cluster.colocate has two groups with kind = {self.kind!r}: the roles of such a run are in "
+                "one process; leave it out",
+                code="unsupported-combination",
+                setting="cluster.colocate",
+            )
+        assert self.cluster is not None
+        self.cluster.check_roles(self.roles)
+        if self.train.backend not in ("local", "fsdp2"):
+            raise ConfigError(
+                f"cluster.colocate has two groups with train.backend = {self.train.backend!r}: a second "
+                "world is there with 'local' and 'fsdp2'; set one of them, or write one group",
+                code="unsupported-combination",
+                setting="cluster.colocate",
+            )
+        if self.record.enabled and "value" in self.apart:
+            raise ConfigError(
+                "record.enabled = true with 'value' in a world of its own in cluster.colocate: inputs are "
+                "recorded in the policy's process only; put it with the policy, or set record.enabled = "
+                "false",
+                code="unsupported-combination",
+                setting="record.enabled",
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_record(self) -> RunConfig:
         refusal = record_refusal(self) if shards_weights(self.train) else None

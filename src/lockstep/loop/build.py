@@ -21,8 +21,7 @@ from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
 from lockstep.config.engine import kind
-from lockstep.config.ppo import PPORun
-from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
+from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig, SleepingRole
 from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.prompts import PromptSet
 from lockstep.engine.build import is_external, make_engine
@@ -38,10 +37,11 @@ from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.loop.positions import check_positions
-from lockstep.loop.reward_role import build_reward_models
 from lockstep.loop.roles import Roles
 from lockstep.loop.sleep import put_to_sleep
-from lockstep.loop.value_role import ValueRole, build_value, policy_steps
+from lockstep.loop.value_role import ValueRole, policy_steps
+from lockstep.loop.world import World
+from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.scalar import HeadKind
@@ -99,8 +99,10 @@ class OnlineParts:
     bitwise_check: BitwiseCheck | None = None
     """Set where trainer and engine have the same kernel contract; None: their logprobs are close, not
     equal."""
-    value: ValueRole | None = None
+    value: ValueRole | WorldValue | None = None
     """The value model; None: the algorithm has none."""
+    world: World | None = None
+    """Of the roles that are not in this process; None: all are."""
     verifier: Verifier | None = None
     """Checks after pushes that the engine holds the weights; None: not checked."""
     on_progress: OnProgress | None = None
@@ -119,6 +121,8 @@ class OnlineParts:
         """Close all parts, the engine first, because it reads the backend's Parameters. One that fails to
         close does not stop the others."""
         with contextlib.ExitStack() as stack:
+            if self.world is not None:
+                stack.callback(self.world.close)
             if self.value is not None:
                 stack.callback(self.value.backend.close)
             for part in (self.backend, self.rewards, self.transfer, self.engine):
@@ -145,7 +149,7 @@ def build_online(
     Raises:
         ConfigError, ModelError, DataError, EngineError: before anything is trained.
     """
-    options, ranks = run.algorithm.resolved(), ranks or RankContext.alone()
+    options, ranks, given = run.algorithm.resolved(), ranks or RankContext.alone(), run
     run, total_bytes = resolve_engine(run, ranks=ranks), total_device_bytes(run.train, ranks)
     external, reward_set = is_external(run.engine), RewardSet(run.rewards, functions=rewards)
     with ranks.together("loading model and data"):
@@ -166,23 +170,25 @@ def build_online(
         model,
         total_steps=policy_steps(run) * run.train.minibatches * run.train.epochs_per_batch,
         temperature=run.rollout.sampling.temperature,
-        ref=algorithm.needs_ref,
+        ref=algorithm.needs_ref and "ref" not in run.apart,
     )
-    put_to_sleep(run, "policy", "ref", backend=backend)
-    reward_models = build_reward_models(run, axes, model, ranks=ranks)
-    plan = _planner(run, axes, ranks)
-    value = None if not isinstance(run, PPORun) else build_value(run, axes, model, plan=plan, ranks=ranks)
-    if value is not None:
-        put_to_sleep(run, "value", backend=value.backend)
-    # Last: what can be wrong with the run is known before a server is started.
-    connect = _external_engine if external else _embedded_engine
-    engine, transfer = connect(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)
+    put_to_sleep(run, *_with_policy(run), backend=backend)
+    plan = make_planner(run, axes, ranks)
+    others = build_others(given, axes, model, plan=plan, ranks=ranks, work_dir=work_dir)
+    try:
+        # Last: what can be wrong with the run is known before a server is started.
+        connect = _external_engine if external else _embedded_engine
+        engine, transfer = connect(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)
+        check = _bitwise_check(run, axes, backend=backend, engine=engine, ranks=ranks)
+    except BaseException:
+        others.close()
+        raise
     parts = OnlineParts(
         run=run,
         axes=axes,
         model=model,
         backend=backend,
-        ref=backend.ref,
+        ref=backend.ref if others.ref is None else others.ref,
         engine=engine,
         transfer=transfer,
         algorithm=algorithm,
@@ -190,15 +196,21 @@ def build_online(
         prompts=prompts,
         eval_prompts=eval_prompts,
         rewards=reward_set,
-        reward_models=reward_models,
+        reward_models=others.reward_models,
         plan=plan,
-        value=value,
+        value=others.value,
+        world=others.world,
         batch_invariance=policy.batch_invariance,
-        bitwise_check=_bitwise_check(run, axes, backend=backend, engine=engine, ranks=ranks),
+        bitwise_check=check,
         on_progress=on_progress,
         ranks=ranks,
     )
     return dataclasses.replace(parts, verifier=_verifier(parts)) if external else parts
+
+
+def _with_policy(run: GRPORun) -> tuple[SleepingRole, ...]:
+    """Roles whose memory is the policy's backend's."""
+    return ("policy",) if "ref" in run.apart else ("policy", "ref")
 
 
 def _verifier(parts: OnlineParts) -> Verifier:
@@ -218,7 +230,8 @@ def _verifier(parts: OnlineParts) -> Verifier:
     )
 
 
-def _planner(run: GRPORun, axes: Axes, ranks: RankContext) -> Planner:
+def make_planner(run: GRPORun, axes: Axes, ranks: RankContext) -> Planner:
+    """Build what packs the samples of every role."""
     return Planner(
         token_budget=axes.token_budget,
         static_capacity=axes.static_capacity,
@@ -302,6 +315,13 @@ def _bitwise_check(
     return BitwiseCheck(contract, reuse=reuse is not False, at_once=data_parallel(run, ranks))
 
 
+def seed_generators(run: RunConfig, ranks: RankContext | None) -> None:
+    """Seed the global generators: torch's differs between ranks that draw dropout of their own."""
+    random.seed(run.seed)
+    np.random.seed(run.seed % 2**32)
+    torch.manual_seed(run.seed + (0 if ranks is None else mesh_coordinates(run, ranks).stream))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """The result of `load_policy`."""
@@ -326,9 +346,7 @@ def load_policy(
     Raises:
         ConfigError, ModelError: the run is not possible with this model on this machine.
     """
-    random.seed(run.seed)
-    np.random.seed(run.seed % 2**32)
-    torch.manual_seed(run.seed + (0 if ranks is None else mesh_coordinates(run, ranks).stream))
+    seed_generators(run, ranks)
     axes = resolve_axes(run, engine=engine, ranks=ranks)
     device = torch.device(axes.device)
     if device.type == "cuda" and device.index is not None:

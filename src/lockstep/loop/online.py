@@ -33,6 +33,7 @@ from lockstep.loop.preflight import preflight
 from lockstep.loop.reward_role import describe_reward_models
 from lockstep.loop.scored import scored_indices, scored_metrics, scores_all, with_signal
 from lockstep.loop.session import Session, rollout_rows
+from lockstep.loop.value_role import ValueRole
 from lockstep.observe.spans import Spans
 from lockstep.protocols import TokenLoss, ValueAlgorithm
 from lockstep.ranks.context import RankContext
@@ -87,6 +88,10 @@ def train_online(
         )
         session.dir.update_manifest({"held_out": hold_out})
         _describe_engine(session, parts)
+        if parts.world is not None:
+            about = parts.world.describe()
+            session.dir.update_manifest({"world": about})
+            session.display.note(f"{parts.world.name}: in processes of its own, log {about['log']}")
         of_models = describe_reward_models(
             parts.reward_models, session, policy_tokenizer=parts.model.tokenizer, ranks=ranks
         )
@@ -180,7 +185,7 @@ def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlinePa
         temperature=run.rollout.sampling.temperature,
         contract=parts.backend.contract,
     )
-    if (value := parts.value) is not None:
+    if isinstance(value := parts.value, ValueRole):
         recorder = session.recorder(
             value.recording_header(header),
             first_step=first_step,

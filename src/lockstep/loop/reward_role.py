@@ -59,10 +59,8 @@ def describe_reward_models(
         return []
     with ranks.together("comparing the reward model with what it was"):
         now = {
-            model.config.name: weights_fingerprint(
-                ModelConfig(name=model.config.name, revision=model.config.revision)
-            )
-            for model in models.models
+            name: weights_fingerprint(ModelConfig(name=name, revision=revision))
+            for name, revision in models.config.sources
         }
         then = session.dir.read_manifest().get("reward_models")
         for name, before in (then if isinstance(then, dict) else {}).items():

@@ -60,9 +60,10 @@ class Roles:
                     f"{directory / ALGORITHM} holds no numbers by name; it is damaged", code="damaged-file"
                 )
             self.algorithm.load_state(state)
-        self.policy.load(directory, verified=verified)
         for role, backend in self.others.items():
             backend.load(directory / role, verified=verified)
+        # Last: what is random in this process is in its state. Others may have been saved by another process.
+        self.policy.load(directory, verified=verified)
 
     def export(self, directory: Path) -> None:
         """Export the policy to `directory`, and each other role beside it: export-value beside export."""

@@ -41,10 +41,10 @@ class RewardModels:
         shared = config.model_dump(include=set(RewardModelConfig.model_fields) - {"name", "revision"})
         self.models = [
             RewardModel(
-                RewardModelConfig(name=name, revision=None if number else config.revision, **shared),
+                RewardModelConfig(name=name, revision=revision, **shared),
                 device=device,
             )
-            for number, name in enumerate((config.name, *config.others))
+            for name, revision in config.sources
         ]
         self.truncated = 0
         """Documents that lost their beginning since `take_counts`."""

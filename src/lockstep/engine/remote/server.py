@@ -29,6 +29,15 @@ from lockstep.observe.text import printable
 from lockstep.processes.child import LINGER_SECONDS, Child, describe_status
 
 LOOPBACK = "127.0.0.1"
+_PACKAGES = Path(__file__).resolve().parents[3]
+_SAME_BITS = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
+"""Variables that limit the units of a CPU, and with them decide the bits of its products."""
 _POLL_SECONDS = 0.1
 _TAIL_LINES = 25
 _TAIL_BYTES = 256 * 1024
@@ -62,6 +71,8 @@ class ServerSpec:
     log: Path
     """Log file; every start appends to it."""
     start_seconds: float
+    start_setting: str = "engine.start_seconds"
+    """The setting that has start_seconds, for messages."""
     grace_seconds: float = 8.0
     """Seconds between SIGTERM and SIGKILL."""
     token: str = field(default="", repr=False)
@@ -85,6 +96,15 @@ def server_environment(
     base = os.environ if base is None else base
     kept = {name: value for name, value in base.items() if _INHERITED.fullmatch(name)}
     return dict(sorted({**kept, "PYTHONUNBUFFERED": "1", **needed, **extra}.items()))
+
+
+def own_program() -> dict[str, str]:
+    """Return the variables that a server of Lockstep's own needs, to be the same program with the same
+    bits."""
+    return {name: os.environ[name] for name in _SAME_BITS if name in os.environ} | {
+        "PYTHONPATH": os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
+    }
 
 
 def new_token() -> str:
@@ -225,6 +245,11 @@ class ServerProcess:
         if child is not None:
             child.end()
 
+    def ask_for_traceback(self) -> None:
+        """Let a server that does not answer write to its log where its threads are; it ends."""
+        if self._child is not None:
+            self._child.ask_for_traceback()
+
     def log_text(self) -> str:
         """Text for an error message: the first error in the log, and its last lines."""
         lines = self._read_log()
@@ -277,11 +302,11 @@ class ServerProcess:
                 )
             if seconds > spec.start_seconds:
                 raise EngineError(
-                    f"the {spec.name} server did not answer within engine.start_seconds = "
+                    f"the {spec.name} server did not answer within {spec.start_setting} = "
                     f"{spec.start_seconds:g}; it still runs, and was waited for because {waiting}. Raise "
-                    f"engine.start_seconds if it is only slow. {self.log_text()}",
+                    f"{spec.start_setting} if it is only slow. {self.log_text()}",
                     code="deadline",
-                    setting="engine.start_seconds",
+                    setting=spec.start_setting,
                 )
             time.sleep(_POLL_SECONDS)
 

@@ -19,7 +19,6 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lockstep.config.engine import EngineConfig
@@ -31,6 +30,7 @@ from lockstep.engine.remote.server import (
     ServerSpec,
     free_port,
     new_token,
+    own_program,
     server_client,
     server_environment,
     server_gpus,
@@ -45,15 +45,6 @@ from lockstep.observe.text import printable
 from lockstep.schema.contract import KernelContract
 from lockstep.wire.server_token import TOKEN
 
-_PACKAGES = Path(__file__).resolve().parents[3]
-_SAME_BITS = (
-    "ATEN_CPU_CAPABILITY",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_CBWR",
-)
-"""Variables that limit the units of a CPU, and with them decide the bits of its products."""
 _POLL_SECONDS = 0.1
 _ABORT_SECONDS = 1.0
 _TRIES = 3
@@ -187,9 +178,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     spec.work_dir.mkdir(parents=True, exist_ok=True)
     path = spec.work_dir.resolve() / f"{config.name}-server.json"
     path.write_text(json.dumps(describe_server(config, spec, port=port), indent=1), encoding="utf-8")
-    needed = {name: os.environ[name] for name in _SAME_BITS if name in os.environ} | {
-        "PYTHONPATH": os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
+    needed = own_program() | {
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": server_gpus(
             config.cuda_devices, device=spec.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")

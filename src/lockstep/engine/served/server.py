@@ -10,7 +10,6 @@ It listens on loopback, and answers only who sends its token (LOCKSTEP_SERVER_TO
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import queue
@@ -32,6 +31,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.engine.admission import admit_decoding
 from lockstep.engine.members import load_engine_class
 from lockstep.engine.remote.server import LOOPBACK
+from lockstep.engine.served.handler import STRANGER, TokenHandler, bearer
 from lockstep.engine.served.host import Host, Weights
 from lockstep.errors import LockstepError
 from lockstep.models.load import (
@@ -121,18 +121,11 @@ def _allocate(module: torch.nn.Module, device: torch.device) -> None:
 
 def handler_of(host: Host, *, token: str) -> type[BaseHTTPRequestHandler]:
     """The handler of one server's requests."""
-    return type("Handler", (_Handler,), {"host": host, "authorization": f"Bearer {token}".encode("ascii")})
+    return type("Handler", (_Handler,), {"host": host, "authorization": bearer(token)})
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = 60.0  # for what a client sends
+class _Handler(TokenHandler):
     host: Host
-    authorization: bytes
-
-    def allowed(self) -> bool:
-        sent = self.headers.get_all("Authorization") or []
-        return len(sent) == 1 and hmac.compare_digest(sent[0].encode("latin-1"), self.authorization)
 
     def do_GET(self) -> None:
         self._answer({"/health": dict, "/info": self._info, "/load": self._load}, b"")
@@ -163,13 +156,10 @@ class _Handler(BaseHTTPRequestHandler):
             body,
         )
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: errors are answers."""
-
     def _answer(self, routes: Mapping[str, Callable[..., Any]], body: bytes) -> None:
         """Call the route with the arguments of the body, JSON, and send what it returns."""
         if not self.allowed():
-            self._send(401, {"error": "this server belongs to a run of Lockstep, and needs its token"})
+            self._send(401, {"error": STRANGER})
         elif self.path not in routes:
             self._send(404, {"error": f"no such path: {self.path}"})
         else:
@@ -182,14 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(500, {"error": f"{type(error).__name__}: {error}"})
 
     def _send(self, status: int, value: Any) -> None:
-        body = json.dumps(value).encode()
-        self.close_connection = True
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
+        self.reply(status, json.dumps(value).encode())
 
     def _generate(self, body: bytes) -> None:
         """Stream the samples of a POST. A client that goes takes its flow with it."""

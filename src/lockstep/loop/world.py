@@ -1,0 +1,319 @@
+"""A second world of a run's roles: a process beside each rank of the trainer, seen from there.
+
+    rank 0 ── call(name, arguments) ──► process of rank 0 ─┐ one SPMD world of its own,
+    rank 1 ── call(name, arguments) ──► process of rank 1 ─┘ which all ranks ask for the same
+
+A call has a deadline and a key: where a connection breaks it is sent again under the same key, and a process
+that has done it already answers what it answered then. An error comes back as what it was, with the roles'
+names. A process is a Child (lockstep.processes): it never outlives its rank. One that dies is started again
+and asked again, as long as nothing that was trained has died with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep import errors
+from lockstep.config.cluster import ClusterConfig
+from lockstep.config.load import dump_toml
+from lockstep.config.run import GRPORun
+from lockstep.engine.remote.http import HttpClient, HttpError, Silent, Unreachable
+from lockstep.engine.remote.server import (
+    LOOPBACK,
+    ServerProcess,
+    ServerSpec,
+    free_port,
+    masked,
+    new_token,
+    own_program,
+    server_environment,
+)
+from lockstep.errors import EngineError, LockstepError, TrainError
+from lockstep.loop.axes import Axes
+from lockstep.loop.distributed import resume_command
+from lockstep.loop.world_messages import packed, unpacked
+from lockstep.observe.text import printable_lines
+from lockstep.ranks.context import RankContext, local_ranks
+from lockstep.ranks.environment import LAUNCHER_PID, SECRET
+from lockstep.ranks.rendezvous import host_store
+from lockstep.wire.server_token import TOKEN
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3
+"""Times that a call is sent to a process that lives and broke the connection."""
+_DEATH_SECONDS = 2.0
+"""After a connection broke: how long its process may take to be seen dead."""
+_LOST = "(it lost another process of its world)"
+_SPREAD = {"ref", "value"}
+"""Roles whose processes work together, where there are several ranks."""
+
+
+class WorldDied(TrainError):
+    """A process of the world has ended, or has lost another one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What a call brought; exactly one of the two is there."""
+
+    value: Any = None
+    death: WorldDied | None = None
+
+
+class World:
+    """The roles of a run that are not in the trainer's processes.
+
+    Args:
+        run: as it was started; axes: as the trainer resolved them.
+        work_dir: for log and description of the process beside this rank.
+        folder: of the run, for the command that resumes it; None: unknown.
+    """
+
+    def __init__(
+        self, run: GRPORun, axes: Axes, *, ranks: RankContext, work_dir: Path, folder: Path | None = None
+    ) -> None:
+        assert run.cluster is not None
+        self.roles = run.apart
+        self.restarts = 0
+        self._config: ClusterConfig = run.cluster
+        self._ranks, self._folder = ranks, folder
+        self._grouped = ranks.world_size > 1 and bool(_SPREAD & set(self.roles))
+        self._about = {"run": dump_toml(run), "axes": dataclasses.asdict(axes), "roles": self.roles}
+        self._server = _server(self.name, run.cluster, work_dir)
+        spec = self._server.spec
+        headers = {"Authorization": f"Bearer {spec.token}"}
+        self._client = HttpClient(spec.url, name=self.name, headers=headers)
+        self._store: Any = None
+        """Where the processes of several ranks meet; of rank 0."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"world of {' + '.join(self.roles)}"
+
+    def start(self) -> Mapping[str, Any]:
+        """Start the processes and load the roles. Collective. Returns what they say of themselves.
+
+        Raises:
+            LockstepError: a process does not start, or a role cannot be loaded: on every rank.
+        """
+        with self._ranks.together(f"starting the {self.name}"):
+            try:
+                self._server.start(self._waiting_for)
+            except EngineError as error:
+                raise TrainError(str(error), **error.data) from error
+        about = {**self._about, "threads": torch.get_num_threads(), "meeting": self._meeting()}
+        with self._ranks.together(f"loading the {self.name}"):
+            reply = self._ask("build", about, seconds=self._config.world_start_seconds)
+            if reply.death is not None:
+                raise reply.death
+        loaded: Mapping[str, Any] = reply.value
+        return loaded
+
+    def call(self, name: str, *, alone: bool = False, **arguments: Any) -> Any:
+        """Ask the world for something, and return its answer. Collective, unless `alone`.
+
+        Args:
+            alone: only this rank's process is asked; for roles that are whole in each.
+
+        Raises:
+            LockstepError: an error of the role, of the same class and with its code; or TrainError: no
+                answer within cluster.world_seconds, or the process died and cannot be started again.
+        """
+        while True:
+            reply = self._ask(name, arguments, seconds=self._config.world_seconds)
+            deaths = [None if reply.death is None else str(reply.death)]
+            if not alone:
+                deaths = self._ranks.gather(deaths[0], str | None, what=f"the {self.name}: {name}")
+            died = [death for death in deaths if death is not None]
+            if not died:
+                return reply.value
+            # One that only lost another process says so: the other one's end is the reason.
+            self._start_again(min(died, key=lambda text: _LOST in text), doing=name, alone=alone)
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the process of this rank, for the manifest."""
+        spec = self._server.spec
+        return {
+            "roles": list(self.roles),
+            "url": spec.url,
+            "pid": self._server.pid,
+            "command": list(spec.command),
+            "environment": masked(spec.environment),
+            "log": str(spec.log),
+        }
+
+    def close(self) -> None:
+        """End the process of this rank. Idempotent."""
+        self._server.stop()
+        self._store = None
+
+    # --- a call ---------------------------------------------------------------------------------------------
+
+    def _ask(self, name: str, arguments: Mapping[str, Any], *, seconds: float) -> Reply:
+        about = {"call": name, "key": uuid.uuid4().hex, "seconds": seconds, "arguments": dict(arguments)}
+        body, deadline = packed(about), time.monotonic() + seconds
+        for tried in range(1, _TRIES + 1):
+            try:
+                reply = self._client.post("/call", body, seconds=deadline - time.monotonic())
+            except Unreachable as sign:
+                ended = self._server.wait_ended(_DEATH_SECONDS)
+                if ended is not None:
+                    text = f"the {self.name} {ended}, at {name}. {self._server.log_text()}"
+                    return Reply(death=WorldDied(text, code="process-died", roles=self.roles))
+                if tried < _TRIES:
+                    log.warning("the %s broke the connection at %s; asking again: %s", self.name, name, sign)
+                    continue
+                raise TrainError(
+                    f"the {self.name} runs but broke the connection {_TRIES} times, at {name}: {sign}. "
+                    f"{self._server.log_text()}",
+                    code="unreachable",
+                    roles=self.roles,
+                ) from sign
+            except Silent as sign:
+                self._server.ask_for_traceback()
+                setting = "world_start_seconds" if name == "build" else "world_seconds"
+                raise TrainError(
+                    f"the {self.name} did not answer within cluster.{setting} = {seconds:g}, at {name}; "
+                    f"raise it if the work is only slow. {self._server.log_text()}",
+                    code="deadline",
+                    setting=f"cluster.{setting}",
+                    roles=self.roles,
+                ) from sign
+            except HttpError as error:
+                raise TrainError(str(error), **error.data) from error
+            if reply.status != 200:
+                raise TrainError(
+                    f"the {self.name} answered {name} with status {reply.status}: {reply.error_text()}",
+                    code="bad-reply",
+                )
+            return self._answer(unpacked(reply.body), name)
+        raise AssertionError("the last try returns or raises")
+
+    def _answer(self, reply: Mapping[str, Any], name: str) -> Reply:
+        """Raises the error that an answer may be."""
+        if "value" in reply:
+            return Reply(value=reply["value"])
+        kind, data = str(reply["kind"]), dict(reply["data"])
+        text = f"{self.name}, at {name}: {printable_lines(str(reply['text']))}"
+        if reply["lost"]:
+            return Reply(death=WorldDied(f"{text} {_LOST}", code="peer-failed"))
+        known = getattr(errors, kind, None)
+        if isinstance(known, type) and issubclass(known, LockstepError):
+            raise known(text, **{**data, "roles": self.roles})
+        raise TrainError(f"{text} ({kind}). {self._server.log_text()}", code="bad-reply", roles=self.roles)
+
+    def _waiting_for(self) -> str | None:
+        try:
+            self._client.get("/health", seconds=2.0).json()
+        except HttpError as error:
+            return str(error)
+        return None
+
+    # --- start and end --------------------------------------------------------------------------------------
+
+    def _start_again(self, died: str, *, doing: str, alone: bool) -> None:
+        """Raises TrainError: something has died that a new process does not have, or too many have died."""
+        lost = None
+        if "value" in self.roles:
+            lost = "the value model's weights and optimizer since the last checkpoint are gone with it"
+        elif alone and self._grouped:
+            lost = (
+                "it works together with those of other ranks, which are elsewhere, so it cannot return alone"
+            )
+        elif self.restarts >= self._config.world_restarts:
+            lost = f"it was started again cluster.world_restarts = {self.restarts} times already"
+        if lost is not None:
+            self.close()
+            folder = self._folder
+            command = "lockstep train --resume" if folder is None else resume_command(folder, self._ranks)
+            first, _, rest = died.partition("\n")
+            raise TrainError(
+                f"{first}\n{lost}. Go on from the last checkpoint: {command}" + (f"\n{rest}" if rest else ""),
+                code="process-died",
+                roles=self.roles,
+                call=doing,
+            )
+        self.restarts += 1
+        log.warning("%s: starting it again (%d)", died.splitlines()[0], self.restarts)
+        if alone:
+            self._server.start(self._waiting_for)
+            reply = self._ask(
+                "build",
+                {**self._about, "threads": torch.get_num_threads(), "meeting": None},
+                seconds=self._config.world_start_seconds,
+            )
+            if reply.death is not None:
+                raise reply.death
+        else:
+            self.start()
+
+    def _meeting(self) -> Mapping[str, str] | None:
+        """The environment in which the processes of all ranks find each other; None: each is alone.
+        Collective."""
+        if not self._grouped:
+            return None
+
+        def host() -> dict[str, str]:
+            address = LOOPBACK if self._ranks.on_one_machine else _own_address()
+            self._store = host_store(address)
+            return {
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(self._store.port),
+                SECRET: secrets.token_hex(32),
+                LAUNCHER_PID: str(os.getpid()),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+
+        shared = self._ranks.from_first(host, dict[str, str] | None, what=f"a store for the {self.name}")
+        assert shared is not None, "rank 0 has made one"
+        local = local_ranks(os.environ) or self._ranks.world_size
+        return shared | {
+            "RANK": str(self._ranks.rank),
+            "WORLD_SIZE": str(self._ranks.world_size),
+            "LOCAL_RANK": str(self._ranks.local_rank),
+            "LOCAL_WORLD_SIZE": str(local),
+        }
+
+
+def _own_address() -> str:
+    """The address of this machine on the network of the launcher's store."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _server(name: str, config: ClusterConfig, work_dir: Path) -> ServerProcess:
+    """The process beside this rank, not started yet."""
+    port, token = free_port(), new_token()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    path = work_dir.resolve() / "world.json"
+    path.write_text(json.dumps({"port": port}), encoding="utf-8")
+    return ServerProcess(
+        ServerSpec(
+            name=name,
+            command=(sys.executable, "-m", "lockstep.loop.world_server", str(path)),
+            environment=server_environment(needed=own_program(), extra={TOKEN: token}),
+            port=port,
+            log=work_dir.resolve() / "world.log",
+            start_seconds=config.world_start_seconds,
+            start_setting="cluster.world_start_seconds",
+            token=token,
+        )
+    )

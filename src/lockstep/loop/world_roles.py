@@ -1,0 +1,218 @@
+"""The roles of a second world as the loop sees them: a Scorer, reward models, a value model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config.batch import RewardRoleConfig
+from lockstep.config.ppo import PPORun, ValueConfig
+from lockstep.config.run import GRPORun
+from lockstep.errors import TrainError
+from lockstep.loop.axes import Axes
+from lockstep.loop.reward_role import build_reward_models
+from lockstep.loop.sleep import put_to_sleep
+from lockstep.loop.value_role import ValueRole, build_value
+from lockstep.loop.world import World
+from lockstep.models.load import LoadedModel
+from lockstep.observe.spans import Spans
+from lockstep.packing import Planner
+from lockstep.protocols.reward import RewardInput
+from lockstep.protocols.train import FinishSave, Scorer
+from lockstep.ranks.context import RankContext
+from lockstep.rollout.reward_models import RewardModels
+from lockstep.schema.batch import PackedBatch, RolloutSample
+
+
+@dataclass(frozen=True, slots=True)
+class WorldScorer:
+    """The frozen reference. Implements protocols.Scorer."""
+
+    world: World
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """See protocols.Scorer; on the host."""
+        scores = self.world.call("logprobs", batches=list(batches))
+        return _per_token(scores, [batch.num_slots for batch in batches], what="ref")
+
+
+class WorldRewardModels(RewardModels):
+    """Reward models that are whole in the process beside each rank, which asks it for its own samples.
+
+    Args:
+        notes: of their start.
+    """
+
+    def __init__(self, config: RewardRoleConfig, *, world: World, notes: Sequence[str]) -> None:
+        self.config, self.models, self.truncated = config, [], 0
+        self._world, self._notes = world, list(notes)
+
+    def notes(self, policy_tokenizer: Any) -> list[str]:
+        """See RewardModels."""
+        return self._notes
+
+    def score(self, inputs: Sequence[RewardInput]) -> list[dict[str, float]]:
+        """See RewardModels. Raises what `World.call` raises."""
+        if not inputs:
+            return []
+        asked = [_read_by_models(each) for each in inputs]
+        answer = self._world.call("rewards", alone=True, inputs=asked)
+        scores = [dict(each) for each in answer["scores"]]
+        if len(scores) != len(inputs):
+            raise _wrong("reward_model", f"{len(scores)} scores for {len(inputs)} samples")
+        self.truncated += int(answer["truncated"])
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class WorldState:
+    """What is saved of the value model, see protocols.Saved. The process writes and reads the files itself;
+    a save is on the disk when it returns, whatever checkpoint.background says."""
+
+    world: World
+
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+        """See TrainBackend."""
+        hashes = dict(self.world.call("save", directory=str(directory.absolute())))
+        return lambda: hashes
+
+    def load(self, directory: Path, *, verified: bool = False) -> None:
+        """See TrainBackend."""
+        self.world.call("load", directory=str(directory.absolute()), verified=verified)
+
+    def export(self, directory: Path) -> None:
+        """See TrainBackend."""
+        self.world.call("export", directory=str(directory.absolute()))
+
+    def close(self) -> None:
+        """Nothing: the world is closed as a whole."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldValue:
+    """The value model: what ValueRole is in the trainer's process. Its inputs are not recorded."""
+
+    world: World
+    backend: WorldState
+    config: ValueConfig
+    recorder: None = None
+
+    def score(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
+        """See ValueRole."""
+        return _per_token(
+            self.world.call("score", samples=list(samples)), [len(s) for s in samples], what="value"
+        )
+
+    def update(
+        self,
+        samples: Sequence[RolloutSample],
+        *,
+        values: Sequence[Tensor],
+        returns: Sequence[Tensor],
+        spans: Spans,
+    ) -> dict[str, float]:
+        """See ValueRole. All its optimizer steps are one call."""
+        with spans("value"):
+            metrics: Mapping[str, float] = self.world.call(
+                "update", samples=list(samples), values=list(values), returns=list(returns)
+            )
+        return dict(metrics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherRoles:
+    """The models of a run beside the policy, wherever they are."""
+
+    ref: Scorer | None
+    """None: there is none, or it is the policy's backend's."""
+    reward_models: RewardModels | None
+    value: ValueRole | WorldValue | None
+    world: World | None
+    """Of those that are not in this process."""
+
+    def close(self) -> None:
+        """End the world's process."""
+        if self.world is not None:
+            self.world.close()
+
+
+def build_others(
+    run: GRPORun,
+    axes: Axes,
+    policy: LoadedModel,
+    *,
+    plan: Planner,
+    ranks: RankContext,
+    work_dir: Path | None,
+) -> OtherRoles:
+    """Load the models of `run`, which is as it was started, beside the policy: on the policy's device, or in
+    a world of their own.
+
+    Args:
+        work_dir: engine/ in the run's folder; None: the system's folder for temporary files has the world's
+            files.
+
+    Raises:
+        ConfigError, ModelError, TrainError: one of them cannot be loaded, or the world does not start.
+    """
+    apart, world, notes = run.apart, None, []
+    if apart:
+        folder = Path(tempfile.mkdtemp(prefix="lockstep-world-")) if work_dir is None else work_dir.parent
+        own = folder / "world" / (f"rank-{ranks.rank}" if ranks.world_size > 1 else "")
+        world = World(run, axes, ranks=ranks, work_dir=own, folder=None if work_dir is None else folder)
+    try:
+        if world is not None:
+            notes = world.start()["notes"]
+        if "reward_model" in apart:
+            assert run.reward_model is not None and world is not None
+            models: RewardModels | None = WorldRewardModels(run.reward_model, world=world, notes=notes)
+        else:
+            models = build_reward_models(run, axes, policy, ranks=ranks)
+        value: ValueRole | WorldValue | None = None
+        if "value" in apart:
+            assert isinstance(run, PPORun) and world is not None
+            value = WorldValue(world=world, backend=WorldState(world), config=run.value)
+        elif isinstance(run, PPORun):
+            value = build_value(run, axes, policy, plan=plan, ranks=ranks)
+            put_to_sleep(run, "value", backend=value.backend)
+    except BaseException:
+        if world is not None:
+            world.close()
+        raise
+    ref = WorldScorer(world) if world is not None and "ref" in apart else None
+    return OtherRoles(ref=ref, reward_models=models, value=value, world=world)
+
+
+def _read_by_models(sample: RewardInput) -> RewardInput:
+    """What a reward model reads of it: the row may hold values that no message can."""
+    return RewardInput(
+        prompt=sample.prompt,
+        completion=sample.completion,
+        row={},
+        prompt_token_ids=(),
+        completion_token_ids=(),
+        finish_reason=sample.finish_reason,
+        index=sample.index,
+        conversation=sample.conversation,
+    )
+
+
+def _per_token(scores: Any, lengths: Sequence[int], *, what: str) -> list[Tensor]:
+    """The scores, if they are [length] float32 each."""
+    found = list(scores)
+    if len(found) != len(lengths):
+        raise _wrong(what, f"{len(found)} tensors for {len(lengths)} documents or batches")
+    for index, (score, length) in enumerate(zip(found, lengths, strict=True)):
+        if not isinstance(score, Tensor) or score.dtype != torch.float32 or score.shape != (length,):
+            raise _wrong(what, f"number {index} is no float32 tensor of {length}")
+    return found
+
+
+def _wrong(role: str, why: str) -> TrainError:
+    return TrainError(f"role {role} answered from its world: {why}", code="wrong-result", role=role)

@@ -1,0 +1,143 @@
+"""The process of a second world: `python -m lockstep.loop.world_server FILE`.
+
+    GET  /health
+    POST /call    {"call", "key", "seconds", "arguments"} ──► {"value"} or {"kind", "text", "data", "lost"}
+
+Bodies are those of lockstep.loop.world_messages. It listens on loopback, and answers only who sends its token
+(LOCKSTEP_SERVER_TOKEN). Roles work in the main thread alone, call after call. What was answered under a key
+is kept until calls with other keys have come: who asks again, after an answer was lost, gets the same one,
+and nothing is trained twice.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from lockstep.engine.remote.server import LOOPBACK
+from lockstep.engine.served.handler import STRANGER, TokenHandler, bearer
+from lockstep.errors import LockstepError, TrainError
+from lockstep.loop.world_host import RoleHost
+from lockstep.loop.world_messages import MOST_BYTES, packed, unpacked
+from lockstep.ranks.context import lost_peer
+from lockstep.wire.server_token import TOKEN
+
+_KEPT = 4
+"""Calls whose answers are kept."""
+_HEAD_BYTES = 2**20
+"""Of a message, beside its tensors."""
+
+
+def main(argv: list[str]) -> None:
+    """Serve until killed."""
+    faulthandler.enable()
+    about = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    calls = Calls(RoleHost())
+    own = {"calls": calls, "authorization": bearer(os.environ.pop(TOKEN))}
+    handler: type[BaseHTTPRequestHandler] = type("Handler", (_Handler,), own)
+    server = ThreadingHTTPServer((LOOPBACK, about["port"]), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+    calls.work()
+
+
+@dataclass(eq=False)
+class _Call:
+    make: Callable[[], Any]
+    done: threading.Event = field(default_factory=threading.Event)
+    answer: bytes = b""
+
+
+class Calls:
+    """The calls of one client, each done once."""
+
+    def __init__(self, host: RoleHost) -> None:
+        self._host = host
+        self._todo: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._known: dict[str, _Call] = {}
+        self._lock = threading.Lock()
+
+    def work(self) -> None:
+        """Do what comes, in this thread, for ever."""
+        while True:
+            call = self._todo.get()
+            call.answer = _answered(call.make)
+            call.done.set()
+
+    def answer(self, body: bytes) -> bytes:
+        """Return the answer to a message, doing what it asks for unless its key is known."""
+        try:
+            asked = unpacked(body)
+            key, seconds = str(asked["key"]), float(asked["seconds"])
+            method = self._host.call(str(asked["call"]))
+            arguments = dict(asked["arguments"])
+        except (LockstepError, KeyError, TypeError, ValueError) as error:
+            return packed(_failure(error))
+        with self._lock:
+            call = self._known.get(key)
+            if call is None:
+                call = self._known[key] = _Call(lambda: method(**arguments))
+                for old in list(self._known)[:-_KEPT]:
+                    del self._known[old]
+                self._todo.put(call)
+        if not call.done.wait(seconds):
+            late = TrainError(f"the process was busy for {seconds:g} s", code="deadline")
+            return packed(_failure(late))
+        return call.answer
+
+
+def _answered(make: Callable[[], Any]) -> bytes:
+    try:
+        return packed({"value": make()})
+    except Exception as error:  # the client shall read it, whatever it is
+        if not isinstance(error, LockstepError):
+            traceback.print_exc()  # to the log, which the client's error quotes
+        return packed(_failure(error))
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    known = isinstance(error, LockstepError)
+    return {
+        "kind": type(error).__name__,
+        "text": str(error).encode("utf-8", errors="backslashreplace").decode("utf-8"),
+        "data": error.data if isinstance(error, LockstepError) else {},
+        "lost": not known and lost_peer(error),
+    }
+
+
+class _Handler(TokenHandler):
+    calls: Calls
+
+    def do_GET(self) -> None:
+        if not self.allowed():
+            self.reply(401, json.dumps({"error": STRANGER}).encode())
+        else:
+            self.reply(200 if self.path == "/health" else 404, b"{}")
+
+    def do_POST(self) -> None:
+        sent = self.headers.get("Content-Length", "")
+        length = int(sent) if sent.isdecimal() and len(sent) < 12 else -1
+        if not self.allowed():
+            # A stranger's is read as far as needed for the answer to reach them.
+            self.rfile.read(min(max(length, 0), 1 << 16))
+            self.reply(401, json.dumps({"error": STRANGER}).encode())
+        elif self.path != "/call":
+            self.reply(404, json.dumps({"error": f"no such path: {self.path}"}).encode())
+        elif not 0 <= length <= MOST_BYTES + _HEAD_BYTES * 64:
+            self.reply(413, json.dumps({"error": f"a message of {sent[:20]} bytes"}).encode())
+        else:
+            self.reply(200, self.calls.answer(self.rfile.read(length)), kind="application/octet-stream")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
