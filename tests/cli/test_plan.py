@@ -103,3 +103,16 @@ def test_it_draws_the_models_that_a_rank_holds() -> None:
     example = Path(__file__).parents[2] / "examples" / "ppo_ray" / "run.toml"
     run, _ = plan.parse([str(example)])
     assert plan._roles(run) == ("policy", "ref", "reward_model", "value")
+
+
+def test_it_draws_the_worlds_of_any_number_of_ranks() -> None:
+    run, _ = plan.parse([str(Path(__file__).parents[2] / "examples" / "ppo_ray" / "run.toml")])
+    assert run.cluster is not None and run.cluster.ranks == 2
+    assert plan._placed(run, 2, gpus=False) is run.cluster and plan._placed(run, 3, gpus=False) is None
+    apart = run.cluster.model_copy(update={"colocate": (("policy", "ref"), ("value", "reward_model"))})
+    placed = plan._placed(run.model_copy(update={"cluster": apart}), 3, gpus=True)
+    assert placed is not None and placed.draw(plan._roles(run)) == [
+        "node 0: [gpu 0: rank 0] [gpu 1: rank 1] [gpu 2: rank 2]  each: policy + ref",
+        "  second world: [gpu 0: beside rank 0] [gpu 1: beside rank 1] [gpu 2: beside rank 2]  "
+        "each: value + reward_model",
+    ]

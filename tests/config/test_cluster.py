@@ -4,6 +4,7 @@ import pytest
 
 from lockstep.config.cluster import LONGEST_TEMP, ClusterConfig, check_temp_dir
 from lockstep.config.load import load_run, override
+from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError
 
 
@@ -33,7 +34,10 @@ def test_it_draws_the_ranks_of_each_node() -> None:
         ({"gpus": 2, "slots": 2}, "slots = 2"),
         ({"nodes": 2**16, "slots": 2}, "131072"),
         ({"colocate": [["policy", "ref"], ["value", "policy"]]}, "asked for twice"),
-        ({"colocate": [["policy"], ["value"]]}, "2 groups"),
+        ({"colocate": [["ref"], ["value"]]}, "none with 'policy'"),
+        ({"colocate": [["policy"], ["ref"], ["value"]]}, "3 groups"),
+        ({"colocate": [["policy"], []]}, "empty group"),
+        ({"world_seconds": 0}, "world_seconds"),
         ({"colocate": [["actor"]]}, "'actor'"),
         ({"secrets": ["HF_TOKEN=hf_abc"]}, "write names"),
         ({"nodess": 2}, "nodes"),
@@ -43,6 +47,44 @@ def test_a_placement_that_cannot_be_is_refused(settings: dict[str, object], said
     with pytest.raises(ConfigError, match=said) as refused:
         cluster(**settings)
     assert "hf_abc" not in str(refused.value)
+
+
+def placed(*groups: list[str], kind: str = "ppo", **settings: object) -> RunConfig:
+    values: dict[str, object] = {"cluster.colocate": groups} | settings
+    if kind == "ppo":
+        values = {"algorithm.kl.coef": 0.1} | values
+    return override(load_run(None, kind=kind), values, origin="test")
+
+
+@pytest.mark.parametrize(
+    ("groups", "settings", "said"),
+    [
+        ([["policy", "ref"], ["value", "reward_model"]], {}, "'reward_model', which this run does not have"),
+        ([["policy"], ["ref"]], {"model.lora.rank": 4}, "'ref', which this run does not have"),
+        ([["policy"], ["ref"]], {"algorithm.kl.coef": 0.0}, "'ref', which this run does not have"),
+        ([["policy"], ["value"]], {}, "gives 'ref' no place"),
+        ([["policy"], ["ref"]], {"kind": "sft"}, "kind = 'sft'"),
+        ([["policy", "value"], ["ref"]], {"train.backend": "deepspeed"}, "train.backend = 'deepspeed'"),
+        ([["policy", "ref"], ["value"]], {"record.enabled": True}, "record.enabled"),
+    ],
+)
+def test_roles_that_cannot_be_placed_are_refused(
+    groups: list[list[str]], settings: dict[str, object], said: str
+) -> None:
+    kind = str(settings.pop("kind", "ppo"))
+    with pytest.raises(ConfigError, match=said):
+        placed(*groups, kind=kind, **settings)
+
+
+def test_two_groups_are_two_worlds() -> None:
+    run = placed(["value", "ref"], ["policy"])
+    assert run.apart == ("value", "ref") and run.cluster is not None
+    assert run.cluster.draw(["policy", "ref", "value"]) == [
+        "node 0: [cpu 0: rank 0]  each: policy",
+        "  second world: [cpu 0: beside rank 0]  each: value + ref",
+    ]
+    assert placed(["policy", "ref", "value"]).apart == ()
+    assert placed(["policy"], kind="sft").apart == ()
 
 
 def test_a_folder_too_long_for_sockets_is_refused() -> None:

@@ -18,7 +18,11 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
 )
+from world_kills import kill_at
 
+from lockstep.config.load import build, parse_toml
+from lockstep.config.run import GRPORun
+from lockstep.loop.online import train_online
 from lockstep.observe.run_history import read_lines
 
 QUESTIONS = [f"{i} + {i + 3} = ?" for i in range(12)]
@@ -150,6 +154,40 @@ def test_its_scores_are_those_of_transformers_and_its_weight_counts(straight: Pa
     assert len(steps) == 3
     of_first = [row["rewards"]["model"] for row in rows if row["step"] == 0]
     assert steps[0]["reward/model"] == pytest.approx(sum(of_first) / 8)
+
+
+def test_a_model_in_a_world_of_its_own_that_is_killed_scores_the_same(
+    straight: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = kill_at(monkeypatch, "rewards", 2)
+    train_online(run_of(place, others=(str(place / "other"),), apart=("reward_model",)))
+    assert len(killed) == 1
+    assert everything(place / "reward_model") == everything(straight)
+    log = (place / "reward_model" / "logs" / "rank-0.log").read_text()
+    assert log.count("its tokenizer is not the policy's") == 1
+
+
+def test_three_roles_in_a_world_of_their_own_keep_the_bits(place: Path) -> None:
+    for apart in ((), ("value", "reward_model", "ref")):
+        train_online(run_of(place, kind="ppo", algorithm={"kl": {"coef": 0.1}}, apart=apart))
+    ours, theirs = everything(place / "value+reward_model+ref"), everything(place / "together")
+    for found in (ours, theirs):  # loading a reward model draws from the generator of the process that does
+        del found["weights"]["step-000003/rng.safetensors"]
+    assert ours == theirs
+
+
+def run_of(place: Path, *, kind: str = "grpo", apart: tuple[str, ...] = (), **settings: Any) -> GRPORun:
+    """The run of run.toml, with these roles apart from the policy."""
+    values = parse_toml((place / "run.toml").read_bytes(), origin="test") | {"kind": kind}
+    values["log"] |= {"display": "off"}
+    values["run_dir"] = str(place / ("+".join(apart) or "together"))
+    if others := settings.pop("others", None):
+        values["reward_model"] |= {"others": others}
+    if apart:
+        values["cluster"] = {"colocate": [["policy"], apart]}
+    run = build(values | settings, origin="test")
+    assert isinstance(run, GRPORun)
+    return run
 
 
 def test_lockstep_score_gives_the_same_scores(straight: Path, lockstep: Commands, place: Path) -> None:

@@ -18,6 +18,7 @@ import tyro
 from lockstep.cli.arguments import leading_word
 from lockstep.cli.common_model import check_heads
 from lockstep.cli.flags import named_run, parse_flags
+from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import override, recipes
 from lockstep.config.run import DPORun, GRPORun, RunConfig, check_ranks
 from lockstep.errors import ConfigError
@@ -67,8 +68,6 @@ def main(argv: Sequence[str]) -> int:
     run, general = parse(argv)
     ranks = _ranks(run, general["ranks"])
     check_ranks(run, ranks)
-    if run.cluster is not None and ranks == run.cluster.ranks:
-        echo("\n".join(run.cluster.draw(_roles(run))))
     import torch
 
     from lockstep.loop.axes import planned_run
@@ -77,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
 
     check_heads(run)
     device = torch.device(_device(run, cuda=torch.cuda.is_available()))
+    if (placed := _placed(run, ranks, gpus=device.type == "cuda")) is not None:
+        echo("\n".join(placed.draw(_roles(run))))
     if general["memory_gib"] is not None:
         available, source = int(general["memory_gib"] * GIB), "given by --memory-gib"
         total = available
@@ -107,6 +108,17 @@ def _ranks(run: RunConfig, given: int | None) -> int:
     if given is not None:
         return given
     return 1 if run.cluster is None else run.cluster.ranks
+
+
+def _placed(run: RunConfig, ranks: int, *, gpus: bool) -> ClusterConfig | None:
+    """What to draw: [cluster] where the ranks are those that it says; else one machine, for its worlds; None:
+    nothing."""
+    if run.cluster is None or ranks == run.cluster.ranks:
+        return run.cluster
+    if not run.apart:
+        return None
+    sizes = {"nodes": 1, "gpus": ranks, "slots": 1} if gpus else {"nodes": 1, "gpus": 0, "slots": ranks}
+    return run.cluster.model_copy(update=sizes)
 
 
 def _roles(run: RunConfig) -> Sequence[str]:

@@ -90,6 +90,7 @@ def plan_memory(
     kind = "cuda" if device.type == "cuda" else "cpu"
     parts = [
         MemoryPart(name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
+        *_world_parts(run, kind),
         *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
         *(_value_parts(run, tokens, device=device, ranks=ranks) if isinstance(run, PPORun) else ()),
         *(generate_parts(shape, run, device=kind) if isinstance(run, GRPORun) else ()),
@@ -109,6 +110,19 @@ def plan_memory(
         longest_document=longest,
         ranks=ranks,
     )
+
+
+def _world_parts(run: RunConfig, kind: str) -> list[MemoryPart]:
+    """What the process of a second world needs beside the roles, which are counted where they are loaded: on
+    this rank's device."""
+    return [
+        MemoryPart(
+            name="Python, torch, libraries of the second world",
+            bytes=_RUNTIME_BYTES[kind] * bool(run.apart),
+            phase="always",
+            setting="cluster.colocate",
+        )
+    ]
 
 
 def _train_parts(

@@ -59,6 +59,8 @@ _TRIES = 3
 """Times that a call is sent to a process that lives and broke the connection."""
 _DEATH_SECONDS = 2.0
 """After a connection broke: how long its process may take to be seen dead."""
+_CARRIED = ("LOCKSTEP_CACHE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the trainer's that its roles would have there, beside those that every server gets."""
 _LOST = "(it lost another process of its world)"
 _SPREAD = {"ref", "value"}
 """Roles whose processes work together, where there are several ranks."""
@@ -114,17 +116,10 @@ class World:
             LockstepError: a process does not start, or a role cannot be loaded: on every rank.
         """
         with self._ranks.together(f"starting the {self.name}"):
-            try:
-                self._server.start(self._waiting_for)
-            except EngineError as error:
-                raise TrainError(str(error), **error.data) from error
-        about = {**self._about, "threads": torch.get_num_threads(), "meeting": self._meeting()}
+            self._spawn()
+        meeting = self._meeting()
         with self._ranks.together(f"loading the {self.name}"):
-            reply = self._ask("build", about, seconds=self._config.world_start_seconds)
-            if reply.death is not None:
-                raise reply.death
-        loaded: Mapping[str, Any] = reply.value
-        return loaded
+            return self._load(meeting)
 
     def call(self, name: str, *, alone: bool = False, **arguments: Any) -> Any:
         """Ask the world for something, and return its answer. Collective, unless `alone`.
@@ -253,16 +248,25 @@ class World:
         self.restarts += 1
         log.warning("%s: starting it again (%d)", died.splitlines()[0], self.restarts)
         if alone:
-            self._server.start(self._waiting_for)
-            reply = self._ask(
-                "build",
-                {**self._about, "threads": torch.get_num_threads(), "meeting": None},
-                seconds=self._config.world_start_seconds,
-            )
-            if reply.death is not None:
-                raise reply.death
+            self._spawn()
+            self._load(None)
         else:
             self.start()
+
+    def _spawn(self) -> None:
+        try:
+            self._server.start(self._waiting_for)
+        except EngineError as error:
+            raise TrainError(str(error), **error.data) from error
+
+    def _load(self, meeting: Mapping[str, str] | None) -> Mapping[str, Any]:
+        """What the process says of itself. Raises WorldDied, and the errors of loading a role."""
+        about = {**self._about, "threads": torch.get_num_threads(), "meeting": meeting}
+        reply = self._ask("build", about, seconds=self._config.world_start_seconds)
+        if reply.death is not None:
+            raise reply.death
+        loaded: Mapping[str, Any] = reply.value
+        return loaded
 
     def _meeting(self) -> Mapping[str, str] | None:
         """The environment in which the processes of all ranks find each other; None: each is alone.
@@ -302,6 +306,7 @@ def _own_address() -> str:
 def _server(name: str, config: ClusterConfig, work_dir: Path) -> ServerProcess:
     """The process beside this rank, not started yet."""
     port, token = free_port(), new_token()
+    carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
     work_dir.mkdir(parents=True, exist_ok=True)
     path = work_dir.resolve() / "world.json"
     path.write_text(json.dumps({"port": port}), encoding="utf-8")
@@ -309,7 +314,7 @@ def _server(name: str, config: ClusterConfig, work_dir: Path) -> ServerProcess:
         ServerSpec(
             name=name,
             command=(sys.executable, "-m", "lockstep.loop.world_server", str(path)),
-            environment=server_environment(needed=own_program(), extra={TOKEN: token}),
+            environment=server_environment(needed=own_program() | carried, extra={TOKEN: token}),
             port=port,
             log=work_dir.resolve() / "world.log",
             start_seconds=config.world_start_seconds,

@@ -1,0 +1,303 @@
+"""Roles in a world of their own: what they are asked travels whole, is done once, and costs no bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_runs import TINY, everything
+from world_kills import kill_at
+
+from lockstep.config.load import build, parse_toml
+from lockstep.config.run import GRPORun
+from lockstep.engine.remote.http import HttpClient, Reply, Silent, Unreachable
+from lockstep.engine.remote.server import ServerProcess
+from lockstep.errors import ModelError, TrainError
+from lockstep.loop import world_messages
+from lockstep.loop.axes import resolve_axes
+from lockstep.loop.build import build_online
+from lockstep.loop.online import train_online
+from lockstep.loop.world import World
+from lockstep.loop.world_host import RoleHost
+from lockstep.loop.world_messages import packed, unpacked
+from lockstep.loop.world_roles import WorldScorer, WorldValue
+from lockstep.loop.world_server import Calls
+from lockstep.packing import Planner
+from lockstep.protocols.reward import RewardInput
+from lockstep.ranks.context import RankContext
+from lockstep.schema.batch import RolloutSample, TrainSample
+
+KL = "[algorithm.kl]\ncoef = 0.1\n"
+GRPO = TINY + KL
+PPO = GRPO.replace('kind = "grpo"', 'kind = "ppo"') + "[value]\nlr = 1e-2\n"
+
+
+def run_of(toml: str, run_dir: Path, *apart: str) -> GRPORun:
+    values = parse_toml(toml.encode(), origin="test") | {"steps": 3, "run_dir": str(run_dir)}
+    values["train"] |= {"device": "cpu", "minibatches": 2}
+    values["checkpoint"] |= {"every": 1}
+    values["log"] |= {"display": "off"}
+    if apart:
+        with_policy = [role for role in ("policy", "ref", "value") if role not in apart]
+        values["cluster"] = {"colocate": [[r for r in with_policy if r in toml or r != "value"], apart]}
+    run = build(values, origin="test")
+    assert isinstance(run, GRPORun)
+    return run
+
+
+# --- messages -----------------------------------------------------------------------------------------------
+
+
+def rollout(length: int, sample_id: int = 0) -> RolloutSample:
+    mask = torch.ones(length, dtype=torch.bool)
+    mask[-1] = False
+    return RolloutSample(
+        token_ids=torch.arange(length), loss_mask=mask, sample_id=sample_id, rollout_logprobs=mask * -0.5
+    )
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def assert_same(found: Any, sent: Any) -> None:
+    if isinstance(sent, torch.Tensor):
+        assert found.dtype == sent.dtype and found.shape == sent.shape
+        assert bits(found) == bits(sent)
+    elif isinstance(sent, dict):
+        assert found.keys() == sent.keys()
+        for name in sent:
+            assert_same(found[name], sent[name])
+    elif isinstance(sent, list | tuple):
+        assert isinstance(found, tuple) and len(found) == len(sent)
+        for one, other in zip(found, sent, strict=True):
+            assert_same(one, other)
+    elif hasattr(sent, "__dataclass_fields__"):
+        assert type(found) is type(sent)
+        for name in sent.__dataclass_fields__:
+            assert_same(getattr(found, name), getattr(sent, name))
+    else:
+        assert found == sent and type(found) is type(sent)
+
+
+def test_records_and_tensors_arrive_as_they_were_sent() -> None:
+    plan = Planner(token_budget=32, static_capacity=False, layout="shared", max_seqlen=9, max_documents=4)
+    samples: list[TrainSample] = [rollout(9, i) for i in range(4)]
+    text = RewardInput(
+        prompt="p",
+        completion="\u00e9",
+        row={},
+        prompt_token_ids=(),
+        completion_token_ids=(1,),
+        finish_reason="stop",
+        conversation=[{"role": "user", "content": "\n"}],
+    )
+    odd = [torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 3), torch.tensor([float("nan"), -0.0])]
+    sent = {"batches": plan(samples, [s.loss_mask.float() for s in samples]), "odd": odd, "text": text}
+    sent |= {"numbers": [1, 0.1, True, None, "", {"dict": {"tensor": 0}}], "tied": [samples, samples[0]]}
+    assert_same(unpacked(packed(sent)), sent)
+
+
+def test_what_is_no_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = packed({"a": torch.arange(4)})
+    head = good[4:].replace(b'"num_bytes": 32', b'"num_bytes": 99')
+    later = good[4:].replace(b'"offset": 0', b'"offset": 16')
+    for bad in (b"", good[:-1], good[:9], good[:4] + head, good[:4] + later, b"\x02\0\0\0[]"):
+        with pytest.raises(TrainError) as refused:
+            unpacked(bad)
+        assert refused.value.code == "bad-reply"
+    other = packed(rollout(3)).replace(b'"record": "RolloutSample"', b'"record": "RolloutSampl_"')
+    with pytest.raises(TrainError, match="RolloutSampl_"):
+        unpacked(other)
+    with pytest.raises(TypeError, match="a Event cannot be sent"):
+        packed([threading.Event()])
+    monkeypatch.setattr(world_messages, "MOST_BYTES", 31)
+    with pytest.raises(TrainError) as large:
+        packed(torch.arange(4))
+    assert large.value.data == {"code": "too-large", "setting": "rollout.prompts_per_step"}
+
+
+# --- calls --------------------------------------------------------------------------------------------------
+
+
+class Host(RoleHost):
+    """Roles that note what they were asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answers: dict[str, Any] = {}
+
+    def call(self, name: str) -> Callable[..., Any]:
+        def answer(**arguments: Any) -> Any:
+            self.asked.append(name)
+            found = self.answers[name]
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return answer
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def world(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Whose process is a thread of this one."""
+    calls = Calls(host)
+    threading.Thread(target=calls.work, daemon=True).start()
+
+    def post(self: HttpClient, path: str, body: bytes, *, seconds: float) -> Reply:
+        return Reply(status=200, body=calls.answer(body), what=path)
+
+    monkeypatch.setattr(HttpClient, "post", post)
+    monkeypatch.setattr(ServerProcess, "wait_ended", lambda self, seconds: None)
+    run = run_of(PPO, tmp_path / "run", "ref", "value")
+    axes = resolve_axes(run, engine="hf")
+    yield World(run, axes, ranks=RankContext.alone(), work_dir=tmp_path / "world", folder=tmp_path / "run")
+
+
+def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
+    world: World, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post, lost = HttpClient.post, [True, True, False]
+    host.answers["update"] = {"loss": 0.5}
+
+    def losing(self: HttpClient, *args: Any, **more: Any) -> Reply:
+        reply = post(self, *args, **more)
+        if lost.pop(0):
+            raise Unreachable("lost")
+        return reply
+
+    monkeypatch.setattr(HttpClient, "post", losing)
+    assert world.call("update") == {"loss": 0.5} and host.asked == ["update"]
+    lost[:] = [True, True, True]
+    with pytest.raises(TrainError, match="broke the connection 3 times") as ended:
+        world.call("update")
+    assert ended.value.code == "unreachable" and host.asked == ["update"] * 2
+
+
+def test_an_error_comes_back_as_what_it_was_with_the_roles(world: World, host: Host) -> None:
+    host.answers["score"] = ModelError("no such folder", code="no-such-file", path="/nowhere")
+    with pytest.raises(ModelError, match=r"world of ref \+ value, at score: no such folder") as raised:
+        world.call("score")
+    roles = ["ref", "value"]
+    assert raised.value.data == {"code": "no-such-file", "path": "/nowhere", "roles": roles}
+    host.answers["score"] = ZeroDivisionError("by zero")
+    with pytest.raises(TrainError, match=r"by zero \(ZeroDivisionError\)") as unknown:
+        world.call("score")
+    assert unknown.value.data == {"code": "bad-reply", "roles": roles}
+
+
+def test_a_call_has_a_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(self: HttpClient, *args: Any, seconds: float, **more: Any) -> Reply:
+        assert 1799 < seconds <= 1800
+        raise Silent("nothing")
+
+    monkeypatch.setattr(HttpClient, "post", silent)
+    with pytest.raises(TrainError, match="did not answer within") as late:
+        world.call("score")
+    assert late.value.data["code"] == "deadline" and late.value.data["setting"] == "cluster.world_seconds"
+
+
+def test_scores_of_another_shape_are_refused(world: World, host: Host) -> None:
+    plan = Planner(token_budget=32, static_capacity=False, max_seqlen=9, max_documents=4)
+    batches = plan([rollout(9)], [torch.ones(9)])
+    for wrong in ([], [torch.zeros(8)], [torch.zeros(9, dtype=torch.float64)], [0.0]):
+        host.answers |= {"logprobs": wrong, "score": wrong}
+        value = WorldValue(world=world, backend=None, config=None)  # type: ignore[arg-type]
+        for ask in (lambda: WorldScorer(world).logprobs(batches), lambda v=value: v.score([rollout(9)])):
+            with pytest.raises(TrainError) as refused:
+                ask()
+            assert refused.value.code == "wrong-result"
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def lose_answer(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Lose the first answer to a call of this name, after the process has done it."""
+    post, lost = HttpClient.post, []
+
+    def losing(self: HttpClient, path: str, body: bytes, *, seconds: float) -> Reply:
+        reply = post(self, path, body, seconds=seconds)
+        if not lost and unpacked(body)["call"] == name:
+            lost.append(name)
+            raise Unreachable("lost")
+        return reply
+
+    monkeypatch.setattr(HttpClient, "post", losing)
+    return lost
+
+
+@pytest.mark.slow
+def test_a_reference_that_is_killed_in_a_step_costs_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_online(run_of(GRPO, tmp_path / "together"))
+    killed = kill_at(monkeypatch, "logprobs", 3)  # two minibatches a step: the first of the second step
+    train_online(run_of(GRPO, tmp_path / "apart", "ref"))
+    assert len(killed) == 1
+    assert everything(tmp_path / "apart") == everything(tmp_path / "together")
+    assert "was killed by SIGKILL, at logprobs" in (tmp_path / "apart" / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_value_model_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on the way an update whose answer is lost is not done twice."""
+    train_online(run_of(PPO, tmp_path / "together"))
+    folder = tmp_path / "apart"
+    with monkeypatch.context() as patch:
+        killed = kill_at(patch, "update", 2)
+        with pytest.raises(TrainError, match="killed by SIGKILL, at update") as died:
+            train_online(run_of(PPO, folder, "ref", "value"))
+    assert len(killed) == 1 and died.value.data["code"] == "process-died"
+    assert died.value.data["roles"] == ["ref", "value"]
+    assert f"lockstep train --resume {folder}" in str(died.value)
+    lost = lose_answer(monkeypatch, "update")
+    train_online(run_of(PPO, folder, "ref", "value"), resume=folder)
+    assert lost == ["update"]
+    assert everything(folder) == everything(tmp_path / "together")
+
+
+@pytest.mark.slow
+def test_a_role_that_cannot_be_loaded_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+    run = run_of(PPO + f'name = "{tmp_path / "nowhere"}"\n', tmp_path / "run", "value")
+    with pytest.raises(ModelError, match=r"world of value, at build: the value model .*nowhere") as refused:
+        build_online(run, work_dir=tmp_path / "engine")  # train_online looks for the folder before
+    assert refused.value.data["roles"] == ["value"]
+
+
+@pytest.mark.slow
+def test_the_worlds_of_two_ranks_keep_the_bits(tmp_path: Path) -> None:
+    toml = PPO.replace("steps = 4", "steps = 2").replace(
+        "[train]", '[train]\nbackend = "fsdp2"\ndevice = "cpu"'
+    )
+    for name, placed in (("together", ""), ("apart", '[["policy"], ["value", "ref"]]')):
+        cluster = f"[cluster]\ncolocate = {placed}\n" if placed else ""
+        (tmp_path / f"{name}.toml").write_text(toml + cluster)
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "lockstep", "train", f"{name}.toml", "--ranks", "2"),
+                *("--run-dir", str(tmp_path / name)),
+            ],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert everything(tmp_path / "apart") == everything(tmp_path / "together")
