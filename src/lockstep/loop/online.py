@@ -88,10 +88,6 @@ def train_online(
         )
         session.dir.update_manifest({"held_out": hold_out})
         _describe_engine(session, parts)
-        if parts.world is not None:
-            about = parts.world.describe()
-            session.dir.update_manifest({"world": about})
-            session.display.note(f"{parts.world.name}: in processes of its own, log {about['log']}")
         of_models = describe_reward_models(
             parts.reward_models, session, policy_tokenizer=parts.model.tokenizer, ranks=ranks
         )
@@ -163,7 +159,8 @@ def _holds_out(session: Session) -> bool:
 
 
 def _describe_engine(session: Session, parts: OnlineParts) -> None:
-    """Write the engine's report and its kernel contract to the manifest and the display."""
+    """Write the engine's report, its kernel contract and where roles of another world are to the manifest and
+    the display."""
     report = engine_report(parts.engine, parts.transfer)
     contract = None if parts.bitwise_check is None else parts.bitwise_check.contract
     changed = contract_change(session.dir.read_manifest().get("contract"), contract)
@@ -172,6 +169,10 @@ def _describe_engine(session: Session, parts: OnlineParts) -> None:
     )
     for line in [*report_lines(report), *batch_invariance_lines(parts.batch_invariance, contract), *changed]:
         session.display.note(line)
+    if parts.world is not None:
+        world = parts.world.describe()
+        session.dir.update_manifest({"world": world})
+        session.display.note(f"{parts.world.name}: in processes of its own, log {world['log']}")
 
 
 def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlineParts:
