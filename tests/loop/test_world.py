@@ -186,6 +186,16 @@ def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
     assert ended.value.code == "unreachable" and host.asked == ["update"] * 2
 
 
+def test_an_answer_that_is_kept_no_more_is_not_made_again(host: Host) -> None:
+    calls = Calls(host)
+    threading.Thread(target=calls.work, daemon=True).start()
+    host.answers["update"] = 1.0
+    asked = [packed({"call": "update", "key": str(i), "seconds": 9.0, "arguments": {}}) for i in range(4)]
+    assert [unpacked(calls.answer(body)) for body in asked] == [{"value": 1.0}] * 4
+    assert unpacked(calls.answer(asked[2])) == {"value": 1.0} and host.asked == ["update"] * 4
+    assert unpacked(calls.answer(asked[0]))["data"] == {"code": "wrong-state"} and len(host.asked) == 4
+
+
 def test_an_error_comes_back_as_what_it_was_with_the_roles(world: World, host: Host) -> None:
     host.answers["score"] = ModelError("no such folder", code="no-such-file", path="/nowhere")
     with pytest.raises(ModelError, match=r"world of ref \+ value, at score: no such folder") as raised:
@@ -281,9 +291,8 @@ def test_a_role_that_cannot_be_loaded_ends_the_run_before_it_begins(tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_worlds_of_two_ranks_keep_the_bits(tmp_path: Path) -> None:
-    toml = PPO.replace("steps = 4", "steps = 2").replace(
-        "[train]", '[train]\nbackend = "fsdp2"\ndevice = "cpu"'
-    )
+    toml = PPO.replace("[train]", '[train]\nbackend = "fsdp2"\ndevice = "cpu"')
+    toml = toml.replace("steps = 4", "steps = 3").replace("background = false", "background = true")
     for name, placed in (("together", ""), ("apart", '[["policy"], ["value", "ref"]]')):
         cluster = f"[cluster]\ncolocate = {placed}\n" if placed else ""
         (tmp_path / f"{name}.toml").write_text(toml + cluster)

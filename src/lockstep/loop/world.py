@@ -235,7 +235,6 @@ class World:
         elif self.restarts >= self._config.world_restarts:
             lost = f"it was started again cluster.world_restarts = {self.restarts} times already"
         if lost is not None:
-            self.close()
             folder = self._folder
             command = "lockstep train --resume" if folder is None else resume_command(folder, self._ranks)
             first, _, rest = died.partition("\n")

@@ -27,7 +27,7 @@ from lockstep.models.load import LoadedModel, load_model
 from lockstep.observe.spans import Spans
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.reward import RewardInput
-from lockstep.protocols.train import RestingBackend
+from lockstep.protocols.train import FinishSave, RestingBackend
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.schema.batch import PackedBatch, RolloutSample
@@ -44,6 +44,7 @@ class RoleHost:
         self._ref: TrainBackend | None = None
         self._value: ValueRole | None = None
         self._rewards: RewardModels | None = None
+        self._saving: dict[str, FinishSave] = {}
         self._open = contextlib.ExitStack()
 
     def call(self, name: str) -> Callable[..., Any]:
@@ -55,6 +56,7 @@ class RoleHost:
             "score": self.score,
             "update": self.update,
             "save": self.save,
+            "finish": self.finish,
             "load": self.load,
             "export": self.export,
         }
@@ -135,9 +137,14 @@ class RoleHost:
         value = _there(self._value, "value")
         return value.update(samples, values=values, returns=returns, spans=Spans())
 
-    def save(self, directory: str) -> dict[str, str]:
-        """Save the value model's backend, to the end; returns what the save's finish returns."""
-        return _there(self._value, "value").backend.save(Path(directory))()
+    def save(self, directory: str, background: bool) -> None:
+        """Begin to save the value model's backend; `finish` ends it."""
+        backend = _there(self._value, "value").backend
+        self._saving[directory] = backend.save(Path(directory), background=background)
+
+    def finish(self, directory: str) -> dict[str, str]:
+        """End a save; in any thread."""
+        return self._saving.pop(directory)()
 
     def load(self, directory: str, verified: bool) -> None:
         """Load what `save` or a trainer has saved."""

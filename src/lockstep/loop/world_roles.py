@@ -72,15 +72,15 @@ class WorldRewardModels(RewardModels):
 
 @dataclass(frozen=True, slots=True)
 class WorldState:
-    """What is saved of the value model, see protocols.Saved. The process writes and reads the files itself;
-    a save is on the disk when it returns, whatever checkpoint.background says."""
+    """What is saved of the value model, see protocols.Saved. Its process writes and reads the files."""
 
     world: World
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """See TrainBackend."""
-        hashes = dict(self.world.call("save", directory=str(directory.absolute())))
-        return lambda: hashes
+        where = str(directory.absolute())
+        self.world.call("save", directory=where, background=background)
+        return lambda: dict(self.world.call("finish", alone=True, directory=where))
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """See TrainBackend."""

@@ -32,8 +32,10 @@ from lockstep.loop.world_messages import MOST_BYTES, packed, unpacked
 from lockstep.ranks.context import lost_peer
 from lockstep.wire.server_token import TOKEN
 
-_KEPT = 4
-"""Calls whose answers are kept."""
+_KEPT = 2
+"""Calls whose answers are kept after they are done: one client asks from two threads at most."""
+_BESIDE = {"finish"}
+"""Calls that do not wait for others: they only write files."""
 _HEAD_BYTES = 2**20
 """Of a message, beside its tensors."""
 
@@ -53,9 +55,16 @@ def main(argv: list[str]) -> None:
 
 @dataclass(eq=False)
 class _Call:
-    make: Callable[[], Any]
+    make: Callable[[], Any] | None
     done: threading.Event = field(default_factory=threading.Event)
-    answer: bytes = b""
+    answer: bytes | None = b""
+    """None: it is kept no more."""
+
+    def run(self) -> None:
+        make, self.make = self.make, None  # with the tensors that it was given
+        assert make is not None, "a call is run once"
+        self.answer = _answered(make)
+        self.done.set()
 
 
 class Calls:
@@ -70,16 +79,14 @@ class Calls:
     def work(self) -> None:
         """Do what comes, in this thread, for ever."""
         while True:
-            call = self._todo.get()
-            call.answer = _answered(call.make)
-            call.done.set()
+            self._todo.get().run()
 
     def answer(self, body: bytes) -> bytes:
         """Return the answer to a message, doing what it asks for unless its key is known."""
         try:
             asked = unpacked(body)
-            key, seconds = str(asked["key"]), float(asked["seconds"])
-            method = self._host.call(str(asked["call"]))
+            key, seconds, name = str(asked["key"]), float(asked["seconds"]), str(asked["call"])
+            method = self._host.call(name)
             arguments = dict(asked["arguments"])
         except (LockstepError, KeyError, TypeError, ValueError) as error:
             return packed(_failure(error))
@@ -87,13 +94,20 @@ class Calls:
             call = self._known.get(key)
             if call is None:
                 call = self._known[key] = _Call(lambda: method(**arguments))
-                for old in list(self._known)[:-_KEPT]:
-                    del self._known[old]
-                self._todo.put(call)
+                done = [old for old in self._known.values() if old.done.is_set() and old.answer is not None]
+                for old in done[:-_KEPT]:
+                    old.answer = None
+                if name in _BESIDE:
+                    threading.Thread(target=call.run, name=name, daemon=True).start()
+                else:
+                    self._todo.put(call)
         if not call.done.wait(seconds):
             late = TrainError(f"the process was busy for {seconds:g} s", code="deadline")
             return packed(_failure(late))
-        return call.answer
+        if (answer := call.answer) is None:
+            gone = TrainError("this call was done, and its answer is kept no more", code="wrong-state")
+            return packed(_failure(gone))
+        return answer
 
 
 def _answered(make: Callable[[], Any]) -> bytes:
