@@ -31,8 +31,9 @@ class ClusterConfig(Config):
     """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. Two groups that name
     every role of the run: those without the policy are a world of their own, with a process beside each rank,
     on the rank's device."""
-    world_seconds: PositiveFloat = 1800.0
-    """Deadline of a call to a world of its own: to score or train a rollout batch, to save or load."""
+    world_seconds: PositiveFloat = 1200.0
+    """Deadline of a call to a world of its own: to score or train a rollout batch, to save or load. Below
+    --rank-timeout, so that the run ends with the error that names the roles."""
     world_start_seconds: PositiveFloat = 600.0
     """How long such a world may take to start and to load its models."""
     world_restarts: NonNegativeInt = 3
