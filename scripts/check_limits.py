@@ -33,7 +33,7 @@ BUDGETS = {
     "recording": 5_190,
     "cli": 4_625,
     "train": 4_392,
-    "loop": 4_570,
+    "loop": 4_590,
     "rollout": 3_110,
     "models": 2_850,
     "config": 2_720,
