@@ -2,6 +2,7 @@
 
     python benchmarks/kills.py --n 20 --recipe tiny-ppo --resume benchmarks/results/kills.json
     python benchmarks/kills.py --n 20 --ranks 2 --target one --resume benchmarks/results/kills.json
+    python benchmarks/kills.py --n 20 --ranks 2 --target one --peer-copy --resume benchmarks/results/heal.json
 
 One run is left alone. Each of the others gets SIGKILL, at a moment drawn evenly from the time between its
 directory and the undisturbed run's end: the whole process group at once, or with --target one a single
@@ -9,7 +10,9 @@ process of the run, drawn evenly from those kinds that live then (the command it
 worker that scores). A run that does not end well by itself is resumed until it does. Compared are the bytes
 of the exported weights of every trained model, and every metric of every step but times, memory and
 throughput. With --ranks the run is fsdp2's, and its reward is a function that runs in a worker. --resume adds
-to what the file holds. The exit status is 0 when every run was equal.
+to what the file holds. With --peer-copy no checkpoint is saved before the end, and a death of a rank must
+heal by itself (cluster.peer_copy): only a run whose command was killed is begun anew. The exit status is 0
+when every run was equal.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--ranks", type=int, default=1, help="of fsdp2, if more than one")
     parser.add_argument("--target", choices=["group", "one"], default="group", help="what is killed")
+    parser.add_argument("--peer-copy", action="store_true", help="heal from host memory")
     parser.add_argument("--resume", type=Path, metavar="FILE")
     parser.add_argument("--set", nargs="*", default=[], metavar="FLAG", help="more flags, without their --")
     args = parser.parse_args(argv)
@@ -61,12 +65,13 @@ def main(argv: Sequence[str]) -> int:
     root = Path(tempfile.mkdtemp(prefix="lockstep-kills-"))
     try:
         train = [sys.executable, "-m", "lockstep", "train", "--recipe", args.recipe, *settings]
-        train += ["--checkpoint.every", "1", "--log.no-tensorboard"]
+        train += ["--checkpoint.every", "0" if args.peer_copy else "1", "--log.no-tensorboard"]
         if args.ranks > 1:
             (root / "kills_reward.py").write_text(REWARD)
             os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
             train += ["--ranks", str(args.ranks), "--train.backend", "fsdp2", "--train.device", "cpu"]
             train += ["--rewards", "kills_reward:score"]
+            train += ["--cluster.peer-copy"] if args.peer_copy else []
         alone = start([*train, "--run-dir", root / "alone"], root / "alone.log")
         until(alone, root / "alone")
         began = time.monotonic()
@@ -126,6 +131,7 @@ def case(
         "after_seconds": round(moment, 2),
         "killed": killed,
         "recovered": recovered and killed != "nothing: it had ended",
+        "restarts": restarts(run),
         "steps_logged": done,
         "had_checkpoint": saved,
         "equal": found == expected,
@@ -204,6 +210,12 @@ def until(process: subprocess.Popen[bytes], run: Path) -> None:
     end = time.monotonic() + DEADLINE
     while not run.is_dir() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def restarts(run: Path) -> int | None:
+    """How often a run that has ended was healed; None: it makes no copies."""
+    summary = json.loads((run / "summary.json").read_text())
+    return summary.get("restarts")
 
 
 def logged_steps(run: Path) -> int:

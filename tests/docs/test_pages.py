@@ -17,6 +17,7 @@ from lockstep.config.ppo import PPORun
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.loop.offline import train_offline
 from lockstep.loop.online import train_online
+from lockstep.ranks.environment import COPIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -148,7 +149,8 @@ def logged(run_dir: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_metrics_page_lists_what_runs_log(tmp_path: Path) -> None:
+def test_the_metrics_page_lists_what_runs_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COPIES, str(tmp_path / "copies"))
     grpo = {
         "steps": 2,
         "run_dir": str(tmp_path / "grpo"),

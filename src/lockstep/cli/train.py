@@ -35,8 +35,11 @@ from lockstep.observe.files import check_writable, file_errors
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import no_search_for_garbage
-from lockstep.ranks.environment import WAIT_SECONDS
+from lockstep.ranks.copy_folder import PLACE
+from lockstep.ranks.environment import COPIES, WAIT_SECONDS
+from lockstep.ranks.heal import HealingRules, launch_healing_ranks
 from lockstep.ranks.launch import end_process, in_launcher, launch_ranks
+from lockstep.ranks.recovery import recovery
 
 if TYPE_CHECKING:
     from lockstep.ranks.context import RankContext
@@ -195,26 +198,33 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
     flags = [] if command.resume or command.run.run_dir else ["--run-dir", str(folder)]
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     log_dir, own = folder / "logs" / "ranks" / started, ["train", *argv, *flags]
+    watch = command.rank_timeout or WAIT_SECONDS
+    healing = _healing(command.run.cluster, run_dir=folder)
     if command.cluster is not None:
         again = f"--cluster {command.cluster}"
-        status = _launch_on_cluster(command, own, log_dir=log_dir)
+        status = _launch_on_cluster(command, own, log_dir=log_dir, healing=healing)
     else:
         assert command.ranks is not None
-        again = f"--ranks {command.ranks}"
-        status = launch_ranks(
-            own,
-            ranks=command.ranks,
-            timeout=None,
-            log_dir=log_dir,
-            graceful=True,
-            watch=command.rank_timeout or WAIT_SECONDS,
-        )
+        again, ranks = f"--ranks {command.ranks}", command.ranks
+        if healing is None:
+            status = launch_ranks(own, ranks=ranks, timeout=None, log_dir=log_dir, graceful=True, watch=watch)
+        else:
+            status = launch_healing_ranks(own, ranks=ranks, log_dir=log_dir, watch=watch, rules=healing)
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
         resume = f"go on with: lockstep train --resume {shlex.quote(str(folder))} {again}"
         if not (folder / "config.toml").exists():
             resume = "nothing had begun: start it again by the same command"
         echo(f"train: interrupted, stopped at once, {folder}, {resume}")
     return status
+
+
+def _healing(config: ClusterConfig | None, *, run_dir: Path) -> HealingRules | None:
+    """What is done about a rank that dies; None: the run ends."""
+    if config is None or not config.peer_copy:
+        return None
+    return HealingRules(
+        copy_dir=config.copy_dir or PLACE, max_restarts=config.max_restarts, run_dir=run_dir.absolute()
+    )
 
 
 def check_cluster(command: TrainCommand) -> None:
@@ -236,14 +246,17 @@ def _cluster_config(command: TrainCommand) -> ClusterConfig:
     return config
 
 
-def _launch_on_cluster(command: TrainCommand, argv: Sequence[str], *, log_dir: Path) -> int:
+def _launch_on_cluster(
+    command: TrainCommand, argv: Sequence[str], *, log_dir: Path, healing: HealingRules | None
+) -> int:
     from lockstep.cluster.train import launch_train
 
     assert command.cluster is not None
     config = _cluster_config(command)
-    watch = command.rank_timeout or WAIT_SECONDS
-    command_line = ["-m", "lockstep", *argv]
-    return launch_train(command_line, config, provider=command.cluster, log_dir=log_dir, watch=watch)
+    watch, command_line = command.rank_timeout or WAIT_SECONDS, ["-m", "lockstep", *argv]
+    return launch_train(
+        command_line, config, provider=command.cluster, log_dir=log_dir, watch=watch, healing=healing
+    )
 
 
 def _is_finished(command: TrainCommand) -> bool:
@@ -264,12 +277,23 @@ def _check_launcher(command: TrainCommand) -> None:
             setting="--ranks",
         )
     check_ranks(command.run, started)
+    if command.run.cluster is not None and command.run.cluster.peer_copy and COPIES not in os.environ:
+        raise ConfigError(
+            "cluster.peer_copy = true under torchrun or deepspeed: who starts the ranks must start them "
+            "again; start them by --ranks N or --cluster, or set cluster.peer_copy = false",
+            code="unsupported-combination",
+            setting="cluster.peer_copy",
+        )
 
 
 def start(command: TrainCommand) -> Mapping[str, Any]:
     """Run it; return the run's summary. Errors that need no torch are raised before torch is imported."""
     from lockstep.loop.interrupt import Interrupted
     from lockstep.loop.preflight import preflight
+
+    restart = recovery()
+    if restart is not None and restart.resume is not None and command.resume is None:
+        command = dataclasses.replace(command, resume=restart.resume)
 
     if (summary := preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)) is not None:
         if os.environ.get("RANK", "0") == "0":
@@ -280,6 +304,8 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
 
         importlib.import_module(f"lockstep.loop.{_loop_of(command.run)}")
     gc.freeze()
+    if restart is not None:
+        restart.mark("import")
     try:
         with connect_ranks(command.run, seconds=command.rank_timeout) as ranks:
             return _train(command, ranks)

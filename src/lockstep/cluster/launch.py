@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.observe.text import echo
 from lockstep.protocols.cluster import Placement, Provider, World
 from lockstep.ranks.hang import HangReport, diagnose, rank_states
+from lockstep.ranks.heal import HealingRules, launch_healing
 from lockstep.ranks.launch import Launch, signals_raised
 from lockstep.ranks.watchdog import Counts, Signs, signs
 
@@ -48,6 +49,25 @@ def launch_on(
         return launch.run(None)
 
 
+def launch_healing_on(
+    provider: Provider,
+    argv: Sequence[str],
+    *,
+    placement: Placement,
+    log_dir: Path,
+    watch: float,
+    rules: HealingRules,
+) -> int:
+    """As `launch_on`, gracefully, and heal."""
+
+    def make(logs: Path) -> Launch:
+        return _ProviderLaunch(
+            argv, provider=provider, placement=placement, log_dir=logs, graceful=True, watch=watch
+        )
+
+    return launch_healing(make, rules, log_dir=log_dir)
+
+
 class _ProviderLaunch(Launch):
     """A launch whose ranks a provider starts."""
 
@@ -71,6 +91,7 @@ class _ProviderLaunch(Launch):
     def start(self) -> None:
         """Start every rank."""
         environments = [self.environment(rank) for rank in range(self.ranks)]
+        self.provider.log_dir = self.log_dir
         self.world = self.provider.start(self.placement, environments, self.command)
         self.show(*self.provider.logs(self.world)[:2], every=None)
 

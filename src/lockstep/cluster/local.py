@@ -31,7 +31,7 @@ class LocalProvider:
     address = "127.0.0.1"
 
     def __init__(self, *, log_dir: Path) -> None:
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         self._told: set[tuple[int, int]] = set()
 
     def nodes(self) -> list[Node]:
@@ -46,7 +46,7 @@ class LocalProvider:
                 code="out-of-range",
                 setting="cluster.nodes",
             )
-        world = World(placement=placement, log_dir=self._log_dir, members=(children := []))
+        world = World(placement=placement, log_dir=self.log_dir, members=(children := []))
         for own, (out, err) in zip(env, _pairs(self.logs(world)), strict=True):
             with out.open("wb") as stdout, err.open("wb") as stderr:
                 command, environment = [sys.executable, "-u", *argv], {**os.environ, **own}

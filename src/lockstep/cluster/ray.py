@@ -221,7 +221,7 @@ class RayProvider:
     def __init__(self, address: str, *, config: ClusterConfig, log_dir: Path) -> None:
         check_token(address)
         ray = import_ray()
-        self._ray, self._config, self._log_dir = ray, config, log_dir
+        self._ray, self._config, self.log_dir = ray, config, log_dir
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="lockstep")
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -261,7 +261,7 @@ class RayProvider:
         group = self._reserve(placement)
         actors = [self._actor(group, placement, node) for node in range(placement.nodes)]
         members = [_Member(actors[slot.node], slot.local_rank) for slot in placement.slots]
-        world = World(placement=placement, log_dir=self._log_dir, members=members, place=group)
+        world = World(placement=placement, log_dir=self.log_dir, members=members, place=group)
         try:
             there = self._get([actor.facts.remote() for actor in actors])
             _compare(there)

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cluster.launch import check_nodes, launch_on
+from lockstep.cluster.launch import check_nodes, launch_healing_on, launch_on
 from lockstep.cluster.rank_host import check_submitter
 from lockstep.cluster.ray import RayProvider, local_cluster
 from lockstep.config.cluster import ClusterConfig
 from lockstep.errors import ConfigError
 from lockstep.protocols.cluster import Placement
+from lockstep.ranks.heal import HealingRules
 
 
 def placement_of(config: ClusterConfig) -> Placement:
@@ -20,12 +21,19 @@ def placement_of(config: ClusterConfig) -> Placement:
 
 
 def launch_train(
-    argv: Sequence[str], config: ClusterConfig, *, provider: str, log_dir: Path, watch: float
+    argv: Sequence[str],
+    config: ClusterConfig,
+    *,
+    provider: str,
+    log_dir: Path,
+    watch: float,
+    healing: HealingRules | None = None,
 ) -> int:
     """Run `python ARGV` as every rank that `config` says, and wait for all; their status.
 
     Args:
         watch: as of lockstep.ranks.launch.launch_ranks.
+        healing: None: a rank that dies ends the run.
         provider: local: Ray is started on this machine for this run alone; auto: the one that runs.
 
     Raises:
@@ -46,4 +54,8 @@ def launch_train(
         ray = stack.enter_context(contextlib.closing(RayProvider(address, config=config, log_dir=log_dir)))
         placement = placement_of(config)
         check_nodes(ray, placement)
+        if healing is not None:
+            return launch_healing_on(
+                ray, argv, placement=placement, log_dir=log_dir, watch=watch, rules=healing
+            )
         return launch_on(ray, argv, placement=placement, log_dir=log_dir, graceful=True, watch=watch)

@@ -46,6 +46,14 @@ class ClusterConfig(Config):
     """Folder for Ray's files under --cluster local; None: ray/ in the cache folder (LOCKSTEP_CACHE)."""
     object_store_mb: int = Field(80, ge=75, le=2**20)
     """MB of Ray's object store under --cluster local. No tensor goes through it."""
+    peer_copy: bool = False
+    """Keep each rank's state also in host memory that outlives it, copied while the next step goes on; when a
+    rank dies, all are started again and go on from there. Also with --ranks. One node only."""
+    max_restarts: NonNegativeInt = 3
+    """With peer_copy: how often in a run. Then a death ends it."""
+    copy_dir: FilePath | None = None
+    """With peer_copy: a folder in memory (tmpfs) with room for two copies of the state of all ranks of the
+    machine; None: /dev/shm."""
 
     @property
     def per_node(self) -> int:
@@ -145,6 +153,14 @@ class ClusterConfig(Config):
                 "or set gpus = 0",
                 code="no-effect",
                 setting="slots",
+            )
+        if self.peer_copy and self.nodes > 1:
+            raise ConfigError(
+                f"peer_copy = true with nodes = {self.nodes}: copies are in the memory of one machine, and a "
+                "node that is lost takes them with it; set peer_copy = false and checkpoint.every, or "
+                "nodes = 1",
+                code="unsupported-combination",
+                setting="peer_copy",
             )
         if self.ranks > MOST_SLOTS:
             raise ConfigError(

@@ -175,6 +175,12 @@ class CheckpointManager:
             self._commit(saving)
         return path
 
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes a save in the background."""
+        saving = self._saving
+        return saving is not None and saving.thread is not None and saving.thread.is_alive()
+
     def poll(self) -> Path | None:
         """Make a checkpoint of a background save that all ranks have written; called on every rank at each
         step boundary. Ranks communicate only while a save is under way.
@@ -268,7 +274,7 @@ class CheckpointManager:
         try:
             self._verify(path)
             return self._ranks.from_first(
-                lambda: _run_state(path), dict[str, JsonValue], what="reading a checkpoint"
+                lambda: read_run_state(path), dict[str, JsonValue], what="reading a checkpoint"
             )
         except CheckpointError as error:
             raise CheckpointError(self._damage_message(path, str(error)), code="damaged-file") from error
@@ -313,7 +319,7 @@ class CheckpointManager:
     def _make_temporary(self, path: Path, state: Mapping[str, Any]) -> Path:
         """The hidden folder of a save of `path`."""
         try:
-            json.dumps(_without_nan(state), allow_nan=False)
+            json.dumps(without_nan(state), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"run_state cannot be written as JSON: {error}", code="wrong-type"
@@ -367,7 +373,7 @@ class CheckpointManager:
 
     def _write_complete(self, saving: _Saving, hashes: Mapping[str, str]) -> None:
         folder = saving.temporary
-        own = write_json(folder / RUN_STATE, _without_nan(saving.run_state))
+        own = write_json(folder / RUN_STATE, without_nan(saving.run_state))
         hashes = {**hashes, RUN_STATE: own.sha256}
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         records = {}
@@ -502,7 +508,7 @@ def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
     for name, record in records.items():
         check_record(path / name, record, contents=owners[name] == part)
     _check_step(path, "the folder's name", _step_of(path.name), complete)
-    _check_step(path, RUN_STATE, _run_state(path).get("step"), complete)
+    _check_step(path, RUN_STATE, read_run_state(path).get("step"), complete)
     if STATE in records or (path / STATE).exists():
         _check_state(path, read_index(path), complete)
     for role in sorted({name.partition("/")[0] for name in records if name.endswith(f"/{STATE}")}):
@@ -571,17 +577,18 @@ def _alive(thread: threading.Thread, seconds: float) -> bool:
     return thread.is_alive()
 
 
-def _run_state(path: Path) -> dict[str, Any]:
+def read_run_state(path: Path) -> dict[str, Any]:
+    """Return what the loop saved. Raises CheckpointError."""
     value = read_json(path / RUN_STATE)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path / RUN_STATE} holds no run state; it is damaged", code="damaged-file")
     return {name: _with_nan(each) for name, each in value.items()}
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """The same with "NaN", "Infinity" and "-Infinity" for numbers that JSON has no text for."""
     if isinstance(value, dict):
-        return {name: _without_nan(each) for name, each in value.items()}
+        return {name: without_nan(each) for name, each in value.items()}
     return jsonable(value) if isinstance(value, float) else value
 
 

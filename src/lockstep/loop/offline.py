@@ -43,8 +43,7 @@ def train_offline(
     Args:
         resume: a run directory to go on from; `run` is its config.
         checkpoint: the step of the checkpoint to go on from; None is the last.
-        ranks: every one of them makes this call; None: those of the launcher that started this process, if
-            one did.
+        ranks: every one of them makes this call; None: those of this process's launcher, if it has one.
     """
     if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
         return summary
@@ -110,6 +109,7 @@ def train_offline(
                 metrics |= shape_metrics(batches) | compiled.metrics()
                 weights = weights_hash(backend) if run.train.deterministic else None
                 session.log_step(done, metrics, weights_hash=weights)
+                session.copy(done + 1, backend)
             return session.finish(run.steps, backend)
 
 

@@ -125,6 +125,7 @@ def train_online(
                     metrics |= session.check_gap(metrics, temperature=run.rollout.sampling.temperature)
                 weights = weights_hash(parts.backend) if run.train.deterministic else None
                 session.log_step(done, metrics | compiled.metrics(), weights_hash=weights)
+                session.copy(done + 1, roles)
             return session.finish(run.steps, roles)
 
 

@@ -31,16 +31,18 @@ class Roles:
     """Its numbers are ALGORITHM."""
     ranks: RankContext
 
-    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
         """Save all of them; what is random is in the state of each, and nothing is drawn between."""
-        finishes = {"": self.policy.save(directory, background=background)}
+        # A backend of the user's need not know the argument.
+        how = {"background": background} | ({"in_memory": True} if in_memory else {})
+        finishes = {"": self.policy.save(directory, **how)}
         for role, backend in self.others.items():
             folder = directory / role
             self.ranks.from_first(folder.mkdir, what=f"beginning the checkpoint of role {role}")
-            finishes[f"{role}/"] = backend.save(folder, background=background)
+            finishes[f"{role}/"] = backend.save(folder, **how)
 
         numbers = self.ranks.from_first(
-            lambda: write_json(directory / ALGORITHM, self.algorithm.state()).sha256,
+            lambda: write_json(directory / ALGORITHM, self.algorithm.state(), in_memory=in_memory).sha256,
             str,
             what="saving the algorithm's state",
         )

@@ -30,6 +30,7 @@ from lockstep.loop.distributed import (
 )
 from lockstep.loop.first_step_gap import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
+from lockstep.loop.peer_copy import PeerCopies
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display
@@ -43,11 +44,14 @@ from lockstep.observe.text import printable
 from lockstep.protocols import Saved, TrainBackend
 from lockstep.ranks.context import RankContext, RankError, record
 from lockstep.ranks.guard import Desync, Guard
+from lockstep.ranks.recovery import recovery
 from lockstep.recording.recorder import Recorder, RecorderSettings
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup, Trajectory
 
 _SINGLE_PROCESS = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
+_BETWEEN = ("time/evaluate", "time/save", "time/peer_copy")
+"""Of what happens between two steps."""
 FAILED_TOGETHER_SECONDS = 10.0
 """How long a rank that failed waits to hear that all others failed with it."""
 
@@ -103,6 +107,10 @@ class Session:
         """The step of the checkpoint that was saved or loaded last."""
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._rollouts: Future[list[dict[str, Any]]] | None = None
+        self._copies = PeerCopies.of_launcher(self.ranks, say=self.display.note)
+        self._restart = recovery()
+        self._source: str | None = None
+        """What the run goes on from: memory, checkpoint; None: it begins."""
         self._between: dict[str, float] = {}
         """Seconds of evaluations and saves since the last step."""
         try:
@@ -125,9 +133,16 @@ class Session:
 
     def _restore_state(self, checkpoint: int | None) -> Path | None:
         """The checkpoint to go on from, whose run_state becomes this one's; None: the run begins again."""
-        path = self._checkpoints.find(checkpoint)
-        if path is not None:
-            self._state = _checked(self._checkpoints.check(path), path)
+        copied, path = None, None
+        if self._copies is not None and self._restart is not None:
+            self._restart.mark("connect")
+            copied = self._copies.newest()
+        if copied is not None:
+            self._source, (path, state) = "memory", copied
+            self._state = _checked(state, path)
+        elif (path := self._checkpoints.find(checkpoint)) is not None:
+            self._source, self._state = "checkpoint", _checked(self._checkpoints.check(path), path)
+            self._state["checkpoints_read"] = self._state.get("checkpoints_read", 0) + 1
         done = int(self._state.get("step", 0))
         with self.ranks.together("looking at what is done"):
             self._check_steps(done)
@@ -174,6 +189,8 @@ class Session:
         self._interrupt.__enter__()
         self.display.__enter__()
         self.display.note(f"run directory: {self.dir.path}")
+        if self._copies is None and self.run.cluster is not None and self.run.cluster.peer_copy:
+            self.display.note("cluster.peer_copy heals ranks of --ranks and --cluster; here is one process")
         return self
 
     def __exit__(
@@ -340,15 +357,23 @@ class Session:
         """Load the checkpoint to go on from; returns the number of steps that are done."""
         done = 0
         if self._resumed:
+            if self._restart is not None:
+                self._restart.mark("build")
             if self._from is not None:
                 backend.load(self._from, verified=True)
-                done = self._saved = int(self._state["step"])
+                done = int(self._state["step"])
+                self._saved = done if self._source == "checkpoint" else None
+            if self._restart is not None:
+                self._restart.mark("load")
             self.display.note(
                 f"resuming after {done} steps"
                 + (f" from {self._from}" if self._from else ": no checkpoint yet")
             )
         with self.ranks.together("opening the metrics"):
             self._open_metrics(done)
+        if self._copies is not None and self._source != "memory":
+            state = {"inputs_seen": 0} | self._state | {"wall_seconds": self._wall()}
+            self._copies.begin(done, backend, state)
         return done
 
     def _open_metrics(self, done: int) -> None:
@@ -454,7 +479,7 @@ class Session:
         for recorder in self._recorders.values():
             recorder.begin_step(step)
         times = self.spans.flush()
-        self._between = {name: times[name] for name in ("time/evaluate", "time/save") if name in times}
+        self._between = {name: times[name] for name in _BETWEEN if name in times}
 
     @staticmethod
     def is_due(every: int, done: int) -> bool:
@@ -484,6 +509,9 @@ class Session:
         self._write(step, values if weights_hash is None else values | {"weights_hash": weights_hash})
         self._logged = step + 1
         self.display.step(step, values, seconds=seconds)
+        if self._restart is not None and "step" not in self._restart.phases:
+            self._restart.mark("step")
+            self.display.note(str(self._restart))
 
     def _memory(self) -> dict[str, float]:
         """The largest use of all ranks: that rank would run out first."""
@@ -565,16 +593,28 @@ class Session:
             current = [e[metric] for e in evaluations if e["step"] == done and e.get(metric) is not None]
             if self._metrics is not None:
                 self._metrics.sync()
-            seen = {_seen(role): recorder.inputs_seen for role, recorder in self._recorders.items()}
+            if self._copies is not None:
+                self._copies.wait()  # both use the backend's buffers
             path = self._checkpoints.save(
                 done,
                 backend,
-                self._state | {"wall_seconds": self._wall(), "inputs_seen": 0, **seen},
+                self._run_state(),
                 metric=current[0] if current else None,
                 wait=wait or done == self.run.steps,
             )
         self._saved = done
         return path
+
+    def copy(self, done: int, backend: Saved) -> None:
+        """Copy the state after `done` steps into memory that outlives this process, where the launcher has
+        made room for that (cluster.peer_copy)."""
+        if self._copies is not None:
+            with self.spans("peer_copy"):
+                self._copies.save(done, backend, self._run_state(), busy=self._checkpoints.busy)
+
+    def _run_state(self) -> dict[str, Any]:
+        seen = {_seen(role): recorder.inputs_seen for role, recorder in self._recorders.items()}
+        return self._state | {"wall_seconds": self._wall(), "inputs_seen": 0, **seen}
 
     @contextlib.contextmanager
     def keeping(self, done: int, backend: Saved) -> Iterator[None]:
@@ -635,6 +675,8 @@ class Session:
     def _summary(self, outcome: str, *, after: BaseException | None = None, **extra: Any) -> dict[str, Any]:
         """Write and return it. after: the error that ends the run."""
         evaluations = self._state["evaluations"]
+        if self._copies is not None:
+            extra |= self._of_copies(self._copies)
         summary = {
             "outcome": outcome,
             "run_dir": str(self.dir.path),
@@ -652,6 +694,17 @@ class Session:
         with self._noting_errors_after(after):
             self.dir.write_summary(summary)
         return summary
+
+    def _of_copies(self, copies: PeerCopies) -> dict[str, Any]:
+        """Fields of the summary."""
+        fields: dict[str, Any] = {
+            "restarts": 0 if self._restart is None else self._restart.number,
+            "checkpoints_read": self._state.get("checkpoints_read", 0),
+            "copies_left_out": copies.left_out,
+        }
+        if self._restart is not None:
+            fields |= {"restored_from": self._source, "recovery_seconds": self._restart.phases}
+        return fields
 
 
 def _log_header(ranks: RankContext, *, resumed: bool) -> str:

@@ -137,10 +137,11 @@ class RoleHost:
         value = _there(self._value, "value")
         return value.update(samples, values=values, returns=returns, spans=Spans())
 
-    def save(self, directory: str, background: bool) -> None:
+    def save(self, directory: str, background: bool, in_memory: bool) -> None:
         """Begin to save the value model's backend; `finish` ends it."""
         backend = _there(self._value, "value").backend
-        self._saving[directory] = backend.save(Path(directory), background=background)
+        how = {"background": background} | ({"in_memory": True} if in_memory else {})
+        self._saving[directory] = backend.save(Path(directory), **how)
 
     def finish(self, directory: str) -> dict[str, str]:
         """End a save; in any thread."""

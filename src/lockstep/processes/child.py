@@ -28,6 +28,8 @@ from typing import IO
 
 import psutil
 
+from lockstep.processes.supervisor import AT_ONCE as AT_ONCE
+
 log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 3.0
@@ -134,7 +136,8 @@ class Child:
         return self.poll()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal of supervisor.PASSED_ON to the program, and to nothing that it started."""
+        """Send a signal of supervisor.PASSED_ON to the program, and to nothing that it started; AT_ONCE is
+        SIGKILL for it."""
         self._process.send_signal(number)
 
     def ask_for_traceback(self) -> None:

@@ -31,6 +31,8 @@ PASSED_ON = (
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT),
 )
 """Signals to the supervisor of a COMMAND that are passed on to it. SIGHUP ends it."""
+AT_ONCE = signal.SIGALRM
+"""Signal to a supervisor: SIGKILL for the program, whatever its grace."""
 _ENDING = {signal.SIGHUP, signal.SIGTERM}
 """What the owner says when a fork of it may hold the lifeline open."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -83,7 +85,7 @@ def supervise(
     for pipe in (wakeup, waker):
         os.set_blocking(pipe, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    watched = {signal.SIGCHLD, signal.SIGINT, *_ENDING, *passed_on}
+    watched = {signal.SIGCHLD, signal.SIGINT, AT_ONCE, *_ENDING, *passed_on}
     before = {number: signal.signal(number, lambda *_: None) for number in watched}
     # A signal to the fork before it has its own handlers must reach it, not the pipe that it shares with us.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -124,12 +126,16 @@ def _wait(
     poll.register(wakeup, select.POLLIN)
     while True:
         ready = dict(poll.poll(_OWNER_SECONDS * 1000))
-        signals = {signal.Signals(n) for n in os.read(wakeup, 4096)} if wakeup in ready else set()
+        signals = set[signal.Signals]()
+        with contextlib.suppress(BlockingIOError):  # also one that came while the lifeline woke us
+            signals = {signal.Signals(n) for n in os.read(wakeup, 4096)}
         status = _reap(program)
         if status is not None:
             return status
         for number in signals & set(passed_on):
             _pass_on(program, number)
+        if AT_ONCE in signals:
+            _kill([program], signal.SIGKILL)
         if lifeline in ready or os.getppid() != owner or signals & _ENDING - set(passed_on):
             return None
 

@@ -102,6 +102,9 @@ class Answers(Generic[T]):
 class Provider(Protocol):
     """Starts worlds. The process that calls it, the driver, stays until they end."""
 
+    log_dir: Path
+    """On the machine of the driver: where the ranks of the next world write."""
+
     @property
     def address(self) -> str:
         """The driver's address as the nodes reach it: the ranks' store listens there."""

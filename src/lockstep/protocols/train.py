@@ -143,11 +143,12 @@ class TrainBackend(Protocol):
         """Return the current weights, under Hugging Face names, as version `policy_version`."""
         ...
 
-    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
         """Save weights, master weights, optimizer, schedule and RNG into an existing empty directory, in the
         one format that every backend loads (lockstep.train.state.save_load). Collective; each rank writes its
         own files. With `background` the state is copied now, and training may go on before the returned
-        function is called, in any thread. Raises CheckpointError when the disk is full.
+        function is called, in any thread. With `in_memory` the directory is in memory, and nothing is hashed
+        (cluster.peer_copy). Raises CheckpointError when the disk is full.
         """
         ...
 
@@ -259,6 +260,6 @@ class Saved(Protocol):
     """What a checkpoint is made of: one TrainBackend, or those of several roles (see TrainBackend for the
     contracts)."""
 
-    def save(self, directory: Path, *, background: bool = False) -> FinishSave: ...
+    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave: ...
     def load(self, directory: Path, *, verified: bool = False) -> None: ...
     def export(self, directory: Path) -> None: ...

@@ -13,3 +13,8 @@ BACKSTOP_SECONDS = 30.0
 """How much later than the watchdog a watched rank gives up by itself."""
 WAIT_SECONDS = 1800.0
 """How long a rank of a training run waits for another unless set otherwise; long enough for slow rewards."""
+COPIES = "LOCKSTEP_COPIES"
+"""In the environment of ranks that are healed (cluster.peer_copy): the folder for copies of their state
+(lockstep.ranks.copy_folder)."""
+RESTART = "LOCKSTEP_RESTART"
+"""In the environment of ranks that were started again after a death: lockstep.ranks.recovery.Recovery."""

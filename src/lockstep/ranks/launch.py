@@ -30,7 +30,7 @@ from typing import Any, NoReturn, TextIO
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import echo
-from lockstep.processes.child import Child, describe_status, end
+from lockstep.processes.child import AT_ONCE, Child, describe_status, end
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET
 from lockstep.ranks.hang import OUT_OF_STEP, HangReport, examine
 from lockstep.ranks.watchdog import Counts, Signs, Watchdog, signs
@@ -74,6 +74,11 @@ class RankEnd:
     """The error that it posted to the store, see ERROR_KEY."""
     position: Mapping[str, Any] | None = None
     """What it was about to do, see POSITION_KEY."""
+
+    @property
+    def shell_status(self) -> int:
+        """The status as a shell has it: 128 + N for signal N."""
+        return self.status if self.status > 0 else 128 - self.status
 
     def how(self) -> str:
         """Return `was killed by SIGKILL`, `exited with status 1`, ..."""
@@ -181,6 +186,14 @@ def launch_command(
     watch: float | None = None,
 ) -> int:
     """`launch_ranks` for any program; `command[0]` is an executable."""
+    check_launch(ranks, log_dir)
+    with signals_raised():
+        launch = Launch(command, ranks=ranks, log_dir=log_dir, graceful=graceful, watch=watch)
+        return launch.run(timeout)
+
+
+def check_launch(ranks: int, log_dir: Path) -> None:
+    """Make the folder of the ranks' logs. Raises ConfigError, as `launch_ranks`."""
     if ranks < 1:
         raise ConfigError(
             f"--ranks {ranks}: at least 1 rank is needed", code="out-of-range", setting="--ranks"
@@ -198,9 +211,6 @@ def launch_command(
         raise ConfigError(
             f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there", code="cannot-write"
         ) from error
-    with signals_raised():
-        launch = Launch(command, ranks=ranks, log_dir=log_dir, graceful=graceful, watch=watch)
-        return launch.run(timeout)
 
 
 class Launch:
@@ -234,6 +244,14 @@ class Launch:
         self.ended: dict[int, int] = {}
         self.stopped: set[int] = set()
         self._closed = False
+        self.heals = False
+        """A death that came from outside is left to `death`, for who starts the ranks again."""
+        self.death: str | None = None
+        """What such a death was, for a line; None: the ranks ended otherwise."""
+        self.died = 0.0
+        """When it was seen, in Unix seconds."""
+        self.extra: dict[str, str] = {}
+        """More environment of all ranks."""
         self.flights = log_dir.absolute()
         """The folder of the ranks' flight records, on each machine."""
         self._watchdog = None if watch is None else Watchdog(self.look, seconds=watch)
@@ -245,12 +263,12 @@ class Launch:
             self.start()
             try:
                 return self._watch(deadline)
-            except _Interrupted as interrupted:
+            except LaunchInterrupted as interrupted:
                 if not self.graceful or interrupted.number not in (signal.SIGINT, signal.SIGTERM):
                     raise
                 self._pass_on(interrupted.number)
                 return self._watch(deadline)
-        except _Interrupted as interrupted:
+        except LaunchInterrupted as interrupted:
             self._stop()
             echo(f"lockstep: {interrupted.number.name}: all {self.ranks} ranks ended", file=sys.stderr)
             return 128 + interrupted.number
@@ -308,12 +326,12 @@ class Launch:
         while len(self.ended) < self.ranks:
             self._poll()
             if any(status and not self._ended_as_requested(status) for status in self.ended.values()):
-                self._examine()  # while the others are where they are
-                self._grace(_GRACE_SECONDS)
-                self._stop()
-                return self._explain_failure()
+                return self._end_after_failure()
             if self._watchdog is not None and self._watchdog.stalled():
                 self._examine()
+                if self.heals and self.passed_on is None:
+                    self.died = time.time()
+                    self.death = f"no rank has made progress for {self._watchdog.seconds:g} s"
                 self._stop()
                 return self._explain_hang(self._watchdog.seconds)
             if deadline is not None and time.monotonic() > deadline:
@@ -321,6 +339,27 @@ class Launch:
                 return self._explain_timeout()
             self.wait(_WAIT_SECONDS if self._watchdog is None else min(_WAIT_SECONDS, self._watchdog.pause))
         return max(self.ended.values())
+
+    def _end_after_failure(self) -> int:
+        """End the others; the status of the rank that failed first."""
+        self.died, heals = time.time(), self.heals and self.passed_on is None
+        if heals and min(self.ended.values()) < 0:
+            self.send_signal(AT_ONCE)  # the cause is known, and they would wait for the dead one
+        else:
+            self._examine()  # while the others are where they are
+            self._grace(_GRACE_SECONDS)
+        self._stop()
+        self.death = self._death() if heals else None
+        return self.explain_failure() if self.death is None else self.ends()[0].shell_status
+
+    def _death(self) -> str | None:
+        """What ended the ranks, if it was nothing that they did themselves and would do again."""
+        first = self.ends()[0]
+        own = first.status > 0 if first.error is None else not first.error.get("peer")
+        if own:
+            return None
+        how = first.how() if first.status < 0 else "lost another one"
+        return f"rank {first.rank} of {self.ranks} {how}{first.where()}"
 
     def _examine(self) -> None:
         """Look where the ranks are, before any of them is ended."""
@@ -382,6 +421,7 @@ class Launch:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             LAUNCHER_PID: str(os.getpid()),
             SECRET: self._secret,
+            **self.extra,
         }
         if self._watchdog is not None:
             environment[FLIGHT_DIR] = str(self.flights)
@@ -407,11 +447,14 @@ class Launch:
             for rank in range(self.ranks)
         ]
 
+        seen = list(self.ended)
+
         def blame(end: RankEnd) -> tuple[bool, bool, bool, bool, float, int]:
             error = end.error or {}
             killed = end.status < 0
             when = float(error.get("time", 0.0))
-            return (end.stopped, end.status == 0, not killed, bool(error.get("peer")), when, end.rank)
+            order = seen.index(end.rank) if killed and end.rank in seen else end.rank
+            return (end.stopped, end.status == 0, not killed, bool(error.get("peer")), when, order)
 
         return sorted(ends, key=blame)
 
@@ -425,7 +468,8 @@ class Launch:
             return None
         return value if isinstance(value, dict) else None
 
-    def _explain_failure(self) -> int:
+    def explain_failure(self) -> int:
+        """Print which rank failed first, and how; its status."""
         first, *others = self.ends()
         zero = next(end for end in (first, *others) if end.rank == 0)
         same = first is zero or (first.status > 0 and _message(first) is not None)
@@ -441,7 +485,7 @@ class Launch:
         waited = (first.error or {}).get("type") in _WAITED
         out_of_step = self._hang is not None and self._hang.cause in OUT_OF_STEP
         self._print(lines + self._hang_lines() if waited or out_of_step else lines)
-        return first.status if first.status > 0 else 128 - first.status
+        return first.shell_status
 
     def _explain_hang(self, seconds: float) -> int:
         lines = [f"lockstep: no rank has made progress for {seconds:g} s; the run was ended"]
@@ -522,7 +566,7 @@ class _Shown:
                 self._woken.clear()
 
 
-class _Interrupted(KeyboardInterrupt):
+class LaunchInterrupted(KeyboardInterrupt):
     """A signal that ends the launcher came."""
 
     def __init__(self, number: signal.Signals) -> None:
@@ -532,10 +576,10 @@ class _Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def signals_raised() -> Iterator[None]:
-    """Inside, a signal that ends the launcher raises _Interrupted, unless it is ignored (nohup)."""
+    """Inside, a signal that ends the launcher raises LaunchInterrupted, unless it is ignored (nohup)."""
 
     def interrupt(number: int, _: object) -> NoReturn:
-        raise _Interrupted(signal.Signals(number))
+        raise LaunchInterrupted(signal.Signals(number))
 
     previous = {n: signal.getsignal(n) for n in _SIGNALS}
     previous = {n: handler for n, handler in previous.items() if handler not in (signal.SIG_IGN, None)}

@@ -343,7 +343,7 @@ class LocalBackend(Rests):
             shared_module=self.module,
         )
 
-    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
         """Save everything that decides how training goes on into an existing empty directory (see
         train/state/save_load.py). With `background` all of it is copied into host memory, by a thread where
         it is there already (the next `optimizer_step` and `load` wait for that), and written by the function
@@ -365,8 +365,8 @@ class LocalBackend(Rests):
                 parts=LiveTensors(self._live_state()),
                 progress=self._progress(),
                 layout=LAYOUT,
-                background=background,
-                space=self._copies,
+                background=background and self._copies,
+                in_memory=in_memory,
             )
             # What rests gives its memory back when this context is left, and the thread would read what is no
             # longer there.

@@ -412,7 +412,7 @@ class DeepSpeedBackend:
             shared_module=self.module if whole else None,
         )
 
-    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
         """Save everything that decides how training goes on, in the format of every backend
         (train/state/save_load.py). Collective; each rank writes its share of the whole tensors.
 
@@ -427,8 +427,8 @@ class DeepSpeedBackend:
             parts=self._parts(),
             progress=self._progress(),
             layout=self._layout,
-            background=background,
-            space=self._copies,
+            background=background and self._copies,
+            in_memory=in_memory,
         )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:

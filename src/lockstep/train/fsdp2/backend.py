@@ -455,7 +455,7 @@ class FSDP2Backend(Rests):
         """In the compute dtype, on every rank; collective."""
         return self._policy.whole(name, self._policy.local(name).to(self.model.dtype))
 
-    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
         """Save everything that decides how training goes on into an existing empty directory (see
         train/state/save_load.py): every tensor whole, written by one of the ranks.
 
@@ -473,8 +473,8 @@ class FSDP2Backend(Rests):
                 parts=self._state(),
                 progress=self._progress(),
                 layout=self._layout(),
-                background=background,
-                space=self._copies,
+                background=background and self._copies,
+                in_memory=in_memory,
             )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:

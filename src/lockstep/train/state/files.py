@@ -1,5 +1,5 @@
 """Checkpoint files: safetensors and JSON, streamed to disk, fsynced, hashed while writing; checked before
-use."""
+use. Those of a copy in memory (`in_memory`), which ends with the machine, are neither fsynced nor hashed."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class FileRecord:
 
     bytes: int
     sha256: str
+    """Empty: of a file in memory."""
 
 
 class TensorFile:
@@ -58,7 +59,13 @@ class TensorFile:
     the caller to remove.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        *,
+        in_memory: bool = False,
+    ) -> None:
         self._left = dict(tensors)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -72,7 +79,7 @@ class TensorFile:
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._file = _HashingFile(path).__enter__()
+        self._file = _HashingFile(path, in_memory=in_memory).__enter__()
         self._file.write(len(text).to_bytes(8, "little"))
         self._file.write(text)
 
@@ -96,9 +103,10 @@ class TensorFile:
             self._file.__exit__(OSError)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, in_memory: bool = False) -> FileRecord:
     """Write a safetensors file and wait until it is on the disk. Raises OSError."""
-    file = TensorFile(path, {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    file = TensorFile(path, shapes, in_memory=in_memory)
     try:
         for name, tensor in tensors.items():
             file.write(name, tensor)
@@ -108,9 +116,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
         raise
 
 
-def write_json(path: Path, value: Any) -> FileRecord:
+def write_json(path: Path, value: Any, *, in_memory: bool = False) -> FileRecord:
     """Write indented JSON and wait until it is on the disk. Raises OSError."""
-    with _HashingFile(path) as file:
+    with _HashingFile(path, in_memory=in_memory) as file:
         file.write((json.dumps(value, indent=1) + "\n").encode())
     return file.record()
 
@@ -161,7 +169,7 @@ def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
                 code="damaged-file",
                 path=path,
             )
-        if contents and (now := sha256_of(path)) != record.sha256:
+        if contents and record.sha256 and (now := sha256_of(path)) != record.sha256:
             raise CheckpointError(
                 f"{path} has sha256 {now[:16]}..., {printable(record.sha256[:16])}... was written; it is "
                 "damaged",
@@ -198,10 +206,11 @@ def is_out_of_space(error: OSError) -> bool:
 
 
 class _HashingFile:
-    """A new file whose bytes are hashed as they are written; closing it waits for the disk."""
+    """A new file whose bytes are hashed as they are written; closing it waits for the disk. Neither, in
+    memory."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, in_memory: bool = False) -> None:
+        self._path, self._in_memory = path, in_memory
         self._hash = hashlib.sha256()
         self._bytes = 0
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")
@@ -213,6 +222,10 @@ class _HashingFile:
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
+        self._bytes += len(view)
+        if self._in_memory:
+            self._file.write(view)
+            return
         for start in range(0, len(view), _CHUNK):
             part = view[start : start + _CHUNK]
             if len(part) < _CHUNK:
@@ -223,16 +236,15 @@ class _HashingFile:
             hashed = self._hashing.submit(self._hash.update, part)
             self._file.write(part)
             hashed.result()
-        self._bytes += len(view)
 
     def __exit__(self, *failure: object) -> None:
         with self._hashing, self._file:
-            if failure[0] is None:
+            if failure[0] is None and not self._in_memory:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
     def record(self) -> FileRecord:
-        return FileRecord(bytes=self._bytes, sha256=self._hash.hexdigest())
+        return FileRecord(bytes=self._bytes, sha256="" if self._in_memory else self._hash.hexdigest())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -73,17 +73,18 @@ def save_state(
     parts: TensorParts,
     progress: Mapping[str, Any],
     layout: Layout,
-    background: bool = False,
-    space: CopySpace | None = None,
+    background: bool | CopySpace = False,
+    in_memory: bool = False,
 ) -> FinishSave:
     """Write this rank's files into an existing directory. Collective over `parts.group`.
 
     Args:
         progress: JSON values (`state_parts.train_progress`), kept under "progress" in state.json.
         background: copy what this rank is to write into host memory (its share of all whole tensors) and
-            leave the writing to the returned function, which any thread may call.
-        space: with `background`, where the copies go. Live tensors in host memory are then copied by a
-            thread, and `space.wait` must be called before they change. None: all is copied now.
+            leave the writing to the returned function, which any thread may call. A CopySpace: that is where
+            the copies go; live tensors in host memory are then copied by a thread, and its `wait` must be
+            called before they change. True: all is copied now.
+        in_memory: the directory is in memory: nothing is hashed, or waits for a disk.
 
     Returns:
         A function that finishes the save and returns the sha256 of this rank's files by name. Not
@@ -102,10 +103,12 @@ def save_state(
         require_free_space(directory, needed)
     own = {name: meta for name, meta in tensors.items() if owners[name] == ranks.rank}
     files = _RankFiles(directory, own, ranks=ranks, needed=needed)
-    files.held_limit = math.inf if background else 0 if ranks.size == 1 else _HELD
-    if background and space is not None:
-        space.begin()
-        files.space, files.host_is_live = space, isinstance(parts, LiveTensors)
+    files.in_memory = in_memory
+    later = isinstance(background, CopySpace) or background
+    files.held_limit = math.inf if later else 0 if ranks.size == 1 else _HELD
+    if isinstance(background, CopySpace):
+        background.begin()
+        files.space, files.host_is_live = background, isinstance(parts, LiveTensors)
     for name in tensors:
         tensor = parts.whole(name, owner=owners[name])
         if owners[name] == ranks.rank:
@@ -128,7 +131,7 @@ def save_state(
         }
     else:
         files.document = {"save_id": save_id}
-    if not background:
+    if not later:
         with ranks.together():
             files.finish()
     return files.finish
@@ -151,6 +154,7 @@ class _RankFiles:
         """Copies the held tensors that are live."""
         self._live: list[int] = []
         self.space: CopySpace | None = None
+        self.in_memory = False
         self.host_is_live = False
         """Whether tensors in host memory stay as they are until `space.wait`."""
         self._held_bytes = 0
@@ -208,7 +212,8 @@ class _RankFiles:
             file = _file_of(name, self._ranks.rank, self._ranks.size)
             try:
                 if file not in self._open:
-                    self._open[file] = TensorFile(self._directory / file, self._left[file])
+                    path, left = self._directory / file, self._left[file]
+                    self._open[file] = TensorFile(path, left, in_memory=self.in_memory)
                 self._open[file].write(name.removeprefix(MODEL), tensor)
             except OSError as error:
                 self._failure = error
@@ -236,10 +241,10 @@ class _RankFiles:
             records[file] = self._open.pop(file).close()
         rank, size = self._ranks.rank, self._ranks.size
         rng = rank_file("rng", "safetensors", rank=rank, size=size)
-        records[rng] = write_tensors(self._directory / rng, self.rng)
+        records[rng] = write_tensors(self._directory / rng, self.rng, in_memory=self.in_memory)
         self.document["files"] = {name: asdict(record) for name, record in records.items()}
         name = STATE if rank == 0 else rank_file("files", "json", rank=rank, size=size)
-        records[name] = write_json(self._directory / name, self.document)
+        records[name] = write_json(self._directory / name, self.document, in_memory=self.in_memory)
         return records
 
     def _explained(self, error: OSError) -> CheckpointError:

@@ -1,0 +1,103 @@
+"""Start all ranks again when one has died: they go on from copies of their state in this machine's memory.
+
+    rules = HealingRules(copy_dir=Path("/dev/shm"), max_restarts=3, run_dir=Path("runs/a"))
+    status = launch_healing(lambda logs: Launch(command, ranks=2, log_dir=logs), rules, log_dir=Path("logs"))
+
+Processes are restarted, the state survives: nothing is rebuilt inside of a process whose CUDA context, NCCL
+communicators and compiled graphs a death has left in a state that nobody knows. Each start is a generation of
+its own, with a new store and a new secret. What heals is a death that came from outside: a signal, a hang,
+a node that is gone. A rank that ends with an error of its own would do so again, and ends the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.observe.text import echo
+from lockstep.ranks.copy_folder import committed_steps, copy_folder
+from lockstep.ranks.environment import COPIES
+from lockstep.ranks.launch import Launch, LaunchInterrupted, check_launch, signals_raised
+from lockstep.ranks.recovery import Recovery
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealingRules:
+    """What a launch may do about a death."""
+
+    copy_dir: Path
+    """Where the folder for the copies is made."""
+    max_restarts: int
+    run_dir: Path
+    """The run's folder, or where it will be."""
+
+
+def launch_healing_ranks(
+    argv: Sequence[str], *, ranks: int, log_dir: Path, watch: float, rules: HealingRules
+) -> int:
+    """Run `python -m lockstep ARGV` as lockstep.ranks.launch.launch_ranks does, gracefully and watched, and
+    heal."""
+    check_launch(ranks, log_dir)
+    command = [sys.executable, "-u", "-m", "lockstep", *argv]
+
+    def make(logs: Path) -> Launch:
+        return Launch(command, ranks=ranks, log_dir=logs, graceful=True, watch=watch)
+
+    return launch_healing(make, rules, log_dir=log_dir)
+
+
+def launch_healing(make: Callable[[Path], Launch], rules: HealingRules, *, log_dir: Path) -> int:
+    """Launch ranks, and launch them again after a death, up to `max_restarts` times.
+
+    Args:
+        make: a launch of all ranks, whose logs go to the folder given.
+        log_dir: of the first; those of restart n are in a folder beside it, `NAME-restart-n`.
+
+    Returns:
+        As lockstep.ranks.launch.launch_ranks.
+
+    Raises:
+        ConfigError: there is no room for the copies.
+    """
+    with signals_raised():
+        try:
+            with copy_folder(rules.copy_dir) as copies:
+                return _generations(make, rules, copies, log_dir)
+        except LaunchInterrupted as interrupted:  # between two generations
+            return 128 + interrupted.number
+
+
+def _generations(make: Callable[[Path], Launch], rules: HealingRules, copies: Path, log_dir: Path) -> int:
+    recovery: Recovery | None = None
+    while True:
+        number = 0 if recovery is None else recovery.number
+        logs = log_dir if recovery is None else log_dir.with_name(f"{log_dir.name}-restart-{number}")
+        logs.mkdir(parents=True, exist_ok=True)
+        launch = make(logs)
+        launch.heals = True
+        launch.extra = {COPIES: str(copies)}
+        if recovery is not None:
+            recovery.mark("begin again")
+            launch.extra |= recovery.environment()
+        status = launch.run(None)
+        if launch.death is None:
+            return status
+        if number == rules.max_restarts:
+            launch.explain_failure()
+            echo(f"lockstep: cluster.max_restarts = {number}: the run is not started again", file=sys.stderr)
+            return status
+        began = (rules.run_dir / "config.toml").is_file()
+        recovery = Recovery(
+            number=number + 1,
+            most=rules.max_restarts,
+            run_dir=str(rules.run_dir) if began else None,
+            died=launch.died,
+        )
+        recovery.phases["end the others"] = time.time() - launch.died
+        steps = committed_steps(copies, launch.ranks)
+        source = f"healed from host memory at step {steps[-1]}" if steps else "started again"
+        again = f"restart {recovery.number} of {recovery.most}"
+        echo(f"lockstep: {launch.death}; the run is {source} ({again})", file=sys.stderr)
