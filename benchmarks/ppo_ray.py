@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -44,18 +45,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--token-budget", type=int, default=8192)
+    parser.add_argument("--apart", action="store_true", help="value and reward model in a world of their own")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="options of the run")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if args.gpus else "cpu")
-    layers, options = fitting(args, device)
+    run_file = args.out / "run.toml"
+    run_file.write_text(placed(EXAMPLE.read_text(), apart=args.apart))
+    layers, options = fitting(args, run_file, device)
     if args.gpus:
         torch.cuda.empty_cache()
     run_dir = args.out / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
-    command = lockstep("train", str(EXAMPLE), *options, "--cluster", "local", "--run-dir", str(run_dir))
+    command = lockstep("train", str(run_file), *options, "--cluster", "local", "--run-dir", str(run_dir))
     with Memory(args.gpus) as memory:
         subprocess.run(command, cwd=args.out, check=True, timeout=DEADLINE)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -80,7 +84,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def fitting(args: argparse.Namespace, device: torch.device) -> tuple[int, list[str]]:
+def placed(example: str, *, apart: bool) -> str:
+    """The example's run file, with two pairs of roles, or all of them in one process."""
+    pairs = '[["policy", "ref"], ["value", "reward_model"]]'
+    groups = pairs if apart else '[["policy", "ref", "value", "reward_model"]]'
+    return re.sub("(?m)^colocate = .*$", f"colocate = {groups}", example)
+
+
+def fitting(args: argparse.Namespace, run_file: Path, device: torch.device) -> tuple[int, list[str]]:
     """The first number of layers that has room, and the run's options; SystemExit if none has."""
     for layers in args.layers:
         folder = args.out / f"{layers}-layers"
@@ -89,7 +100,7 @@ def fitting(args: argparse.Namespace, device: torch.device) -> tuple[int, list[s
         write_prompts(folder / "prompts.jsonl", words, args.prompts * args.steps)
         options = options_of(args, folder, dtype="bfloat16" if args.gpus else "float32")
         planned = subprocess.run(
-            lockstep("plan", str(EXAMPLE), *options), capture_output=True, text=True, check=False
+            lockstep("plan", str(run_file), *options), capture_output=True, text=True, check=False
         )
         print(planned.stdout + planned.stderr, flush=True)
         if not planned.returncode:
