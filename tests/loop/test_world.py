@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from lockstep.config.run import GRPORun
 from lockstep.engine.remote.http import HttpClient, Reply, Silent, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.errors import ModelError, TrainError
-from lockstep.loop import world_messages
+from lockstep.loop import world as world_module
+from lockstep.loop import world_messages, world_server
 from lockstep.loop.axes import resolve_axes
 from lockstep.loop.build import build_online
 from lockstep.loop.online import train_online
@@ -28,7 +31,7 @@ from lockstep.loop.world import World
 from lockstep.loop.world_host import RoleHost
 from lockstep.loop.world_messages import packed, unpacked
 from lockstep.loop.world_roles import WorldScorer, WorldValue
-from lockstep.loop.world_server import Calls
+from lockstep.loop.world_server import Calls, serving
 from lockstep.packing import Planner
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext
@@ -150,35 +153,40 @@ def host() -> Host:
     return Host()
 
 
+def world_in(folder: Path) -> World:
+    """Not started."""
+    run = run_of(PPO, folder / "run", "ref", "value")
+    axes = resolve_axes(run, engine="hf")
+    return World(run, axes, ranks=RankContext.alone(), work_dir=folder / "world", folder=folder / "run")
+
+
 @pytest.fixture
 def world(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """Whose process is a thread of this one."""
     calls = Calls(host)
     threading.Thread(target=calls.work, daemon=True).start()
 
-    def post(self: HttpClient, path: str, body: bytes, *, seconds: float) -> Reply:
-        return Reply(status=200, body=calls.answer(body), what=path)
+    def post(self: World, body: bytes, *, deadline: float) -> Reply:
+        return Reply(status=200, body=calls.answer(body), what="a call")
 
-    monkeypatch.setattr(HttpClient, "post", post)
+    monkeypatch.setattr(World, "_post", post)
     monkeypatch.setattr(ServerProcess, "wait_ended", lambda self, seconds: None)
-    run = run_of(PPO, tmp_path / "run", "ref", "value")
-    axes = resolve_axes(run, engine="hf")
-    yield World(run, axes, ranks=RankContext.alone(), work_dir=tmp_path / "world", folder=tmp_path / "run")
+    yield world_in(tmp_path)
 
 
 def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
     world: World, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    post, lost = HttpClient.post, [True, True, False]
+    post, lost = World._post, [True, True, False]
     host.answers["update"] = {"loss": 0.5}
 
-    def losing(self: HttpClient, *args: Any, **more: Any) -> Reply:
+    def losing(self: World, *args: Any, **more: Any) -> Reply:
         reply = post(self, *args, **more)
         if lost.pop(0):
             raise Unreachable("lost")
         return reply
 
-    monkeypatch.setattr(HttpClient, "post", losing)
+    monkeypatch.setattr(World, "_post", losing)
     assert world.call("update") == {"loss": 0.5} and host.asked == ["update"]
     lost[:] = [True, True, True]
     with pytest.raises(TrainError, match="broke the connection 3 times") as ended:
@@ -209,11 +217,11 @@ def test_an_error_comes_back_as_what_it_was_with_the_roles(world: World, host: H
 
 
 def test_a_call_has_a_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(self: HttpClient, *args: Any, seconds: float, **more: Any) -> Reply:
-        assert 1199 < seconds <= 1200
+    def silent(self: World, body: bytes, *, deadline: float) -> Reply:
+        assert 1199 < deadline - time.monotonic() <= 1200
         raise Silent("nothing")
 
-    monkeypatch.setattr(HttpClient, "post", silent)
+    monkeypatch.setattr(World, "_post", silent)
     with pytest.raises(TrainError, match="did not answer within") as late:
         world.call("score")
     assert late.value.data["code"] == "deadline" and late.value.data["setting"] == "cluster.world_seconds"
@@ -231,21 +239,58 @@ def test_scores_of_another_shape_are_refused(world: World, host: Host) -> None:
             assert refused.value.code == "wrong-result"
 
 
+def test_a_rank_learns_that_the_process_of_another_one_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own would wait for that one, and never answer."""
+    world = world_in(tmp_path)
+    monkeypatch.setattr(world, "_grouped", True)
+    monkeypatch.setattr(world_module, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(ServerProcess, "wait_ended", lambda self, seconds: "was killed by SIGKILL")
+    died = world._ask("score", {}, seconds=60.0).death  # nothing listens
+    assert died is not None and died.data == {"code": "process-died", "roles": ["ref", "value"]}
+    with socket.create_server(("127.0.0.1", int(world.describe()["url"].rpartition(":")[2]))):
+        lost = world._ask("score", {}, seconds=60.0).death
+    assert lost is not None and lost.code == "peer-failed"
+
+
+def test_a_server_answers_its_token_alone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.answers["score"] = [torch.ones(2)]
+    calls = Calls(host)
+    threading.Thread(target=calls.work, daemon=True).start()
+    body = packed({"call": "score", "key": "k", "seconds": 9.0, "arguments": {}})
+    with serving(calls, token="secret") as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        stranger, other = (
+            HttpClient(url, name="test", headers={"Authorization": t}) for t in ("", "Bearer s")
+        )
+        for client in (stranger, other):
+            assert client.post("/call", body, seconds=9.0).status == 401
+            assert client.get("/health", seconds=9.0).status == 401
+        ours = HttpClient(url, name="test", headers={"Authorization": "Bearer secret"})
+        assert host.asked == [] and ours.get("/health", seconds=9.0).status == 200
+        assert unpacked(ours.post("/call", body, seconds=9.0).body)["value"][0].tolist() == [1.0, 1.0]
+        assert ours.post("/calls", body, seconds=9.0).status == 404
+        assert unpacked(ours.post("/call", b"{}", seconds=9.0).body)["kind"] == "TrainError"
+        monkeypatch.setattr(world_server, "MOST_BYTES", 9)
+        assert ours.post("/call", body, seconds=9.0).status == 413
+
+
 # --- processes ----------------------------------------------------------------------------------------------
 
 
 def lose_answer(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """Lose the first answer to a call of this name, after the process has done it."""
-    post, lost = HttpClient.post, []
+    post, lost = World._post, []
 
-    def losing(self: HttpClient, path: str, body: bytes, *, seconds: float) -> Reply:
-        reply = post(self, path, body, seconds=seconds)
+    def losing(self: World, body: bytes, *, deadline: float) -> Reply:
+        reply = post(self, body, deadline=deadline)
         if not lost and unpacked(body)["call"] == name:
             lost.append(name)
             raise Unreachable("lost")
         return reply
 
-    monkeypatch.setattr(HttpClient, "post", losing)
+    monkeypatch.setattr(World, "_post", losing)
     return lost
 
 

@@ -32,6 +32,7 @@ from lockstep import errors
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import dump_toml
 from lockstep.config.run import GRPORun
+from lockstep.engine.remote import http
 from lockstep.engine.remote.http import HttpClient, HttpError, Silent, Unreachable
 from lockstep.engine.remote.server import (
     LOOPBACK,
@@ -57,6 +58,8 @@ log = logging.getLogger(__name__)
 
 _TRIES = 3
 """Times that a call is sent to a process that lives and broke the connection."""
+_LOOK_SECONDS = 1.0
+"""How often a rank that waits looks whether another one's process is dead."""
 _DEATH_SECONDS = 2.0
 """After a connection broke: how long its process may take to be seen dead."""
 _CARRIED = ("LOCKSTEP_CACHE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -68,6 +71,10 @@ _SPREAD = {"ref", "value"}
 
 class WorldDied(TrainError):
     """A process of the world has ended, or has lost another one."""
+
+
+class _LostElsewhere(Exception):
+    """A process of another rank is dead, so this rank's may never answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,10 +173,13 @@ class World:
         body, deadline = packed(about), time.monotonic() + seconds
         for tried in range(1, _TRIES + 1):
             try:
-                reply = self._client.post("/call", body, seconds=deadline - time.monotonic())
+                reply = self._post(body, deadline=deadline)
+            except _LostElsewhere:
+                return Reply(death=WorldDied(f"the {self.name}, at {name} {_LOST}", code="peer-failed"))
             except Unreachable as sign:
                 ended = self._server.wait_ended(_DEATH_SECONDS)
                 if ended is not None:
+                    self._tell_others()
                     text = f"the {self.name} {ended}, at {name}. {self._server.log_text()}"
                     return Reply(death=WorldDied(text, code="process-died", roles=self.roles))
                 if tried < _TRIES:
@@ -200,6 +210,29 @@ class World:
                 )
             return self._answer(unpacked(reply.body), name)
         raise AssertionError("the last try returns or raises")
+
+    def _post(self, body: bytes, *, deadline: float) -> http.Reply:
+        """Raises HttpError; _LostElsewhere: another rank has said that its process is dead."""
+        with self._client.batch(limit=1) as batch:
+            batch.submit(None, "/call", body)
+            while (left := deadline - time.monotonic()) > 0:
+                for _, reply in batch.poll(min(left, _LOOK_SECONDS)):
+                    if isinstance(reply, HttpError):
+                        raise reply
+                    return reply
+                # Not every collective notices that a process has gone: nccl waits on.
+                if self._grouped and self._ranks.store.check([self._death]):
+                    raise _LostElsewhere
+        raise Silent(f"{self.name} did not answer in time", code="deadline")
+
+    @property
+    def _death(self) -> str:
+        """The key by which ranks tell each other that a process of this start is dead."""
+        return f"dead/{self.name}/{self._server.starts}"
+
+    def _tell_others(self) -> None:
+        if self._grouped:
+            self._ranks.store.set(self._death, "dead")
 
     def _answer(self, reply: Mapping[str, Any], name: str) -> Reply:
         """Raises the error that an answer may be."""

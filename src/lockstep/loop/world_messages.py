@@ -42,19 +42,15 @@ def packed(value: Any) -> bytes:
     tensors: list[Tensor] = []
     said = _said(value, tensors)
     layout = buckets.Layout(MOST_BYTES)
-    if any(layout.place(str(index), tensor) is None for index, tensor in enumerate(tensors)) or (
-        layout.num_bytes > MOST_BYTES
-    ):
-        raise TrainError(
-            f"a message to the roles of another world has more than {MOST_BYTES} bytes of tensors; lower "
-            "rollout.prompts_per_step or rollout.group_size",
-            code="too-large",
-            setting="rollout.prompts_per_step",
-        )
+    for index, tensor in enumerate(tensors):
+        if layout.place(str(index), tensor) is None or layout.num_bytes > MOST_BYTES:
+            raise _too_large()
     data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     if tensors:
         buckets.pack(data, layout.specs, tensors)
     head = json.dumps({"value": said, "tensors": buckets.specs_to_json(layout.specs)}).encode()
+    if _HEAD + len(head) + len(data) > MOST_BYTES:
+        raise _too_large()
     return len(head).to_bytes(_HEAD, "little") + head + data.numpy().tobytes()
 
 
@@ -72,6 +68,15 @@ def unpacked(message: bytes) -> Any:
         raise TrainError(
             f"what came from another world is no message: {type(error).__name__}: {error}", code="bad-reply"
         ) from error
+
+
+def _too_large() -> TrainError:
+    return TrainError(
+        f"a message between the worlds of roles has more than {MOST_BYTES} bytes; lower "
+        "rollout.prompts_per_step or rollout.group_size",
+        code="too-large",
+        setting="rollout.prompts_per_step",
+    )
 
 
 def _said(value: Any, tensors: list[Tensor]) -> Any:

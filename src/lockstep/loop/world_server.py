@@ -11,6 +11,7 @@ and nothing is trained twice.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -18,7 +19,7 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,8 +37,6 @@ _KEPT = 2
 """Calls whose answers are kept after they are done: one client asks from two threads at most."""
 _BESIDE = {"finish"}
 """Calls that do not wait for others: they only write files."""
-_HEAD_BYTES = 2**20
-"""Of a message, beside its tensors."""
 
 
 def main(argv: list[str]) -> None:
@@ -45,12 +44,20 @@ def main(argv: list[str]) -> None:
     faulthandler.enable()
     about = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     calls = Calls(RoleHost())
-    own = {"calls": calls, "authorization": bearer(os.environ.pop(TOKEN))}
+    with serving(calls, token=os.environ.pop(TOKEN), port=about["port"]):
+        calls.work()
+
+
+@contextlib.contextmanager
+def serving(calls: Calls, *, token: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
+    """Answer HTTP in threads; port 0: any."""
+    own = {"calls": calls, "authorization": bearer(token)}
     handler: type[BaseHTTPRequestHandler] = type("Handler", (_Handler,), own)
-    server = ThreadingHTTPServer((LOOPBACK, about["port"]), handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
-    calls.work()
+    with ThreadingHTTPServer((LOOPBACK, port), handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 @dataclass(eq=False)
@@ -147,7 +154,7 @@ class _Handler(TokenHandler):
             self.reply(401, json.dumps({"error": STRANGER}).encode())
         elif self.path != "/call":
             self.reply(404, json.dumps({"error": f"no such path: {self.path}"}).encode())
-        elif not 0 <= length <= MOST_BYTES + _HEAD_BYTES * 64:
+        elif not 0 <= length <= MOST_BYTES:
             self.reply(413, json.dumps({"error": f"a message of {sent[:20]} bytes"}).encode())
         else:
             self.reply(200, self.calls.answer(self.rfile.read(length)), kind="application/octet-stream")
