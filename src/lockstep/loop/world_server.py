@@ -33,8 +33,8 @@ from lockstep.loop.world_messages import MOST_BYTES, packed, unpacked
 from lockstep.ranks.context import lost_peer
 from lockstep.wire.server_token import TOKEN
 
-_KEPT = 2
-"""Calls whose answers are kept after they are done: one client asks from two threads at most."""
+_KEPT = 4
+"""Calls whose answers are kept after they are done: one client asks from a few threads at most."""
 _BESIDE = {"finish"}
 """Calls that do not wait for others: they only write files."""
 
