@@ -319,6 +319,7 @@ def test_a_value_model_that_is_killed_ends_the_run_which_goes_on_to_the_same_bit
             train_online(run_of(PPO, folder, "ref", "value"))
     assert len(killed) == 1 and died.value.data["code"] == "process-died"
     assert died.value.data["roles"] == ["ref", "value"]
+    assert died.value.from_outside  # type: ignore[attr-defined]
     assert f"lockstep train --resume {folder}" in str(died.value)
     lost = lose_answer(monkeypatch, "update")
     train_online(run_of(PPO, folder, "ref", "value"), resume=folder)

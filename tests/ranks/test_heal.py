@@ -102,6 +102,7 @@ def test_what_a_rank_does_itself_is_not_healed(tmp_path: Path, monkeypatch: pyte
         (-6, {"type": "ConfigError", "peer": False}, False),
         (1, {"type": "ConfigError", "peer": False}, False),
         (1, {"type": "RankError", "peer": True}, True),
+        (1, {"type": "RolesLost", "peer": False, "outside": True}, True),
         (1, None, False),
     ],
 )

@@ -73,6 +73,13 @@ class WorldDied(TrainError):
     """A process of the world has ended, or has lost another one."""
 
 
+class RolesLost(TrainError):
+    """What a world has trained is gone, or it cannot be started again here."""
+
+    from_outside = False
+    """A signal has ended its process: with cluster.peer_copy the ranks are started again."""
+
+
 class _LostElsewhere(Exception):
     """A process of another rank is dead, so this rank's may never answer."""
 
@@ -271,12 +278,14 @@ class World:
             folder = self._folder
             command = "lockstep train --resume" if folder is None else resume_command(folder, self._ranks)
             first, _, rest = died.partition("\n")
-            raise TrainError(
+            error = RolesLost(
                 f"{first}\n{lost}. Go on from the last checkpoint: {command}" + (f"\n{rest}" if rest else ""),
                 code="process-died",
                 roles=self.roles,
                 call=doing,
             )
+            error.from_outside = " was killed by " in first
+            raise error
         self.restarts += 1
         log.warning("%s: starting it again (%d)", died.splitlines()[0], self.restarts)
         if alone:

@@ -294,6 +294,7 @@ class RankContext:
             "code": getattr(error, "code", None),
             "text": text[-20_000:],
             "peer": lost_peer(error),
+            "outside": getattr(error, "from_outside", False),
             "printed": isinstance(error, LockstepError) and not reported_by_launcher(error),
         }
         try:

@@ -355,10 +355,12 @@ class Launch:
     def _death(self) -> str | None:
         """What ended the ranks, if it was nothing that they did themselves and would do again."""
         first = self.ends()[0]
-        own = first.status > 0 if first.error is None else not first.error.get("peer")
+        error = first.error or {}
+        own = first.status > 0 if first.error is None else not (error.get("peer") or error.get("outside"))
         if own:
             return None
-        how = first.how() if first.status < 0 else "lost another one"
+        lost = "lost a process of its own" if error.get("outside") else "lost another one"
+        how = first.how() if first.status < 0 else lost
         return f"rank {first.rank} of {self.ranks} {how}{first.where()}"
 
     def _examine(self) -> None:
