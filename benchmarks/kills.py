@@ -173,8 +173,11 @@ def resumed(train: Sequence[Any], run: Path, log: Path, *, saved: bool, done: in
     if saved or not done:
         wait(start(again, log), log)
         return run
-    # Steps without a checkpoint: --resume refuses, and says to begin anew beside it.
-    if not ended(start(again, log), log) or "holds no checkpoint" not in log.read_text():
+    # Steps without a checkpoint: --resume refuses, and says to begin anew beside it. Ranks whose command was
+    # killed may have saved one since.
+    if not ended(start(again, log), log):
+        return run
+    if "holds no checkpoint" not in log.read_text():
         raise SystemExit(f"resumed without a checkpoint: {log.read_text()[-2000:]}")
     run = run.with_name(f"{run.name}-anew")
     wait(start([*train, "--run-dir", run], log), log)

@@ -33,7 +33,7 @@ BUDGETS = {
     "recording": 5_190,
     "cli": 4_645,
     "train": 4_410,
-    "loop": 4_800,
+    "loop": 4_805,
     "rollout": 3_110,
     "models": 2_850,
     "config": 2_730,

@@ -224,17 +224,34 @@ def test_a_rank_that_hangs_ends_the_world_with_the_report(tmp_path: Path, two_no
     assert left(tmp_path) == []
 
 
-def test_ctrl_c_saves_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
-    out = tmp_path / "run"
-    flags = ("--cluster", "local", "--steps", "1000000")
-    with subprocess.Popen(
-        command("grpo", out, *flags), env=environment(cache), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        ranks_of(out, process)
+def test_a_killed_rank_is_healed_and_ctrl_c_then_saves_and_leaves_nothing(
+    tmp_path: Path, cache: Path
+) -> None:
+    out, said, memory = tmp_path / "run", tmp_path / "said", tmp_path / "memory"
+    memory.mkdir()
+    flags = ("--cluster", "local", "--steps", "1000000", "--cluster.peer-copy", "--cluster.copy-dir", memory)
+    with (
+        said.open("wb") as file,
+        subprocess.Popen(
+            command("grpo", out, *map(str, flags)), env=environment(cache), stdout=file, stderr=file
+        ) as process,
+    ):
+        os.kill(ranks_of(out, process)[1], signal.SIGKILL)
+        until = time.monotonic() + SECONDS
+        while "restart 1 of 3: " not in said.read_text():
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 130 and b"train: interrupted" in said
-    assert list(out.glob("checkpoints/*/complete.json")) and left(tmp_path) == []
+        process.wait(SECONDS)
+    text = said.read_text()
+    assert process.returncode == 130 and "train: interrupted" in text
+    assert "rank 1 of 2 was killed by SIGKILL" in text
+    assert "; the run is healed from host memory at step " in text
+    steps = [row["step"] for row in numbers(out)]
+    assert steps == list(range(len(steps))), "none is there twice"
+    assert json.loads((out / "summary.json").read_text())["restored_from"] == "memory"
+    assert list(out.glob("checkpoints/*/complete.json")), text[-3000:]
+    assert left(tmp_path) == [] and list(memory.iterdir()) == []
     assert list((cache / "ray").iterdir()) == [] and left(cache / "ray") == []
 
 

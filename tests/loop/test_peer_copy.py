@@ -138,6 +138,13 @@ def test_no_room_for_a_second_copy_is_refused_before_the_first_step(
     assert refused.value.data == {"code": "no-space", "setting": "cluster.peer_copy"}
 
 
+def test_a_folder_on_another_machine_is_refused(tmp_path: Path) -> None:
+    copies = PeerCopies(tmp_path / "elsewhere", ranks=RankContext.alone(), say=print)
+    with pytest.raises(ConfigError) as refused:
+        copies.begin(0, Backend(0.0), {})
+    assert refused.value.data == {"code": "no-such-file", "setting": "cluster.peer_copy"}
+
+
 class Killed(BaseException):
     """Nothing in the run expects it."""
 

@@ -29,6 +29,9 @@ line = {"restart": restart, "rank": rank, "copies": str(copies), "mode": copies.
 line["store"] = [os.environ["MASTER_PORT"], os.environ["LOCKSTEP_RANKS_SECRET"]]
 with Path(sys.argv[1], "seen").open("a") as file:
     file.write(json.dumps(line) + "\\n")
+# the other rank is ended at once
+while rank == "1" and Path(sys.argv[1], "seen").read_text().count("\\n") < 2 * restart["number"] + 2:
+    time.sleep(0.02)
 act = sys.argv[2:][restart["number"]] if rank == "1" else "wait"
 if act.startswith("-"):
     os.kill(os.getpid(), -int(act))

@@ -24,6 +24,7 @@ from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
 from lockstep.ranks.copy_folder import committed_steps, complete, step_folder
 from lockstep.ranks.environment import COPIES
+from lockstep.ranks.recovery import recovery
 from lockstep.train.state.index import read_index
 
 _WRITE_SECONDS = 600.0
@@ -76,8 +77,17 @@ class PeerCopies:
         """Make the first copy, before the first step, and check that there is room for another one.
 
         Raises:
-            ConfigError: there is not; on every rank.
+            ConfigError: there is not, or the launcher's folder is on another machine; on every rank.
         """
+        there = self.folder.is_dir() or recovery() is not None
+        if not all(self._ranks.gather(there, bool, what="looking for the folder of copies")):
+            raise ConfigError(
+                f"cluster.peer_copy = true: {self.folder}, which the command made for the copies, is not on "
+                "the ranks' machine; start the run on the node that it trains on, or set cluster.peer_copy = "
+                "false",
+                code="no-such-file",
+                setting="cluster.peer_copy",
+            )
         try:
             self._start(step, backend, run_state)
             with self._ranks.together("the first copy in memory"):
