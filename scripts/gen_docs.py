@@ -290,7 +290,9 @@ def errors_page() -> str:
         "Every error that Lockstep raises on purpose is a `lockstep.errors.LockstepError`. Its text is for "
         "people, and may be worded otherwise in the next version. A program reads `error.code`, which says "
         "what kind of mistake it is, and `error.fields`, the values that the text names, such as `setting`, "
-        "`path` or `name`. Several problems of one config are one error: it has the code and the setting of "
+        "`path` or `name`; of errors with one code and setting, `name`, `state` or `reason` tells which it "
+        "is. "
+        "Several problems of one config are one error: it has the code and the setting of "
         'the first, and `fields["problems"]` has those of each. `code` is also in the '
         "`summary.json` of a run "
         "that failed, and in its log below the traceback.",

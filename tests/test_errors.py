@@ -17,8 +17,6 @@ from lockstep.ranks.guard import Desync
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 OWN_CONSTRUCTOR = {"Desync", "ArmFailed"}
 """Errors that name their code in their constructor."""
-NOT_YET = {"lab"}
-"""Packages whose errors have no code yet."""
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:
@@ -70,7 +68,7 @@ def test_every_error_has_a_code_of_the_table() -> None:
                 continue
             where = f"{path}:{node.lineno}"
             unknown += [f"{where}: {code}" for code in codes_of(node) if code not in CODES]
-            if name_of(node.func) in classes and not has_code(node) and path.parts[0] not in NOT_YET:
+            if name_of(node.func) in classes and not has_code(node):
                 without.append(where)
     assert not without and not unknown
 
@@ -83,7 +81,7 @@ def test_every_code_of_the_table_is_used() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    assert set(CODES) <= used | {"cell-failed"}
+    assert set(CODES) <= used
 
 
 def test_codes_and_what_they_mean_are_short() -> None:

@@ -37,7 +37,7 @@ class LockstepError(Exception):
         {'code': 'out-of-range', 'setting': 'train.lr'}
     """
 
-    def __init__(self, message: str, *, code: str = "", **fields: Any) -> None:
+    def __init__(self, message: str, *, code: str, **fields: Any) -> None:
         super().__init__(message)
         self.code = code
         self.fields = {name: _plain(value) for name, value in fields.items()}

@@ -49,6 +49,7 @@ def require_members(value: Any, names: Iterable[str], *, what: str) -> None:
         raise ConfigError(
             f"{what} lacks {', '.join(missing)}; docs/how-to/extend.md has what it must have",
             code="wrong-part",
+            names=missing,
         )
 
 
@@ -68,6 +69,7 @@ def load_object(target: str, *, what: str) -> Any:
             f"{what} needs the module {error.name!r}, which is not installed or not on the Python path "
             f"(looked for {target!r})",
             code="missing-package",
+            name=error.name,
         ) from error
     try:
         value: Any = module
@@ -75,6 +77,8 @@ def load_object(target: str, *, what: str) -> Any:
             value = getattr(value, part)
     except AttributeError as error:
         raise ConfigError(
-            f"{what}: module {module_name!r} has no attribute {attribute!r}", code="wrong-part"
+            f"{what}: module {module_name!r} has no attribute {attribute!r}",
+            code="wrong-part",
+            name=attribute,
         ) from error
     return value

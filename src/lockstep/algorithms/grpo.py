@@ -158,6 +158,7 @@ class PolicyAlgorithm:
                 f"{'none' if ref_logprobs is None else len(ref_logprobs)}",
                 code="missing-values",
                 name="ref_logprobs",
+                needed=len(samples),
             )
         return [
             -self.kl_coef * kl_k1(sample.rollout_logprobs[sample.loss_mask], ref[sample.loss_mask])

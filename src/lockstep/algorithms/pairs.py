@@ -101,6 +101,7 @@ def pair_weights(samples: Sequence[TrainSample]) -> list[Tensor]:
         raise DataError(
             f"{len(samples)} samples are no preference pairs: there is one without its other",
             code="wrong-pairs",
+            samples=len(samples),
         )
     return [sample.loss_mask.to(torch.float32) * (2.0 / len(samples)) for sample in samples]
 

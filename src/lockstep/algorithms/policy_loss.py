@@ -184,6 +184,8 @@ class PolicyLoss:
                 "micro-batches; put LossOutput.terms of every call into StepStats.terms, [K, T] each",
                 code="missing-values",
                 name="terms",
+                got=len(stats.terms),
+                needed=len(batches),
             )
         masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
         rows = torch.cat([x[:, mask] for x, mask in zip(stats.terms, masks, strict=True)], 1)

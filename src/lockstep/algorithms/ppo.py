@@ -72,6 +72,8 @@ class PPO(PolicyAlgorithm):
                 f"there are values of {len(values)} of {len(samples)} rollouts; score all of them",
                 code="missing-values",
                 name="values",
+                got=len(values),
+                needed=len(samples),
             )
         shaped, penalties = self.shaped(self._scaled(groups), samples, ref_logprobs)
         metrics = self._adapt_kl(penalties) if self._kl_in_reward else {}

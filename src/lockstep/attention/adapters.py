@@ -37,7 +37,9 @@ def implementation(kernel: str) -> str:
     if kernel.startswith("hf:") and len(kernel) > 3:
         return kernel.removeprefix("hf:")
     if kernel not in KERNELS and ":" not in kernel:
-        raise ConfigError(unknown_name("attention kernel", kernel, names("attention")), code="unknown-name")
+        raise ConfigError(
+            unknown_name("attention kernel", kernel, names("attention")), code="unknown-name", name=kernel
+        )
     _register(kernel)
     return PREFIX + kernel
 

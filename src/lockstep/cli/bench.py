@@ -266,7 +266,10 @@ def _check_settable(name: str) -> None:
     if name in FLAG_OF:
         what = "an axis of cells" if name in AXIS_OF else "part of what is measured"
         raise ConfigError(
-            f"--set {name} is {what}; choose it with {FLAG_OF[name]}", code="contradiction", setting="--set"
+            f"--set {name} is {what}; choose it with {FLAG_OF[name]}",
+            code="contradiction",
+            setting="--set",
+            name=name,
         )
     inside = next((setting for setting in FLAG_OF if setting.startswith(f"{name}.")), None)
     if inside is not None:
@@ -275,4 +278,5 @@ def _check_settable(name: str) -> None:
             f"{name} one by one: --set {name}.NAME=VALUE",
             code="contradiction",
             setting="--set",
+            name=name,
         )

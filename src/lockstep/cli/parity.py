@@ -271,7 +271,10 @@ def _is_on(name: str, text: str) -> bool:
     if word in ("", "0", "false", "no", "off"):
         return False
     raise ConfigError(
-        f"{name}={text!r} in the environment: set 1 to skip, 0 or nothing to run", code="wrong-environment"
+        f"{name}={text!r} in the environment: set 1 to skip, 0 or nothing to run",
+        code="wrong-environment",
+        name=name,
+        value=text,
     )
 
 

@@ -211,6 +211,7 @@ class GRPOConfig(Config):
                     "it out",
                     code="no-effect",
                     setting=option,
+                    name=objective,
                 )
         ratio = self.ratio or published_values(self.name)["ratio"]
         if ratio == "sequence_token" and objective == "cispo":

@@ -82,6 +82,7 @@ class ClusterConfig(Config):
                     f"(it has {', '.join(roles)}); leave it out",
                     code="unknown-name",
                     setting="cluster.colocate",
+                    name=role,
                 )
         for role in roles:
             if role not in named:
@@ -90,6 +91,7 @@ class ClusterConfig(Config):
                     f"one (it has {', '.join(roles)}); add it to one of them",
                     code="missing-setting",
                     setting="cluster.colocate",
+                    name=role,
                 )
 
     @field_validator("secrets")
@@ -115,6 +117,7 @@ class ClusterConfig(Config):
                     f"colocate names {role[:80]!r}; the roles are {', '.join(ROLES)}",
                     code="unknown-name",
                     setting="colocate",
+                    name=role,
                 )
             if named.count(role) > 1:
                 raise ConfigError(
@@ -122,6 +125,7 @@ class ClusterConfig(Config):
                     "leave it in one group",
                     code="duplicate",
                     setting="colocate",
+                    name=role,
                 )
         if len(groups) > 1 and POLICY not in named:
             raise ConfigError(
@@ -168,6 +172,7 @@ class ClusterConfig(Config):
                 f"{MOST_SLOTS}; lower nodes, gpus or slots",
                 code="out-of-range",
                 setting="nodes",
+                ranks=self.ranks,
             )
         return self
 

@@ -147,6 +147,7 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
             "under train.schedule = 'constant': a decay ends at the last step); start a new run:\n"
             + "\n".join(lines),
             code="not-resumable",
+            settings=[path for path, *_ in refused],
         )
 
 
@@ -156,6 +157,8 @@ def _saved_run(folder: Path) -> RunConfig:
         raise ConfigError(
             f"cannot resume {str(folder)!r}: it holds no config.toml; give the folder of an earlier run",
             code="no-such-file",
+            name="config.toml",
+            path=folder,
         )
     check_inside(file, ConfigError, root=folder)
     return build(read_toml(file), origin=str(file))
@@ -174,11 +177,16 @@ def find(source: str | Path) -> Path:
     if isinstance(source, str) and source in known:
         return known[source]
     if path.suffix == ".toml" or len(path.parts) > 1:
-        raise ConfigError(f"no such file: {str(source)!r} (looked from {os.getcwd()!r})", code="no-such-file")
+        raise ConfigError(
+            f"no such file: {str(source)!r} (looked from {os.getcwd()!r})",
+            code="no-such-file",
+            name=str(source),
+        )
     raise ConfigError(
         unknown_name("recipe", str(source), known)
         + "; a path to a TOML file, such as ./run.toml, works as well",
         code="unknown-name",
+        name=str(source),
     )
 
 
@@ -366,7 +374,11 @@ def _plain(value: Any, depth: int = 0) -> Any:
         raise ConfigError(
             f"lists or tables are nested more than {DEPTH} deep, and no setting is", code="too-deep"
         )
-    raise ConfigError(f"{value!r} is a {type(value).__name__}, which no setting takes", code="wrong-type")
+    raise ConfigError(
+        f"{value!r} is a {type(value).__name__}, which no setting takes",
+        code="wrong-type",
+        name=type(value).__name__,
+    )
 
 
 def _show(value: Any) -> str:

@@ -104,6 +104,9 @@ def data_of(path: str, detail: Any) -> dict[str, Any]:
     if isinstance(cause, LockstepError):
         own = str(cause.fields.get("setting", ""))
         inside = own and (not path or own == path or own.startswith(f"{path}."))
+        parent, _, last = path.rpartition(".")
+        if re.split(r"[.\[]", own)[0] == last:  # a field's own check names it
+            path = parent
         setting = own if inside else f"{path}.{own}".strip(".")
         return cause.data | ({"setting": setting} if setting else {})
     return {"code": _code(kind), "setting": path}

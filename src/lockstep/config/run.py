@@ -93,6 +93,7 @@ class RunConfig(Config):
                 "one process; leave it out",
                 code="unsupported-combination",
                 setting="cluster.colocate",
+                name=self.kind,
             )
         assert self.cluster is not None
         self.cluster.check_roles(self.roles)
@@ -102,6 +103,7 @@ class RunConfig(Config):
                 "world is there with 'local' and 'fsdp2'; set one of them, or write one group",
                 code="unsupported-combination",
                 setting="cluster.colocate",
+                name=self.train.backend,
             )
         if self.record.enabled and "value" in self.apart:
             raise ConfigError(

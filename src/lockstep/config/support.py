@@ -106,7 +106,7 @@ def check_support(run: RunAxes) -> None:
     _check_names(cell)
     for entry in TABLE:
         if entry.status == "unsupported" and entry.matches(cell):
-            raise ConfigError(_refusal(entry, cell), code="unsupported-combination")
+            raise ConfigError(_refusal(entry, cell), code="unsupported-combination", cell=_named(entry, cell))
     if run.train.batch_invariant:
         _check_batch_invariant(run, cell)
 
@@ -137,7 +137,7 @@ def check_device_support(
     _check_names(cell)
     entry = lookup(cell, own=own)
     if entry.status == "unsupported":
-        raise ConfigError(_refusal(entry, cell), code="unsupported-combination")
+        raise ConfigError(_refusal(entry, cell), code="unsupported-combination", cell=_named(entry, cell))
     if batch_invariant:
         _check_batch_invariant(run, cell)
     return entry
@@ -169,6 +169,7 @@ def _check_batch_invariant(run: RunAxes, cell: dict[str, str]) -> None:
                 "train.batch_invariant = true: " + _refusal(entry, cell),
                 code="unsupported-combination",
                 setting="train.batch_invariant",
+                cell=_named(entry, cell),
             )
 
 
@@ -251,8 +252,13 @@ def is_kernel(name: str) -> bool:
     return (name in AXES["attention"] and ":" not in name) or is_module_path(name)
 
 
-def _refusal(entry: Entry, cell: dict[str, str]) -> str:
+def _named(entry: Entry, cell: dict[str, str]) -> dict[str, str]:
+    """The settings that `entry` refuses, with their values."""
     named = [axis for axis in AXES if getattr(entry, axis)] or list(cell)
-    chosen = ", ".join(f"{SETTINGS[axis]} = {cell[axis]!r}" for axis in named if axis in cell)
+    return {SETTINGS[axis]: cell[axis] for axis in named if axis in cell}
+
+
+def _refusal(entry: Entry, cell: dict[str, str]) -> str:
+    chosen = ", ".join(f"{setting} = {value!r}" for setting, value in _named(entry, cell).items())
     instead = f"; set {entry.instead}" if entry.instead else ""
     return f"{chosen} is not supported: {entry.reason}{instead} (`lockstep support` lists what is)"

@@ -37,7 +37,7 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
         if name not in values:
             columns = [printable(column) for column in values]
             raise ConfigError(
-                unknown_name("column in data.prompt_template", name, columns), code="unknown-name"
+                unknown_name("column in data.prompt_template", name, columns), code="unknown-name", name=name
             )
         return str(values[name])
 
@@ -53,6 +53,7 @@ def check_text(text: str, where: str) -> None:
             f"{where}: holds half a surrogate pair, {text[error.start]!r}, after {error.start} characters, "
             "which is no text; correct it",
             code="not-text",
+            where=where,
         ) from error
 
 
@@ -66,6 +67,8 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
         raise DataError(
             f"{where}: messages must be a non-empty list of {{role, content}}, got {str(value)[:80]!r}",
             code="wrong-row",
+            where=where,
+            name="messages",
         )
     messages = []
     for number, message in enumerate(value):
@@ -73,6 +76,8 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
             raise DataError(
                 f"{where}, message {number}: needs a role and a content, got {str(message)[:80]!r}",
                 code="wrong-row",
+                where=where,
+                name="role",
             )
         kept = {key: item for key, item in message.items() if item is not None}
         kept["content"] = _text_of(kept.get("content", ""), f"{where}, message {number}")
@@ -87,7 +92,10 @@ def _text_of(content: Any, where: str) -> str:
     texts = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
     if not texts or len(texts) != len(parts):
         raise DataError(
-            f"{where}: only text content is supported, got {str(content)[:80]!r}", code="wrong-row"
+            f"{where}: only text content is supported, got {str(content)[:80]!r}",
+            code="wrong-row",
+            where=where,
+            name="content",
         )
     return "".join(texts)
 
@@ -147,6 +155,7 @@ class ChatFormat:
                     f"{where}: a conversation of {len(messages)} messages needs a chat template, and there "
                     "is none; set data.chat_template to a jinja template",
                     code="no-chat-template",
+                    where=where,
                 )
             return str(messages[0]["content"])
         return self.rendered(messages, generate=generate, where=where).text

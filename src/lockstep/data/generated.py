@@ -53,7 +53,7 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
             setting="data.source",
         ) from error
     if task not in DATASETS:
-        raise ConfigError(unknown_name("reasoning_gym task", task, DATASETS), code="unknown-name")
+        raise ConfigError(unknown_name("reasoning_gym task", task, DATASETS), code="unknown-name", name=task)
     for reserved, instead in (("size", "data.size"), ("seed", "data.seed")):
         if reserved in settings:
             raise ConfigError(
@@ -66,7 +66,7 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
         if name not in fields:
             known = [field for field in fields if field not in ("size", "seed")]
             raise ConfigError(
-                unknown_name(f"data.task setting of {task}", name, known), code="unknown-setting"
+                unknown_name(f"data.task setting of {task}", name, known), code="unknown-setting", name=name
             )
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **settings)

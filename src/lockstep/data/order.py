@@ -27,6 +27,8 @@ def batch_rows(num_rows: int, *, step: int, n: int, seed: int, shuffle: bool = T
         raise DataError(
             f"a batch of {n} needs {n} distinct rows, but the set has {num_rows}; take a smaller batch",
             code="not-enough",
+            needed=n,
+            rows=num_rows,
         )
     if not shuffle:
         return [(step * n + i) % num_rows for i in range(n)]

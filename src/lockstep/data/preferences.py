@@ -139,6 +139,7 @@ def _load(
                     f"{len(chosen)} tokens, so there is nothing to prefer; correct the row, or set "
                     "data.equal_answers = 'drop'",
                     code="wrong-pairs",
+                    where=where,
                 )
             counts["dropped_equal"] += 1
             continue
@@ -175,6 +176,7 @@ def _scored(sample: TrainSample, pad_id: int | None, where: str) -> TrainSample:
         raise DataError(
             f"{where}: the document holds nothing but pad tokens (id {pad_id}); leave the row out",
             code="empty",
+            where=where,
         )
     mask = torch.zeros(len(sample), dtype=torch.bool)
     mask[int(read.nonzero()[-1])] = True
@@ -191,6 +193,7 @@ def _margin(row: Mapping[str, Any], config: DataConfig, where: str) -> float:
             "column (data.margin_column)",
             code="wrong-row",
             name=config.margin_column,
+            where=where,
         )
     return float(value)
 

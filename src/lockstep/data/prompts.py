@@ -117,6 +117,7 @@ class PromptMaker:
             raise DataError(
                 f"{where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}",
                 code="empty",
+                where=where,
             )
         return Prompt(
             index=index, token_ids=tuple(ids), text=text, row={**row, "problem": problem}, conversation=talk
@@ -143,6 +144,7 @@ class PromptMaker:
                 f"{where}: the prompt's last message is the assistant's; end it with a user turn (the "
                 f"policy answers)",
                 code="wrong-row",
+                where=where,
             )
         problem = "\n".join(m["content"] for m in messages if m["role"] != "system")
         last = messages[-1]
@@ -169,6 +171,8 @@ class PromptMaker:
                 f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; raise it, or "
                 "set data.overlong_prompts = 'drop' or 'truncate_left'",
                 code="too-long",
+                where=where,
+                tokens=len(ids),
             )
         if self.config.overlong_prompts == "drop":
             self._left_out[key] = "dropped_overlong"

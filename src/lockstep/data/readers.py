@@ -30,6 +30,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(
             f"{where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}",
             code="wrong-row",
+            where=where,
         )
     return value
 
@@ -44,11 +45,13 @@ def parse_value(text: bytes, where: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # also bytes that are no text
         raise DataError(
-            f"{where}: not valid JSON ({printable(str(error))}): {text[:80]!r}", code="not-json"
+            f"{where}: not valid JSON ({printable(str(error))}): {text[:80]!r}", code="not-json", where=where
         ) from error
     if text.count(b"[") + text.count(b"{") > ROW_DEPTH and _deeper(value, ROW_DEPTH):
         raise DataError(
-            f"{where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them", code="too-deep"
+            f"{where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them",
+            code="too-deep",
+            where=where,
         )
     return value
 
@@ -62,6 +65,7 @@ def check_surrogates(value: Any, where: str) -> None:
             f"{where}: holds half a surrogate pair ({error.object[error.start]!r}), which is no text; "
             "correct or remove the row",
             code="not-text",
+            where=where,
         ) from error
 
 

@@ -99,12 +99,15 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
         )
     if tokenizer is None:
         raise ConfigError(
-            f"{kind} needs a model with a tokenizer; shape: models have none", code="no-tokenizer"
+            f"{kind} needs a model with a tokenizer; shape: models have none",
+            code="no-tokenizer",
+            name="tokenizer",
         )
     if not tokenizer.is_fast:
         raise ConfigError(
             f"{kind} needs a fast tokenizer: its character offsets say which tokens to train on",
             code="no-tokenizer",
+            name="fast tokenizer",
         )
     return ChatFormat(config, tokenizer)
 
@@ -168,6 +171,8 @@ def document_sample(
                 f"{where}: the document has {len(ids)} tokens, data.max_length = {config.max_length}; raise "
                 "it, or set data.overlong_documents = 'truncate' or 'drop'",
                 code="too-long",
+                where=where,
+                tokens=len(ids),
             )
         counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
         if config.overlong_documents == "drop":
@@ -182,6 +187,7 @@ def document_sample(
                 f"beyond data.max_length = {config.max_length}); correct the row, or set "
                 "data.untrained_documents = 'drop'",
                 code="nothing-left",
+                where=where,
             )
         counts["dropped_untrained"] += 1
         return None

@@ -157,6 +157,7 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
             raise DataError(
                 f"{path}, entry {index}: a row must be a JSON object, got {kind}: {excerpt!r}",
                 code="wrong-row",
+                where=f"{path}, entry {index}",
             )
         yield row
 

@@ -69,7 +69,9 @@ def _turn_span(
     """Characters [start, end) of `text` that assistant turn `number` added."""
     if number == 0:
         raise DataError(
-            f"{where}: the conversation begins with the assistant; begin with a user turn", code="wrong-row"
+            f"{where}: the conversation begins with the assistant; begin with a user turn",
+            code="wrong-row",
+            where=where,
         )
     before = chat.render(messages[:number], generate=False, where=where)
     header = chat.render(messages[:number], generate=True, where=where)
@@ -90,6 +92,8 @@ def _turn_span(
         "rewrites earlier turns; use a template with {% generation %} around the assistant's text, or "
         "data.train_on = 'all'",
         code="unsupported-chat-template",
+        where=where,
+        turn=number,
     )
 
 

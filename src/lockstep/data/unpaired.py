@@ -63,6 +63,7 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any) -> UnpairedSet:
             f"all {len(samples)} answers of data.source = {config.source!r} are {kind}, and KTO learns from "
             f"both kinds; add others, or train on these with `lockstep train sft`",
             code="wrong-pairs",
+            kind=kind,
         )
     counts["documents"] = len(samples)
     counts["tokens"] = sum(len(sample) for sample in samples)
@@ -82,6 +83,7 @@ def _answers(
                 "desirable answer and false for another one",
                 code="wrong-row",
                 name=config.label_column,
+                where=where,
             )
         for column, setting in (
             (config.prompt_column, "data.prompt_column"),

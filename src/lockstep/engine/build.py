@@ -49,6 +49,7 @@ def make_engine(
             raise ConfigError(
                 f"engine {config.name!r} samples with the trainer's modules and got no model",
                 code="missing-argument",
+                name="model",
             )
         admit_decoding(config.name, model)
         return _together(config, lambda _: make(0, model=model), external=False)
@@ -56,6 +57,7 @@ def make_engine(
         raise ConfigError(
             f"engine {config.name!r} has weights of its own and got no EngineSpec of the model",
             code="missing-argument",
+            name="spec",
         )
     if config.max_model_len is not None:
         spec = dataclasses.replace(spec, max_model_len=config.max_model_len)

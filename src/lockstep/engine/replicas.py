@@ -192,6 +192,7 @@ class _Replicas(Streaming, Generic[E]):
                 f"replicas {sorted(self._stuck)} of {len(self.engines)} did not stop within "
                 f"{ABORT_SECONDS:g} s of being aborted; build new engines",
                 code="deadline",
+                replicas=sorted(self._stuck),
             )
 
     def sleep(self) -> None:
@@ -238,7 +239,8 @@ class _Replicas(Streaming, Generic[E]):
         if failed and not dropped:  # else there is a reason to drop, and it is raised
             self._raise(
                 failed[0].replica,
-                failed[0].error or EngineError("its stream did not end", code="wrong-state"),
+                failed[0].error
+                or EngineError("its stream did not end", code="wrong-state", state="generating"),
             )
 
     def _stop(self) -> list[_Done]:
@@ -296,7 +298,7 @@ class _Replicas(Streaming, Generic[E]):
     def _raise(self, replica: int, error: BaseException) -> NoReturn:
         where = f"replica {replica} of {len(self.engines)}"
         if isinstance(error, EngineError):
-            raise EngineError(f"{where}: {error}", **error.data) from error
+            raise EngineError(f"{where}: {error}", **{**error.data, "replica": replica}) from error
         error.add_note(f"in {where}")
         raise error
 
@@ -353,6 +355,8 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
                 f"replicas {dirty} of {len(self.engines)} do not hold the trained weights: their last update "
                 "did not finish, or there was none; push the weights before generate",
                 code="wrong-state",
+                state="dirty",
+                replicas=dirty,
             )
 
     @property
@@ -402,6 +406,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
                         f"replicas 0 and {replica} hold different values of {name!r}",
                         code="values-differ",
                         name=name,
+                        replica=replica,
                     )
         return first
 

@@ -26,12 +26,15 @@ class RequestCheck:
             raise EngineError(
                 f"request {index} has an empty prompt; give it at least one token, such as the bos id",
                 code="empty",
+                request=index,
             )
         if len(ids) >= self._max_positions:
             raise EngineError(
                 f"request {index}: a prompt of {len(ids)} tokens leaves no room in the model's "
                 f"{self._max_positions} positions (max_position_embeddings); lower data.max_prompt_tokens",
                 code="too-long",
+                request=index,
+                limit=self._max_positions,
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
@@ -39,6 +42,8 @@ class RequestCheck:
                 f"request {index}: token id {low if low < 0 else high} is outside the vocabulary of "
                 f"{vocab_size} entries; the prompt was made with another tokenizer",
                 code="outside-vocabulary",
+                request=index,
+                token=low if low < 0 else high,
             )
         if sampling not in self._good:
             _check_sampling(sampling, vocab_size=vocab_size)
@@ -47,7 +52,10 @@ class RequestCheck:
         for seed in request.seeds:
             if not 0 <= seed < 1 << 63:
                 raise EngineError(
-                    f"request {index}: seed {seed} is not a 63-bit unsigned integer", code="out-of-range"
+                    f"request {index}: seed {seed} is not a 63-bit unsigned integer",
+                    code="out-of-range",
+                    name="seed",
+                    request=index,
                 )
 
 

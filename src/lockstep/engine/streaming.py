@@ -215,6 +215,7 @@ class Streaming:
                 f"engine {self.name} generates already, and {self._open} samples have not been yielded; let "
                 f"finished() come to its end before {what}, or close it",
                 code="wrong-state",
+                state="generating",
             )
 
     def _wait_until_idle(self, what: str, *, deadline: float) -> None:
@@ -234,6 +235,7 @@ class Streaming:
                     f"engine {self.name}: {self._open} samples were still running when the deadline of the "
                     f"update came; {what} after generate has returned, or abort it",
                     code="deadline",
+                    samples=self._open,
                 )
 
     def _require_no_generate(self, what: str) -> None:
@@ -242,6 +244,8 @@ class Streaming:
                 f"engine {self.name} generates already: {what}() is not for the time of a generate(), which "
                 "has all its requests; use submit and finished instead of it",
                 code="wrong-state",
+                state="generating",
+                call=what,
             )
 
     # the stream
@@ -253,6 +257,7 @@ class Streaming:
                 raise EngineError(
                     f"engine {self.name} generates already, in another stream of finished()",
                     code="wrong-state",
+                    state="other-stream",
                 )
             self._running = True
             self._consumer = threading.get_ident()
@@ -287,6 +292,7 @@ class Streaming:
                     raise EngineError(
                         f"engine {self.name} lost {self._open} samples: it has nothing left to do",
                         code="wrong-result",
+                        samples=self._open,
                     )
                 if self._abort.is_set() and len(self._ended) == self._open:
                     self._abort.clear()

@@ -85,12 +85,15 @@ def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> list[int
     return list(dict.fromkeys((*params.stop_token_ids, *eos)))
 
 
-def refuse(engine: str, field: str, value: object, why: str, instead: str) -> EngineError:
-    """The error for a sampling field that `engine` cannot honour."""
+def refuse(engine: str, field: str, value: object, why: str, instead: str, *, rule: str = "") -> EngineError:
+    """The error for a sampling field that `engine` cannot honour; rule: what it goes against, where several
+    rules are about one field."""
     return EngineError(
         f"engine {engine} cannot honour sampling.{field} = {value!r}: {why}; {instead}",
         code="unsupported-sampling",
         setting=f"sampling.{field}",
+        value=value,
+        rule=rule,
     )
 
 
@@ -99,7 +102,7 @@ def check_common(engine: str, params: SamplingParams) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(params, name)
         if not -2.0 <= value <= 2.0:
-            raise refuse(engine, name, value, "its range is [-2, 2]", f"set {name} within it")
+            raise refuse(engine, name, value, "its range is [-2, 2]", f"set {name} within it", rule="range")
     if params.logprob_kind != "temperature_scaled":
         raise refuse(
             engine, "logprob_kind", params.logprob_kind, "only one kind is known", "set 'temperature_scaled'"

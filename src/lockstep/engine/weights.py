@@ -30,6 +30,8 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
             f"engine {engine}: the weight update does not fit the model: {len(unknown)} unknown names "
             f"{unknown[:5]}, {len(missing)} missing names {missing[:5]}; weights were left as they are",
             code="wrong-weights",
+            unknown=unknown,
+            missing=missing,
         )
     first_name: dict[int, str] = {}
     for name, tensor in new.items():

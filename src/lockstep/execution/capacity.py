@@ -99,6 +99,8 @@ def _smallest(needed: Capacity, capacities: Sequence[Capacity]) -> Capacity:
         "capacity",
         code="too-long",
         setting="train.token_budget",
+        tokens=needed.tokens,
+        documents=needed.documents,
     )
 
 

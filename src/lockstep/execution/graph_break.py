@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.errors import ModelError
 
-def explain(error: Exception, base: nn.Module) -> str:
-    """Return the message for a decoder whose capture raised `error` (of torch's compiler)."""
+
+def broken(error: Exception, base: nn.Module) -> ModelError:
+    """Return the error about a decoder whose capture raised `error` (of torch's compiler)."""
     # Where Dynamo (torch 2.11 to 2.13) keeps the frames of the code that it traced; it is no public
     # attribute.
     stack = list(getattr(error, "real_stack", None) or [])
@@ -22,11 +24,14 @@ def explain(error: Exception, base: nn.Module) -> str:
     module = _module_of(stack, base)
     if module:
         text += f" in {module}"
+    where: dict[str, Any] = {"module": module}
     if stack:
         frame = stack[-1]
+        where |= {"path": frame.filename, "line": frame.lineno}
         text += f" at {frame.filename}:{frame.lineno} ({(frame.line or frame.name).strip()})"
     text += f": {reason}{' -' + detail if detail else ''}"
-    return f"{text.rstrip('.')}. Change that line, or set train.execution = 'compile' or 'eager'"
+    text = f"{text.rstrip('.')}. Change that line, or set train.execution = 'compile' or 'eager'"
+    return ModelError(text, code="unsupported-model", setting="train.execution", **where)
 
 
 def _module_of(stack: list[Any], base: nn.Module) -> str:

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lockstep.errors import ConfigError, ModelError
+from lockstep.errors import ConfigError
 from lockstep.execution.cache import use_compile_cache
 from lockstep.execution.capacity import Capacity, DecoderCall, pad_call
 from lockstep.execution.compilers import GraphCompiler
 from lockstep.execution.cuda_graph import GraphPool, RecordedStep
-from lockstep.execution.graph_break import explain
+from lockstep.execution.graph_break import broken
 from lockstep.execution.regions import decoder, decoder_layers
 from lockstep.execution.shards import refuse_inner_shards, whole, whole_parameters
 from lockstep.execution.watch import log_build
@@ -142,7 +142,9 @@ class JointDecoder:
 
         if use_cache:
             raise ConfigError(
-                "a joint graph keeps no KV cache; generate with an engine", code="unsupported-combination"
+                "a joint graph keeps no KV cache; generate with an engine",
+                code="unsupported-combination",
+                name="use_cache",
             )
         call = DecoderCall(input_ids=input_ids, position_ids=position_ids, kwargs=kwargs)
         width = input_ids.shape[1]
@@ -273,7 +275,7 @@ def _export(base: nn.Module, call: DecoderCall, compiler: GraphCompiler) -> _Gra
         try:
             captured = dynamo_graph_capture_for_export(traced)(*arguments)
         except TorchDynamoException as error:
-            raise ModelError(explain(error, base), code="unsupported-model") from error
+            raise broken(error, base) from error
         context = captured.meta["tracing_context"]
         stack.enter_context(torch._guards.tracing(context))
         joint = aot_export_joint_with_descriptors(stack, captured, arguments, {}, **compiler.export_options())

@@ -78,4 +78,5 @@ def refuse_inner_shards(base: nn.Module) -> None:
                 "fully_shard on the model alone, or set train.execution = 'compile'",
                 code="unsupported-combination",
                 setting="train.execution",
+                name=name,
             )

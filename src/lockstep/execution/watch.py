@@ -118,6 +118,7 @@ class CompileWatch:
                 "that packs come in few shapes, or raise train.max_recompiles",
                 code="too-many-recompiles",
                 setting="train.max_recompiles",
+                recompiles=report.recompiles,
             )
 
     @property

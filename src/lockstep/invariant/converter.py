@@ -114,6 +114,7 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
         raise ModelError(
             f"{type(module).__name__} is not converted: call lockstep.invariant.convert first",
             code="not-batch-invariant",
+            name="convert",
         )
     cuda = (device or next(module.parameters()).device).type == "cuda"
     shapes: dict[str, set[str]] = {}
@@ -211,6 +212,7 @@ def _check_dtypes(todo: list[tuple[str, nn.Module, str | None]]) -> None:
             f"batch-invariant ops need weights of one dtype, and {which}: set model.dtype, or "
             "train.batch_invariant = false",
             code="not-batch-invariant",
+            names=list(seen.values()),
         )
 
 
@@ -219,4 +221,5 @@ def _refused(name: str, part: nn.Module, why: str) -> ModelError:
     return ModelError(
         f"{label} cannot be batch-invariant: {why}; set train.batch_invariant = false",
         code="not-batch-invariant",
+        name=label,
     )

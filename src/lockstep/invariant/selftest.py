@@ -109,6 +109,7 @@ def _verdict(case: _Case, device: torch.device) -> Verdict:
         f"{case.name}: no form of it is row-invariant on this {_hardware(device)}: {'; '.join(rejected)}. "
         "Set train.batch_invariant = false",
         code="not-batch-invariant",
+        name=case.name,
     )
 
 

@@ -41,6 +41,7 @@ def shared_contract(backend: TrainBackend, engine: SharesWeights, *, engine_name
                 "train backend of Lockstep, or train.batch_invariant = false",
                 code="wrong-part",
                 setting="train.batch_invariant",
+                name=side,
             )
     assert ours is not None and theirs is not None
     different = ours.difference(theirs)
@@ -50,6 +51,7 @@ def shared_contract(backend: TrainBackend, engine: SharesWeights, *, engine_name
             f"differ in {len(different)} field{'s' if len(different) > 1 else ''}: {'; '.join(different)}. "
             "Set what these fields name alike for both, or train.batch_invariant = false",
             code="kernels-differ",
+            different=different,
             setting="train.batch_invariant",
         )
     return ours
@@ -150,9 +152,7 @@ class BitwiseCheck:
         counts = torch.stack([w.sum() for w in wrong]).tolist() if wrong else []
         for index, count in enumerate(counts):
             if count:
-                raise TrainError(
-                    self._complaint(index, batches, logprobs, wrong, sum(counts)), code="values-differ"
-                )
+                raise self._complaint(index, batches, logprobs, wrong, sum(counts))
         self._compared += sum(int(batch.loss_mask.sum()) for batch in batches)
 
     def _complaint(
@@ -162,7 +162,7 @@ class BitwiseCheck:
         logprobs: Sequence[Tensor],
         wrong: Sequence[Tensor],
         count: int,
-    ) -> str:
+    ) -> TrainError:
         batch, computed = _policy(batches[index]), logprobs[index].detach().cpu()
         slot = int(wrong[index].cpu().nonzero()[0, 0])
         document, start = _document_of(batch, slot)
@@ -171,13 +171,18 @@ class BitwiseCheck:
         name = self._names[sample] if sample < len(self._names) else f"sample_id {sample}"
         ours, theirs = float(computed[slot]), float(batch.rollout_logprobs[slot])
         tokens = sum(int(b.loss_mask.sum()) for b in batches)
-        return (
+        return TrainError(
             f"step {self._step}, {name}, position {position} (token {position - first - 1} of its "
             f"completion, id {int(batch.labels[slot])}): the engine's logprob is {theirs!r}, the trainer's "
             f"{ours!r}, at the same weights; {count} of {tokens} compared tokens differ. Under "
             f"train.batch_invariant = true both keep the kernel contract {self.contract.hash[:12]} and must "
             "be equal to the bit. No weight was changed. Set train.batch_invariant = false to go on with a "
-            "gap, and report this with the run's manifest.json"
+            "gap, and report this with the run's manifest.json",
+            code="values-differ",
+            step=self._step,
+            name=name,
+            position=position,
+            token=position - first - 1,
         )
 
 

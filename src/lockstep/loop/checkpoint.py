@@ -229,6 +229,7 @@ class CheckpointManager:
                     f"{size} bytes in all; the disk of {self.directory} does not answer. Earlier "
                     "checkpoints are as they were",
                     code="deadline",
+                    path=saving.path,
                 )
         return self._commit(saving)
 
@@ -247,7 +248,9 @@ class CheckpointManager:
             lambda: self._select(step), tuple[Path | None, str | None], what="finding a checkpoint"
         )
         if path is not None and damage is not None:
-            raise CheckpointError(self._damage_message(path, damage), code="damaged-file")
+            raise CheckpointError(
+                self._damage_message(path, damage), code="damaged-file", path=path, reason=damage
+            )
         return path
 
     def _select(self, step: int | None) -> tuple[Path | None, str | None]:
@@ -261,6 +264,8 @@ class CheckpointManager:
         raise CheckpointError(
             f"no checkpoint of step {step} in {self.directory}; there are {steps or 'none'}",
             code="no-such-file",
+            name=str(step),
+            steps=steps,
         )
 
     def check(self, path: Path) -> dict[str, Any]:
@@ -277,7 +282,9 @@ class CheckpointManager:
                 lambda: read_run_state(path), dict[str, JsonValue], what="reading a checkpoint"
             )
         except CheckpointError as error:
-            raise CheckpointError(self._damage_message(path, str(error)), code="damaged-file") from error
+            raise CheckpointError(
+                self._damage_message(path, str(error)), **{**error.data, "checkpoint": path}
+            ) from error
 
     def load(self, path: Path, backend: Saved) -> dict[str, Any]:
         """Check a checkpoint, load it into the backend, and return its run_state.
@@ -322,7 +329,7 @@ class CheckpointManager:
             json.dumps(without_nan(state), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"run_state cannot be written as JSON: {error}", code="wrong-type"
+                f"run_state cannot be written as JSON: {error}", code="wrong-type", name="run_state"
             ) from error
         temporary = self._hidden("saving", path)
         try:
@@ -489,6 +496,7 @@ class CheckpointManager:
             f"{path} could not be saved: {error}. It {needed}, {self.directory} has {free} bytes free; free "
             "some space or lower checkpoint.keep_last; earlier checkpoints are as they were",
             code="no-space",
+            free=free,
         )
 
 
@@ -521,6 +529,7 @@ def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any])
             f"{path}: {COMPLETE} is of step {complete['step']}, {source} of step {step!r:.40}; files of two "
             "checkpoints are mixed",
             code="mixed-files",
+            name="step",
         )
 
 
@@ -541,6 +550,7 @@ def _check_state(
                 f"{path / COMPLETE}: field 'files' lacks {name!r}, which the state needs",
                 code="wrong-field",
                 name="files",
+                file=name,
             )
         record = index.files.get(own)
         if record is not None and asdict(record) != listed[name]:
@@ -548,6 +558,7 @@ def _check_state(
                 f"{path}: {COMPLETE} and {folder}{STATE} differ in what {name!r} must be; files of two "
                 "checkpoints are mixed",
                 code="mixed-files",
+                name=name,
             )
     recorded, steps = complete.get("optimizer_steps"), index.progress.get("step")
     if role is None and recorded not in (None, steps):  # checkpoints of earlier versions do not have it
@@ -555,6 +566,7 @@ def _check_state(
             f"{path}: {COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}; files of two "
             "checkpoints are mixed",
             code="mixed-files",
+            name="optimizer steps",
         )
 
 
@@ -581,7 +593,11 @@ def read_run_state(path: Path) -> dict[str, Any]:
     """Return what the loop saved. Raises CheckpointError."""
     value = read_json(path / RUN_STATE)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path / RUN_STATE} holds no run state; it is damaged", code="damaged-file")
+        raise CheckpointError(
+            f"{path / RUN_STATE} holds no run state; it is damaged",
+            code="damaged-file",
+            path=path / RUN_STATE,
+        )
     return {name: _with_nan(each) for name, each in value.items()}
 
 
@@ -629,7 +645,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
     file = path / COMPLETE
     value: Any = read_json(file)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds no JSON object; it is damaged", code="damaged-file")
+        raise CheckpointError(f"{file} holds no JSON object; it is damaged", code="damaged-file", path=file)
     value.setdefault("optimizer_steps", None)
     fields = {
         "step": is_count(value.get("step")),
@@ -652,11 +668,13 @@ def _read_complete(path: Path) -> dict[str, Any]:
                 f"{file}: field 'files' names '{printable(name)}', which is no file name",
                 code="wrong-field",
                 name="files",
+                file=name,
             )
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(
                 f"{file}: field 'files' names {name!r}, which is outside the checkpoint",
                 code="leads-out-of-folder",
+                file=name,
             )
     return value
 

@@ -69,6 +69,8 @@ def prepare_cublas() -> None:
             f"{CUBLAS} = {value!r}: under train.deterministic = true torch accepts "
             f"{' or '.join(_CUBLAS_VALUES)}; set one of them, or unset the variable",
             code="wrong-environment",
+            name=CUBLAS,
+            value=value,
         )
 
 

@@ -42,4 +42,5 @@ def gap_complaint(metrics: Mapping[str, float], *, dtype: str, temperature: floa
         f"{text}: it does not hold the trainer's weights, or its logprobs are of another kind (another "
         "temperature, truncated by top_p or top_k). Compare a few completions by engine.name = 'hf'",
         code="values-differ",
+        name="logprob_gap_mean",
     )

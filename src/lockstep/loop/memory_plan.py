@@ -228,6 +228,7 @@ def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize
             f"{what} has no attribute memory_parts, which says what training holds; add one "
             "(docs/how-to/extend.md)",
             code="wrong-part",
+            name="memory_parts",
         )
     return found
 

@@ -133,6 +133,8 @@ def _check_rows(run: RunConfig) -> None:
             f"{without}; lower {setting}, or give more data",
             code="not-enough",
             setting=setting,
+            rows=rows,
+            held_out=min(held, rows),
         )
 
 

@@ -69,6 +69,7 @@ def describe_reward_models(
                     f"reward model {name!r} has other weights than when {str(session.dir.path)!r} was "
                     "started, so the run cannot go on as it was; restore its files, or start a new run",
                     code="values-differ",
+                    name=name,
                 )
     ranks.require_same(now, what="the weights of the reward models")
     session.dir.update_manifest({"reward_models": now})

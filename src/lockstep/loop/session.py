@@ -308,6 +308,7 @@ class Session:
                 f"{printable(str(data))}, now {fingerprint}), so the run cannot go on as it was; restore "
                 "data.source, or start a new run",
                 code="values-differ",
+                name="data",
             )
         now = manifest() | self._parallel_layout()
         # Runs of earlier versions were of one process; and a run may end before it says how it is spread.

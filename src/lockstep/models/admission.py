@@ -107,6 +107,7 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
             f"model.name = {name!r} is not admitted: a small copy of its config cannot run "
             f"({type(error).__name__}: {printable(str(error))[:300]})",
             code="unsupported-model",
+            name=type(error).__name__,
         ) from error
     worst = max(gaps, key=lambda gap: gap.size)
     if worst.size > TOLERANCE:
@@ -116,6 +117,7 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
             f"transformers' eager attention on that document alone (allowed: {TOLERANCE:g} apart); an option "
             "in its config.json is not supported: compare with the published one",
             code="unsupported-model",
+            name="logprob",
         )
     return gaps
 

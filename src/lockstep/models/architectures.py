@@ -103,6 +103,7 @@ def check_architecture(config: Any) -> None:
         raise ModelError(
             f"architecture {name!r} is not supported: {reason}. Supported: {', '.join(SUPPORTED)}",
             code="unsupported-model",
+            name=name,
         )
     _check_options(config)
     check_rope(config)
@@ -120,21 +121,26 @@ def _check_options(config: Any) -> None:
             f"attention_dropout = {dropout} in the model's config.json: no attention kernel here has "
             "dropout; set it to 0.0 there",
             code="unsupported-model",
+            name="attention_dropout",
         )
     if (cap := option(config, "attn_logit_softcapping")) is not None:
         raise ModelError(
             f"attn_logit_softcapping = {cap} in the model's config.json: flash kernels cannot "
             f"soft-cap scores",
             code="unsupported-model",
+            name="attn_logit_softcapping",
         )
     if option(config, "use_bidirectional_attention"):
         raise ModelError(
             "use_bidirectional_attention in the model's config.json: attention here is causal",
             code="unsupported-model",
+            name="use_bidirectional_attention",
         )
     if not option(config, "is_causal", True):
         raise ModelError(
-            "is_causal = false in the model's config.json: attention here is causal", code="unsupported-model"
+            "is_causal = false in the model's config.json: attention here is causal",
+            code="unsupported-model",
+            name="is_causal",
         )
     kinds = option(config, "layer_types") or ()
     if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
@@ -142,6 +148,7 @@ def _check_options(config: Any) -> None:
             f"layer_types in the model's config.json has {unknown[0]!r}; supported: "
             f"{', '.join(_LAYER_KINDS)}",
             code="unsupported-model",
+            name="layer_types",
         )
 
 
@@ -160,6 +167,8 @@ def check_rope(config: Any) -> None:
             f"rope_type = {kind!r} in the model's config.json is not supported: {reason}. "
             f"Supported: {', '.join(sorted(ROPES))}",
             code="unsupported-model",
+            name="rope_type",
+            value=kind,
         )
 
 

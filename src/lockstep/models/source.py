@@ -227,19 +227,21 @@ class FolderSource:
     def _check(self, module: nn.Module) -> None:
         """Raise ModelError unless every Parameter is in the files with its shape, and tied ones that are
         stored twice are equal."""
-        missing, mismatched = [], []
+        missing: list[str] = []
+        mismatched: list[tuple[Any, ...]] = []
         for name, parameter in module.named_parameters():
             if name not in self._place:
                 if self._fresh is None or name != SCORE_WEIGHT:
                     missing.append(name)
             elif (shape := self._shape(name)) != tuple(parameter.shape):
-                mismatched.append(str((name, shape, tuple(parameter.shape))))
-        wrong = {"missing_keys": missing, "mismatched_keys": mismatched}
+                mismatched.append((name, shape, tuple(parameter.shape)))
+        wrong: dict[str, list[Any]] = {"missing_keys": missing, "mismatched_keys": mismatched}
         if missing or mismatched:
             raise ModelError(
                 f"model.name = {self._model_name!r}: the weight files do not fit the config: "
                 + "; ".join(f"{k} {sorted(v)[:5]} ({len(v)} in all)" for k, v in wrong.items() if v),
                 code="wrong-shape",
+                **wrong,
             )
         for name, own in aliases(module).items():
             if name != own and self._place[name] != self._place[own] and not self._equal(name, own):
@@ -247,6 +249,7 @@ class FolderSource:
                     f"model.name = {self._model_name!r}: its config.json ties {name} to {own}, but its files "
                     "hold other values for each; set tie_word_embeddings = false in config.json",
                     code="values-differ",
+                    name=name,
                 )
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:

@@ -49,6 +49,8 @@ class RunLock:
                     f"{owner['host']!r}; wait for it, use another --run-dir, or, if it is surely gone, "
                     f"delete {str(path)!r}",
                     code="locked",
+                    pid=owner["pid"],
+                    host=owner["host"],
                 )
             with file_errors(path, TrainError, "write", advice="free some space and try again"):
                 self._write(file, json.dumps(self._me))
@@ -100,7 +102,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
         handle = os.open(path, flags, 0o666)
         with os.fdopen(handle, "r+b", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise ConfigError(f"{path}: is no plain file; delete it", code="not-a-file")
+                raise ConfigError(f"{path}: is no plain file; delete it", code="not-a-file", path=path)
             _flock(handle, path)
             yield file
 
@@ -116,6 +118,7 @@ def _flock(handle: int, path: Path) -> None:
                 raise ConfigError(
                     f"{path}: another process holds it for {_FLOCK_SECONDS:g} s; end that process",
                     code="locked",
+                    path=path,
                 ) from None
             time.sleep(0.02)
 

@@ -194,6 +194,7 @@ class RunDir:
                 "the run would begin again and lose them. Restore the folder from a copy; or, if none was "
                 f"saved yet, start a new run with `lockstep train {self.config} --run-dir NEW`",
                 code="incomplete",
+                path=self.checkpoints,
             )
 
     def read_manifest(self) -> dict[str, Any]:

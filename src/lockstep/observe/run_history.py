@@ -94,7 +94,9 @@ def _objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str,
         row = parse_json(raw, where, CheckpointError)
         if not isinstance(row, dict):
             raise CheckpointError(
-                f"{where}: a JSON object was expected, not {type(row).__name__}", code="wrong-type"
+                f"{where}: a JSON object was expected, not {type(row).__name__}",
+                code="wrong-type",
+                where=where,
             )
         yield number, raw, row
 
@@ -106,12 +108,16 @@ def _line(number: int, raw: bytes, row: dict[str, Any], path: Path) -> Line:
             f"{path}, line {number}: field 'step' is {step!r:.80}, not a number of steps; the file "
             f"is damaged",
             code="wrong-field",
+            name="step",
+            where=f"line {number}",
         )
     if evaluation is not None and evaluation not in EVALUATIONS:
         raise CheckpointError(
             f"{path}, line {number}: field {EVALUATION!r} is {evaluation!r:.80}, not one of "
             f"{', '.join(EVALUATIONS)}; the file is damaged",
             code="wrong-field",
+            name=EVALUATION,
+            where=f"line {number}",
         )
     return Line(number=number, raw=raw, step=step, evaluation=evaluation)
 
@@ -212,6 +218,7 @@ def _misplaced(path: Path, line: Line) -> CheckpointError:
         f"{path}, line {line.number}: {what} stands there for the second time, or out of order; the file was "
         "edited or damaged: restore it from a copy, or remove the line that is too much",
         code="out-of-order",
+        name=what,
     )
 
 
@@ -221,4 +228,5 @@ def _missing(path: Path, what: str, text: str, *, done: int, before: int) -> Che
         f"{path}: has no line of {what}, although the checkpoint is of {done} steps: lines were lost. "
         f"Restore the file from a copy, {back}or put the line {text} where it was, which shows the hole",
         code="incomplete",
+        name=what,
     )

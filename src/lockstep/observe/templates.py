@@ -53,7 +53,9 @@ def render_chat(
     reply = _renderer.run({"template": template, "variables": variables}, where)
     if "error" in reply:
         raise DataError(
-            f"{where}: the chat template refuses these messages: {printable(reply['error'])}", code="refused"
+            f"{where}: the chat template refuses these messages: {printable(reply['error'])}",
+            code="refused",
+            where=where,
         )
     return Rendered(text=reply["text"], spans=tuple((start, end) for start, end in reply["spans"]))
 
@@ -89,7 +91,9 @@ def _variables(
         )
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{where}: these messages cannot be given to a chat template: {error}", code="wrong-row"
+            f"{where}: these messages cannot be given to a chat template: {error}",
+            code="wrong-row",
+            where=where,
         ) from error
     variables: dict[str, Any] = json.loads(text)
     return variables
@@ -146,6 +150,7 @@ def _stopped(why: str, where: str) -> DataError:
         f"processor time and {MEMORY_BYTES // 2**20} MiB, and a usual template takes a millisecond; look for "
         "a loop in it that does not end, or set data.chat_template to another one",
         code="deadline",
+        where=where,
     )
 
 

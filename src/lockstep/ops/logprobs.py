@@ -196,7 +196,9 @@ def _loss_and_grads(
         loss = token_loss(leaves[0], leaves[1], rows)
         if loss.ndim != 0:
             raise TrainError(
-                f"a token loss must return a scalar, got shape {list(loss.shape)}; sum it", code="wrong-shape"
+                f"a token loss must return a scalar, got shape {list(loss.shape)}; sum it",
+                code="wrong-shape",
+                shape=list(loss.shape),
             )
         gradients = torch.autograd.grad(loss, leaves[: 1 + head.entropy_grad], materialize_grads=True)
     return loss.detach(), gradients[0], gradients[1] if head.entropy_grad else None

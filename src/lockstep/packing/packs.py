@@ -353,6 +353,8 @@ def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
             f"sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {most} of the "
             "run; raise it or shorten the documents",
             code="too-long",
+            name="max_seqlen",
+            sample=lengths.index(longest),
         )
     return min(most, max(limits.token_budget, longest))
 
@@ -374,6 +376,7 @@ def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
                 f"sample_ids {pair} are no preference pair: the chosen answer of pair p is sample 2p, "
                 "and the rejected one, sample 2p + 1, comes right after it",
                 code="wrong-pairs",
+                samples=pair,
             )
     return units
 
@@ -403,16 +406,19 @@ def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:
     used = sum(lengths)
     if max(lengths) > bucket.max_seqlen:
         raise DataError(
-            f"a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}", code="too-long"
+            f"a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}",
+            code="too-long",
+            name="max_seqlen",
         )
     if used > bucket.tokens:
-        raise DataError(f"{used} tokens exceed the capacity of {bucket}", code="too-long")
+        raise DataError(f"{used} tokens exceed the capacity of {bucket}", code="too-long", name="tokens")
     full, rest = divmod(bucket.tokens - used, bucket.max_seqlen)
     tail = [bucket.max_seqlen] * full + ([rest] if rest else [])
     if len(lengths) + len(tail) > bucket.documents:
         raise DataError(
             f"{len(lengths)} documents and {len(tail)} for the padded tail exceed the capacity of {bucket}",
             code="too-long",
+            name="documents",
         )
     return tail
 

@@ -83,6 +83,7 @@ def encode_object(value: Any, kind: Any) -> bytes:
         raise RankError(
             f"{_name(kind)} of {len(data):,} bytes is too large for the other ranks ({MAX_BYTES:,})",
             code="too-large",
+            bytes=len(data),
         )
     return data
 

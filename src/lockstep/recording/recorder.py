@@ -283,6 +283,7 @@ class Recorder:
                 raise RecordingError(
                     f"{folder}: is reached by a link; weights are folders of the recording",
                     code="leads-out-of-folder",
+                    path=folder,
                 )
             if int(match[1]) >= self.settings.resume_at and self.settings.rank == 0:
                 shutil.rmtree(folder)

@@ -198,6 +198,7 @@ class _BatchCall:
             raise EngineError(
                 f"the engine returned {len(groups)} groups of other sizes than were asked for",
                 code="wrong-result",
+                name="groups",
             )
         for number, group in enumerate(groups):
             for position, completion in enumerate(group):
@@ -207,7 +208,9 @@ class _BatchCall:
         aborted = any(c.finish_reason == "abort" for group in groups for c in group)
         if self.missing and not aborted:
             raise EngineError(
-                f"the engine did not return samples {sorted(self.missing)[:5]}", code="wrong-result"
+                f"the engine did not return samples {sorted(self.missing)[:5]}",
+                code="wrong-result",
+                name="samples",
             )
         return bool(self.missing)
 
@@ -238,18 +241,22 @@ class _BatchCall:
         request = self._requests[number]
         if completion.prompt_token_ids != request.prompt_token_ids:
             raise EngineError(
-                f"request {number}: the engine returned a completion of another prompt", code="wrong-result"
+                f"request {number}: the engine returned a completion of another prompt",
+                code="wrong-result",
+                name="prompt",
             )
         if completion.seed != request.seeds[position]:
             raise EngineError(
                 f"request {number}: the engine returned another sample than was asked for",
                 code="wrong-result",
+                name="seed",
             )
         if len(completion.logprobs) != len(completion.token_ids):
             raise EngineError(
                 f"request {number}: {len(completion.token_ids)} tokens but "
                 f"{len(completion.logprobs)} logprobs",
                 code="wrong-result",
+                name="logprobs",
             )
 
 

@@ -164,12 +164,14 @@ def _checked(row: Row, choice: PairChoice, where: str) -> Row:
             f"{where} has no column 'reward'; run `lockstep score` first",
             code="missing-column",
             name="reward",
+            where=where,
         )
     if type(index) is not int or type(sample) is not int:
         raise DataError(
             f"{where}: index and sample must be whole numbers; run `lockstep score` first",
             code="wrong-row",
             name="index",
+            where=where,
         )
     if choice.reward is not None and reward is not None:
         rewards = row.get("rewards")
@@ -179,16 +181,20 @@ def _checked(row: Row, choice: PairChoice, where: str) -> Row:
                 f"{where} has no reward {choice.reward!r}; it has: {known}. Correct --by",
                 code="missing-column",
                 name=choice.reward,
+                where=where,
             )
         reward = rewards[choice.reward]
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-        raise DataError(f"{where}: reward = {reward!r} is no number", code="wrong-row", name="reward")
+        raise DataError(
+            f"{where}: reward = {reward!r} is no number", code="wrong-row", name="reward", where=where
+        )
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
         raise DataError(
             f"{where} has no text: pairs are of prompt and completion, and samples of a model without a "
             "tokenizer have none",
             code="missing-column",
             name="prompt",
+            where=where,
         )
     kept = {name: row.get(name) for name in ("prompt", "completion", "finish_reason")}
     return {"index": index, "sample": sample, "reward": reward, **kept}

@@ -42,15 +42,20 @@ def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardIn
                 f"reward {name!r}: cannot be made with kwargs = {dict(kwargs)}: "
                 f"{type(error).__name__}: {text_of(error)}",
                 code="wrong-part",
+                name="kwargs",
             ) from error
         if not callable(instance):
             raise ConfigError(
-                f"reward {name!r}: instances must be callable with one RewardInput", code="wrong-part"
+                f"reward {name!r}: instances must be callable with one RewardInput",
+                code="wrong-part",
+                name="instance",
             )
         return cast(Callable[[RewardInput], Any], instance)
     if not callable(value):
         raise ConfigError(
-            f"reward {name!r} is {type(value).__name__}, not a function or a class", code="wrong-part"
+            f"reward {name!r} is {type(value).__name__}, not a function or a class",
+            code="wrong-part",
+            name=type(value).__name__,
         )
     try:
         inspect.signature(value).bind(prompt="", completion="", row={}, **kwargs)
@@ -60,6 +65,7 @@ def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardIn
             f"row{''.join(', ' + name for name in kwargs)}, which its signature "
             f"{inspect.signature(value)} does not take: {error}",
             code="wrong-part",
+            name="signature",
         ) from error
     return KeywordCall(value, dict(kwargs))
 

@@ -124,10 +124,16 @@ class RewardWorker:
             first = process.exchange({"kwargs": self._config.kwargs}, seconds=START_SECONDS)
         except (TimeoutError, ProcessEnded) as error:
             self._ended()
-            raise ConfigError(f"reward {name!r} cannot be started: {error}", code="process-died") from None
+            raise ConfigError(
+                f"reward {name!r} cannot be started: {error}", code="process-died", name=name, reason=error
+            ) from None
         if "refused" in first:
             self._ended()
-            raise ConfigError(printable(str(first["refused"])), code="refused")
+            raise ConfigError(
+                printable(str(first["refused"])),
+                code=str(first.get("code", "refused")),
+                name=first.get("name", name),
+            )
         self.asynchronous = bool(first.get("asynchronous"))
         return process
 

@@ -126,7 +126,7 @@ def _load(target: str, name: str) -> Any:
         raise
     except BaseException as error:
         raise ConfigError(
-            f"reward {name!r}: importing its module {raised(error)}", code="wrong-part"
+            f"reward {name!r}: importing its module {raised(error)}", code="wrong-part", name="import"
         ) from error
 
 
@@ -134,7 +134,7 @@ def _started(target: str, name: str, kwargs: Mapping[str, Any]) -> tuple[Worker 
     try:
         worker = Worker(target, name, kwargs)
     except ConfigError as error:
-        return None, {"refused": str(error)}
+        return None, {"refused": str(error), "code": error.code, "name": error.fields.get("name", "")}
     except BaseException as error:
         return None, {"refused": f"reward {name!r}: its start {raised(error)}"}
     return worker, {"asynchronous": worker.asynchronous}

@@ -185,6 +185,9 @@ class RewardSet:
             f"reward {name!r} on {_name_row(sample)}: {problem}. Correct the reward or the row, or set "
             "on_error = 'drop' to leave such rollouts out",
             code="reward-failed",
+            name=name,
+            row=sample.index,
+            reason=problem,
         ) from cause
 
     def _scorer(self, config: RewardConfig, name: str, search_paths: Sequence[Path]) -> Scorer:
@@ -206,7 +209,9 @@ class RewardSet:
         builtin = {"ids": _ids, "length": _length}
         if config.name not in builtin:
             known = [*builtin, "format", "http", "verifier", "math", "module:attribute"]
-            raise ConfigError(unknown_name("reward", config.name, known), code="unknown-name")
+            raise ConfigError(
+                unknown_name("reward", config.name, known), code="unknown-name", name=config.name
+            )
         return partial(_each, builtin[config.name](config), config.on_error == "fail")
 
     def _serve(self, service: RewardService, name: str, inputs: Sequence[RewardInput]) -> list[Any]:
@@ -325,6 +330,7 @@ def _length(config: RewardConfig) -> Callable[[RewardInput], float]:
             f"reward 'length' needs kwargs = {{target = TOKENS > 0}}, got {config.kwargs}",
             code="missing-setting",
             setting="rewards.kwargs",
+            name="length",
         )
     return lambda sample: -abs(len(sample.completion_token_ids) - target) / target
 
@@ -336,6 +342,7 @@ def _check_pattern(config: RewardConfig) -> None:
             f"reward 'format' needs kwargs = {{pattern = 'REGULAR EXPRESSION'}}, got {config.kwargs}",
             code="missing-setting",
             setting="rewards.kwargs",
+            name="format",
         )
     try:
         re.compile(pattern, re.DOTALL)

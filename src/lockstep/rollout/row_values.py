@@ -56,6 +56,7 @@ def encoded(value: Any, where: str) -> Any:
         f"{where}: {value!r:.80} ({type(value).__name__}) cannot be written as JSON; make it a number, a "
         "text or a list in the data, or leave the column out",
         code="wrong-type",
+        where=where,
     )
 
 
@@ -80,5 +81,5 @@ def decoded(value: Any, where: str) -> Any:
         return _AS_TEXT[tag][2](value[tag])
     except (ValueError, TypeError, ArithmeticError) as error:
         raise DataError(
-            f"{where}: {value!r:.80} is not what {tag} stands for: {error}", code="wrong-row"
+            f"{where}: {value!r:.80} is not what {tag} stands for: {error}", code="wrong-row", where=where
         ) from error

@@ -145,7 +145,9 @@ class RowFile:
         """
         if len(self.done) != self.expected:
             raise DataError(
-                f"{self.path}: {len(self.done)} rows, expected {self.expected}", code="incomplete"
+                f"{self.path}: {len(self.done)} rows, expected {self.expected}",
+                code="incomplete",
+                path=self.path,
             )
         self.sync()
         if self._journal != self.path:
@@ -205,17 +207,19 @@ class RowFile:
     def _compare(self, meta: Mapping[str, Any], may_differ: Sequence[str]) -> None:
         old = {"command": meta["command"], "rows": meta["rows"], **_flat(meta["identity"])}
         new = {"command": self.command, "rows": self.expected, **_flat(self._identity)}
-        lines = [
-            f"  {name}: the file has {old.get(name)!r}, now {new.get(name)!r}"
+        changed = [
+            name
             for name in dict.fromkeys([*old, *new])
             if old.get(name) != new.get(name) and not _covers(may_differ, name)
         ]
+        lines = [f"  {name}: the file has {old.get(name)!r}, now {new.get(name)!r}" for name in changed]
         if lines:
             raise ConfigError(
                 f"--out {str(self.path)!r} was made with other settings or data; go on with the same ones, "
                 "choose another file, or begin anew with --overwrite:\n" + "\n".join(lines),
                 code="contradiction",
                 setting="--out",
+                names=changed,
             )
 
     def _write_meta(self, *, complete: bool, summary: Mapping[str, Any] | None = None) -> None:
@@ -250,7 +254,9 @@ def read_meta(path: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{error}; begin anew with --overwrite", **error.data) from error
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
         raise ConfigError(
-            f"{file} is damaged (it names no format); begin anew with --overwrite", code="damaged-file"
+            f"{file} is damaged (it names no format); begin anew with --overwrite",
+            code="damaged-file",
+            name="format",
         )
     if meta["format"] != FORMAT:
         raise ConfigError(
@@ -263,6 +269,7 @@ def read_meta(path: Path) -> dict[str, Any] | None:
             raise ConfigError(
                 f"{file} is damaged ({name} = {str(meta.get(name))[:80]!r}); begin anew with --overwrite",
                 code="damaged-file",
+                name=name,
             )
     return meta
 
@@ -286,6 +293,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             f"{path} is not complete: `lockstep {meta['command']}` was stopped before all {meta['rows']} "
             "rows were there; run that command again, it goes on where it stopped",
             code="incomplete",
+            path=path,
         )
     if not path.is_file():
         raise DataError(f"--data {str(path)!r}: no such file", code="no-such-file", setting="--data")
@@ -314,6 +322,7 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
                 raise DataError(
                     f"{where}: sample {key[1]} of prompt {key[0]} is there twice; remove one",
                     code="duplicate",
+                    where=where,
                 )
             offsets[key] = end
             end += len(line)
@@ -324,7 +333,9 @@ def _key(row: Row, where: str) -> Key:
     index, sample = row.get("index"), row.get("sample")
     if type(index) is not int or type(sample) is not int:
         raise DataError(
-            f"{where}: index = {index!r} and sample = {sample!r} are no whole numbers", code="wrong-row"
+            f"{where}: index = {index!r} and sample = {sample!r} are no whole numbers",
+            code="wrong-row",
+            where=where,
         )
     return index, sample
 

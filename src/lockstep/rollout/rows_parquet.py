@@ -94,13 +94,16 @@ def _encoded(row: Mapping[str, Any], names: Iterable[str], as_json: frozenset[st
     known = set(names)
     if unknown := sorted(set(row) - known):
         raise DataError(
-            f"rows have different columns: {unknown} are not in the first row; write .jsonl", code="wrong-row"
+            f"rows have different columns: {unknown} are not in the first row; write .jsonl",
+            code="wrong-row",
+            names=unknown,
         )
     for message in _messages(row):
         if more := sorted(set(message) - {"role", "content"}):
             raise DataError(
                 f"a message has {', '.join(more)}, for which Parquet has no column; write .jsonl",
                 code="wrong-row",
+                names=more,
             )
     return {
         name: json.dumps(row[name]) if name in as_json and row.get(name) is not None else row.get(name)

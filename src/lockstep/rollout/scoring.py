@@ -90,6 +90,7 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
                 "has; correct them, or leave both columns out",
                 code="wrong-row",
                 name="index",
+                where=where,
             )
         seen.add((index, sample))
         data = decoded(row["row"], where) if isinstance(row.get("row"), dict) else row
@@ -119,7 +120,10 @@ def _ids(row: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
         return ()
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise DataError(
-            f"{where}: {name} must be a list of token ids, got {str(ids)[:80]!r}", code="wrong-row", name=name
+            f"{where}: {name} must be a list of token ids, got {str(ids)[:80]!r}",
+            code="wrong-row",
+            name=name,
+            where=where,
         )
     return tuple(ids)
 
@@ -132,6 +136,7 @@ def _finish_reason(row: Mapping[str, Any], where: str) -> Any:
             f"{where}: finish_reason must be {known}, got {str(reason)[:80]!r}",
             code="wrong-row",
             name="finish_reason",
+            where=where,
         )
     return reason
 
@@ -144,6 +149,7 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
                 "have it; of other files, rename the column",
                 code="missing-column",
                 name=name,
+                where=where,
             )
     prompt, completion = row["prompt"], row["completion"]
     if completion is None and row.get("token_ids") is not None:
@@ -154,6 +160,7 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
             f"{str(completion)[:60]!r}",
             code="wrong-row",
             name="prompt",
+            where=where,
         )
     return prompt, completion
 

@@ -111,6 +111,7 @@ def _checked(row: Row, where: str) -> int:
             f"{where} has no column 'reward'; run `lockstep score` first",
             code="missing-column",
             name="reward",
+            where=where,
         )
     index, reward = row.get("index"), row["reward"]
     if type(index) is not int or type(row.get("sample")) is not int:
@@ -118,15 +119,19 @@ def _checked(row: Row, where: str) -> int:
             f"{where}: index and sample must be whole numbers; run `lockstep score` first",
             code="wrong-row",
             name="index",
+            where=where,
         )
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-        raise DataError(f"{where}: reward = {reward!r} is no number", code="wrong-row", name="reward")
+        raise DataError(
+            f"{where}: reward = {reward!r} is no number", code="wrong-row", name="reward", where=where
+        )
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
         raise DataError(
             f"{where} has no text: SFT trains on prompt and completion, and samples of a model without a "
             "tokenizer have none",
             code="missing-column",
             name="prompt",
+            where=where,
         )
     return index
 

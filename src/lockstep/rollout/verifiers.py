@@ -103,7 +103,9 @@ class VerifierProcess:
                 junk = rest.get("junk")
                 return score, None if junk is None else str(junk)
             case {"refused": str() as isolation}:
-                raise ConfigError(_refusal(job["task"], isolation), code="refused")
+                raise ConfigError(
+                    _refusal(job["task"], isolation), code="refused", name=job["task"], reason=isolation
+                )
         raise VerifierFailure(str(reply.get("error", f"{package} replied {reply!r:.200}")))
 
     def _start(self, package: str) -> JobProcess:

@@ -241,9 +241,11 @@ class LocalBackend(Rests):
                 f"slots; {what}. No weight was changed. torch says: {error}",
                 code="out-of-memory",
                 setting="train.token_budget",
+                micro_batch=index,
+                tokens=tokens,
             ) from error
 
-    def _blame(self) -> str:
+    def _blame(self) -> dict[str, Any]:
         """Find the micro-batch whose gradients are not finite by running each once more, alone."""
         pending = list(self._pending)
         self.drop_gradients()
@@ -261,12 +263,8 @@ class LocalBackend(Rests):
             ]
             self.drop_gradients()
             if bad:
-                return (
-                    f"micro-batch {index} of {len(pending)} has gradients that are not finite in {len(bad)} "
-                    f"parameters ({', '.join(bad[:3])}); its samples are {list(batch.sample_ids)}"
-                )
-        samples = [list(batch.sample_ids) for batch, _ in pending]
-        return f"each micro-batch alone is finite, their sum is not; the samples by micro-batch are {samples}"
+                return step_errors.one_to_blame(index, len(pending), batch.sample_ids, bad)
+        return step_errors.all_to_blame([batch.sample_ids for batch, _ in pending])
 
     def drop_gradients(self) -> None:
         """Forget every gradient since the last optimizer step."""
@@ -317,8 +315,8 @@ class LocalBackend(Rests):
         norm = float(global_norm(present))
         if not math.isfinite(norm):
             with torch.enable_grad():
-                reason = self._blame()
-            raise step_errors.norm_not_finite(norm, step=self.steps_done, reason=reason)
+                blamed = self._blame()
+            raise step_errors.norm_not_finite(norm, step=self.steps_done, **blamed)
         if self._optimizer is None:
             raise step_errors.no_optimizer()
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)

@@ -144,6 +144,9 @@ def require_finite(losses: Sequence[Tensor], batches: Sequence[PackedBatch], *, 
                 "(advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = "
                 "'float32'",
                 code="not-finite",
+                step=step,
+                micro_batch=index,
+                samples=batches[index].sample_ids,
             )
 
 

@@ -66,6 +66,7 @@ def require_same_batches(
             f"the ranks were not given the same micro-batches ({listed}); every rank must be given all of a "
             "step, in the same order: check that data, seed and config are the same everywhere",
             code="ranks-differ",
+            counts=[count for count, _, _ in summaries],
         )
 
 

@@ -94,7 +94,7 @@ class BucketTransfer:
         if complaint is not None:
             text = f"after the weight update the engine does not hold the trainer's weights: {complaint}"
             receiver.fail_update(text)
-            raise EngineError(text, code="values-differ")
+            raise EngineError(text, code="values-differ", reason=complaint)
         self._keep_heads = self._config.verify == "always"
         return True
 

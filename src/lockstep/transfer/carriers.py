@@ -265,6 +265,7 @@ class CollectiveCarrier:
             return EngineError(
                 f"{where}: the engine's side failed: {failed}; the trainer's side: {trainer}",
                 code="transfer-failed",
+                reason=failed,
             )
         return EngineError(
             f"{where} in time: the engine's call came back, the trainer's side did not end: {trainer}; raise "

@@ -83,6 +83,7 @@ class HFEngine(Streaming):
                 f"(engine.max_batch = {self._config.max_batch}); lower engine.max_batch or "
                 "sampling.max_tokens",
                 code="out-of-memory",
+                setting="engine.max_batch",
             ) from error
         return [(one.row.group.turn, one.row.sample, self._completion(one)) for one in ended]
 
@@ -107,6 +108,7 @@ class HFEngine(Streaming):
                 f"engine {NAME} reads the Parameters of the module it was built with, and the update names "
                 "another module; build the engine with the trainer's model, or send tensors",
                 code="other-model",
+                name="module",
             )
         self._cache.clear()
         self._skeleton.linears.clear()
@@ -146,12 +148,14 @@ class HFEngine(Streaming):
 
     def _require_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state")
+            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state", state="closed")
 
     def _require_ready(self) -> None:
         if self._state != "awake":
             raise EngineError(
-                f"engine {NAME} is {self._state}; call wake() before generate", code="wrong-state"
+                f"engine {NAME} is {self._state}; call wake() before generate",
+                code="wrong-state",
+                state=self._state,
             )
 
     def _completion(self, ended: EndedRow) -> Completion:

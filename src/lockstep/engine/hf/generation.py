@@ -227,6 +227,7 @@ class Generation:
                     f"{turn.samples[row.sample]} are not finite; the weights have diverged or the compute "
                     "dtype overflows (model.dtype)",
                     code="not-finite",
+                    request=turn.index,
                 )
             row.state.token_ids.append(token)
             row.logprobs.append(logprob)

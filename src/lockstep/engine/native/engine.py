@@ -106,7 +106,9 @@ class NativeEngine(Streaming):
             if not is_out_of_memory(error):
                 raise
             self._give_back()
-            raise EngineError(self._out_of_memory(), code="out-of-memory") from error
+            raise EngineError(
+                self._out_of_memory(), code="out-of-memory", setting="engine.memory_fraction"
+            ) from error
         return [(one[0].group.turn, one[0].index, self._completion(*one)) for one in ended]
 
     def _run(self) -> list[EndedSample]:
@@ -154,6 +156,7 @@ class NativeEngine(Streaming):
                 f"engine {NAME} reads the Parameters of the module it was built with, and the update names "
                 "another module; build the engine with the trainer's model, or send tensors",
                 code="other-model",
+                name="module",
             )
         self._policy_version = update.policy_version
 
@@ -192,12 +195,14 @@ class NativeEngine(Streaming):
 
     def _require_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state")
+            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state", state="closed")
 
     def _require_ready(self) -> None:
         if self._state != "awake":
             raise EngineError(
-                f"engine {NAME} is {self._state}; call wake() before generate", code="wrong-state"
+                f"engine {NAME} is {self._state}; call wake() before generate",
+                code="wrong-state",
+                state=self._state,
             )
 
     def _give_back(self) -> None:
@@ -333,6 +338,9 @@ class NativeEngine(Streaming):
             f"and max_tokens = {request.sampling.max_tokens} can need {self._end_of(request) - 1} tokens of "
             f"KV cache, which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens",
             code="too-long",
+            request=turn.index,
+            needed=self._end_of(request) - 1,
+            capacity=max(0, capacity),
         )
 
     def _out_of_memory(self) -> str:

@@ -170,6 +170,8 @@ class Generation:
                     f"sample {turn.samples[sample.index]} are not finite; the weights have diverged or the "
                     "compute dtype overflows (model.dtype)",
                     code="not-finite",
+                    request=turn.index,
+                    token=len(sample.state.token_ids),
                 )
 
 

@@ -144,24 +144,30 @@ def check_sample(
     ids, logprobs, params = sample.token_ids, sample.logprobs, request.sampling
     if len(ids) != len(logprobs) or len(ids) > params.max_tokens:
         raise _wrong(
-            engine, f"{len(ids)} tokens with {len(logprobs)} logprobs, of max_tokens {params.max_tokens}"
+            engine,
+            "length",
+            f"{len(ids)} tokens with {len(logprobs)} logprobs, of max_tokens {params.max_tokens}",
         )
     if ids and (min(ids) < 0 or max(ids) >= spec.vocab_size):
-        raise _wrong(engine, f"a token id outside the vocabulary of {spec.vocab_size} entries")
+        raise _wrong(engine, "token_ids", f"a token id outside the vocabulary of {spec.vocab_size} entries")
     finite = all(map(math.isfinite, logprobs))  # min and max do not see NaN
     if logprobs and not (finite and min(logprobs) > -1e4 and max(logprobs) <= 1e-3):
-        raise _wrong(engine, f"logprobs from {min(logprobs)} to {max(logprobs)}: not finite, or positive")
+        raise _wrong(
+            engine, "logprobs", f"logprobs from {min(logprobs)} to {max(logprobs)}: not finite, or positive"
+        )
     if sample.finish_reason == "abort":
         return None
     if not ids:
-        raise _wrong(engine, "a sample without tokens")
+        raise _wrong(engine, "length", "a sample without tokens")
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(spec.eos_token_ids))
     if ids[-1] in ends and len(ids) > params.min_tokens:
         return ids[-1]
     if sample.finish_reason == "length":
         longest = min(params.max_tokens, spec.max_model_len - len(request.prompt_token_ids))
         if len(ids) < longest:
-            raise _wrong(engine, f"{len(ids)} tokens that ended by length, where {longest} fit")
+            raise _wrong(
+                engine, "finish_reason", f"{len(ids)} tokens that ended by length, where {longest} fit"
+            )
         return None
     if params.stop:
         text = completion_text(spec.tokenizer, ids, stop=None, keep=True) or ""
@@ -170,14 +176,17 @@ def check_sample(
             return min(matches)[1]
     raise _wrong(
         engine,
+        "stop_reason",
         f"a sample that stopped at token {ids[-1]} ({sample.stop_reason!r}), which is neither an eos id "
         f"{list(spec.eos_token_ids)}, nor a stop id, nor the end of a stop string of the request",
     )
 
 
-def _wrong(engine: str, what: str) -> EngineError:
+def _wrong(engine: str, name: str, what: str) -> EngineError:
     return EngineError(
-        f"engine {engine} returned {what}; it does not do what it was asked for", code="wrong-result"
+        f"engine {engine} returned {what}; it does not do what it was asked for",
+        code="wrong-result",
+        name=name,
     )
 
 

@@ -198,6 +198,7 @@ class RemoteEngine(Streaming):
                 f"engine {self.name} is being updated to policy version {self._session.policy_version}; "
                 "generate after finish_update",
                 code="wrong-state",
+                state="in-update",
             )
         self._require_clean()
 
@@ -207,6 +208,7 @@ class RemoteEngine(Streaming):
                 f"engine {self.name} is dirty: it holds no whole version of the policy (no update yet, or "
                 "the last one failed, or its server was started again); send it a whole update first",
                 code="wrong-state",
+                state="dirty",
             )
 
     def _sample(self, job: Job, reply: Reply | HttpError) -> Sample | None:
@@ -228,6 +230,7 @@ class RemoteEngine(Streaming):
                 f"engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}",
                 code="refused",
                 status=reply.status,
+                reason=reply.error_text(),
             )
         return self._driver.read(job, reply.object())
 
@@ -278,6 +281,7 @@ class RemoteEngine(Streaming):
                 f"engine {self.name}: engine.url = {self._client.url} cannot be used: {waiting}; {instead}",
                 code="unreachable",
                 setting="engine.url",
+                reason=waiting,
             )
         self._driver.check()
 
@@ -289,6 +293,7 @@ class RemoteEngine(Streaming):
                     f"the {self.name} server at engine.url went away: {sign}",
                     code="unreachable",
                     setting="engine.url",
+                    reason=sign,
                 ) from sign
             return
         deadline = time.monotonic() + _DEATH_SECONDS
@@ -322,6 +327,7 @@ class RemoteEngine(Streaming):
                 f"{death}, and it was started again {self._restarts} times already (engine.max_restarts = "
                 f"{self._config.max_restarts}). {self._server.log_text()}",
                 code="process-died",
+                restarts=self._restarts,
             ) from death
         self._restarts += 1
         self.dirty = self._pushed or self._spec.weights == "pushed"
@@ -334,6 +340,7 @@ class RemoteEngine(Streaming):
                 "(sharded weights are only whole in a regular update). Resume the run from its last "
                 f"checkpoint. {self._server.log_text()}",
                 code="process-died",
+                state="dirty",
             ) from death
         self._recovering = threading.get_ident()
         try:
@@ -362,6 +369,7 @@ class RemoteEngine(Streaming):
                 raise EngineError(
                     f"engine {self.name} is being updated already; finish or fail that first",
                     code="wrong-state",
+                    state="in-update",
                 )
             recovering = self._recovering == threading.get_ident()
             if not recovering:
@@ -406,13 +414,16 @@ class RemoteEngine(Streaming):
                 f"engine {self.name} receives by {', '.join(self.transports)}, not by {bucket.transport}",
                 code="unsupported-combination",
                 setting="engine.transfer",
+                transport=bucket.transport,
             )
         self._driver.receive(bucket, self._left(session))
 
     def finish_update(self, session: UpdateSession) -> None:
         if self._open_session() != session:
             raise EngineError(
-                f"engine {self.name}: finish_update of another session than the open one", code="wrong-state"
+                f"engine {self.name}: finish_update of another session than the open one",
+                code="wrong-state",
+                state="other-update",
             )
         self._left(session)
         self._driver.finish(session)
@@ -440,7 +451,9 @@ class RemoteEngine(Streaming):
     def _open_session(self) -> UpdateSession:
         if self._session is None:
             raise EngineError(
-                f"engine {self.name}: no update is open; call begin_update first", code="wrong-state"
+                f"engine {self.name}: no update is open; call begin_update first",
+                code="wrong-state",
+                state="no-update",
             )
         return self._session
 
@@ -507,13 +520,17 @@ class RemoteEngine(Streaming):
 
     def _require_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(f"engine {self.name} is closed; build a new one", code="wrong-state")
+            raise EngineError(
+                f"engine {self.name} is closed; build a new one", code="wrong-state", state="closed"
+            )
 
     def _require_awake(self, what: str) -> None:
         self._require_open()
         if self._state != "awake":
             raise EngineError(
-                f"engine {self.name} is {self._state}; call wake() before {what}", code="wrong-state"
+                f"engine {self.name} is {self._state}; call wake() before {what}",
+                code="wrong-state",
+                state=self._state,
             )
 
 
@@ -548,6 +565,7 @@ class _PostFlow:
                     f"engine {engine.name} is running but broke the connection of one sample {_TRIES} times"
                     f"{engine._log_text()}",
                     code="unreachable",
+                    tries=_TRIES,
                 )
             self._batch.submit(job.id, engine._driver.generate_path, body)
         if self._jobs:

@@ -88,6 +88,7 @@ class Reply:
                 f"{self.what} answered {self.status}: {self.error_text()}{hint}",
                 code="bad-reply",
                 status=self.status,
+                reason=self.error_text(),
             )
         try:
             # half the time of the standard library's, which counts with 100,000 logprobs
@@ -146,12 +147,15 @@ class HttpClient:
             port = parts.port
         except ValueError as error:
             raise ConfigError(
-                f"url {url!r} has no valid port ({error}); give http://host:port", code="wrong-format"
+                f"url {url!r} has no valid port ({error}); give http://host:port",
+                code="wrong-format",
+                name="port",
             ) from error
         if parts.scheme != "http" or not parts.hostname or parts.query or parts.username:
             raise ConfigError(
                 f"url {url!r} is not of the form http://host:port; the engine's own servers speak plain http",
                 code="wrong-format",
+                name="scheme",
             )
         self.name = name
         self.url = url.rstrip("/")
@@ -190,7 +194,9 @@ class HttpClient:
             ]
         except OSError as error:
             raise Unreachable(
-                f"{self.name}: host {self._address[0]!r} is not known ({error})", code="unreachable"
+                f"{self.name}: host {self._address[0]!r} is not known ({error})",
+                code="unreachable",
+                reason="host",
             ) from error
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
@@ -201,6 +207,7 @@ class HttpClient:
             raise Unreachable(
                 f"{self.name}: cannot connect to {self.url} ({errno.errorcode.get(code, code)})",
                 code="unreachable",
+                reason="connect",
             )
         return sock
 
@@ -290,6 +297,7 @@ class Exchange(ABC, Generic[Answer]):
                 raise BadReply(
                     f"{self.what} did not answer in HTTP: {_preview(bytes(self._raw[:500]))}",
                     code="bad-reply",
+                    name="HTTP",
                 )
             return None
         first, *rest = self._raw[:end].decode("latin-1").split("\r\n")
@@ -298,13 +306,16 @@ class Exchange(ABC, Generic[Answer]):
         version, _, tail = first.partition(" ")
         if not (version.startswith("HTTP/1.") and _STATUS.match(tail)):
             raise BadReply(
-                f"{self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}", code="bad-reply"
+                f"{self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}",
+                code="bad-reply",
+                name="HTTP",
             )
         length = fields.get("content-length")
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= MAX_REPLY_BYTES):
             raise BadReply(
                 f"{self.what} announced an answer of {ascii(length)[1:41]} bytes; at most {MAX_REPLY_BYTES}",
                 code="too-large",
+                name="Content-Length",
             )
         return Head(
             status=int(tail[:3]),
@@ -326,7 +337,11 @@ class Exchange(ABC, Generic[Answer]):
                 del self._body[head.length :]
                 self._complete = True
         if len(self._body) > MAX_REPLY_BYTES:
-            raise BadReply(f"{self.what} answered more than {MAX_REPLY_BYTES} bytes", code="too-large")
+            raise BadReply(
+                f"{self.what} answered more than {MAX_REPLY_BYTES} bytes",
+                code="too-large",
+                limit=MAX_REPLY_BYTES,
+            )
 
     def _read_chunks(self) -> None:
         raw, at = self._raw, 0
@@ -336,12 +351,13 @@ class Exchange(ABC, Generic[Answer]):
             except ValueError:
                 preview = _preview(bytes(raw[at : at + 40]))
                 raise BadReply(
-                    f"{self.what} sent a chunk without a size: {preview}", code="bad-reply"
+                    f"{self.what} sent a chunk without a size: {preview}", code="bad-reply", name="chunk"
                 ) from None
             if not 0 <= size <= MAX_REPLY_BYTES:
                 raise BadReply(
                     f"{self.what} announced a chunk of {size} bytes; at most {MAX_REPLY_BYTES}",
                     code="too-large",
+                    name="chunk",
                 )
             if size == 0:
                 self._complete = True
@@ -406,7 +422,11 @@ class Exchanges(Generic[Answer]):
                 found.append(
                     (
                         exchange.key,
-                        Unreachable(f"{exchange.what}: the connection failed ({error})", code="unreachable"),
+                        Unreachable(
+                            f"{exchange.what}: the connection failed ({error})",
+                            code="unreachable",
+                            reason=error,
+                        ),
                     )
                 )
                 exchange.ended = True

@@ -137,6 +137,7 @@ def _url_token(config: EngineConfig) -> str:
             f"{'holds no token' if token else 'is not set'}; export the token of the server at engine.url",
             code="wrong-environment",
             setting="engine.token_env",
+            reason="empty" if token else "not set",
         )
     return token
 
@@ -178,6 +179,7 @@ def check_port_free(port: int, *, name: str) -> None:
                 f"engine {name}: port {port} of {LOOPBACK} is in use ({error.strerror}); end what listens "
                 "there, or leave the port out and a free one is taken",
                 code="port-in-use",
+                port=port,
             ) from error
 
 
@@ -189,6 +191,7 @@ def check_interpreter(python: Path) -> None:
             "that has the engine, such as /path/to/env/bin/python",
             code="not-a-file",
             setting="engine.python",
+            path=python,
         )
 
 
@@ -299,6 +302,7 @@ class ServerProcess:
                     f"the {spec.name} server {ended} after {seconds:.1f} s, before it answered. "
                     f"{self.log_text()}",
                     code="process-died",
+                    reason=ended,
                 )
             if seconds > spec.start_seconds:
                 raise EngineError(
@@ -307,6 +311,7 @@ class ServerProcess:
                     f"{spec.start_setting} if it is only slow. {self.log_text()}",
                     code="deadline",
                     setting=spec.start_setting,
+                    reason=waiting,
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -316,6 +321,8 @@ class ServerProcess:
                 f"the {self.spec.name} server found port {self.spec.port} of {LOOPBACK} taken by another "
                 f"process while it started; start again, another free port is taken. Log: {self.spec.log}",
                 code="port-in-use",
+                port=self.spec.port,
+                during="start",
             )
 
     def _read_log(self) -> list[str]:

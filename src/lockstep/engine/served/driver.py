@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, read_load, tensor_from_hex
-from lockstep.engine.remote.http import BadReply, HttpClient, HttpError
+from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply
 from lockstep.engine.remote.reply_fields import logprobs, token_ids, whole
 from lockstep.engine.remote.server import ServerProcess, masked
 from lockstep.engine.spec import EngineSpec
@@ -166,8 +167,21 @@ class ServedDriver:
     def _post(self, path: str, body: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
         reply = self._client.post(path, body, seconds=seconds)
         if reply.status != 200:
-            raise BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}", code="bad-reply")
+            raise BadReply(
+                f"{reply.what} answered {reply.status}: {reply.error_text()}",
+                code="bad-reply",
+                status=reply.status,
+                told=_told(reply),
+            )
         return reply.object()
+
+
+def _told(reply: Reply) -> dict[str, Any]:
+    """Code and fields of the server's error, where it has any."""
+    try:
+        return dict(json.loads(reply.body)["data"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def _left(session: UpdateSession) -> float:

@@ -174,6 +174,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
         raise ConfigError(
             f"engine.env.{TOKEN}: a started server gets a token of its own; leave it out",
             code="contradiction",
+            setting=f"engine.env.{TOKEN}",
         )
     spec.work_dir.mkdir(parents=True, exist_ok=True)
     path = spec.work_dir.resolve() / f"{config.name}-server.json"

@@ -107,7 +107,9 @@ class Host:
         stream = Stream([id for group in groups for id in group["ids"]])
         with self._idle:
             if self._dirty:
-                raise EngineError("the engine has no whole version of the weights", code="wrong-state")
+                raise EngineError(
+                    "the engine has no whole version of the weights", code="wrong-state", state="dirty"
+                )
             if flow != self._flow:
                 self._drop()
                 self._flow = flow
@@ -267,7 +269,9 @@ class Weights:
             has = "no such weight" if parameter is None else f"shape {list(parameter.shape)}"
             again = ", once in a session" if name in self._received else ""
             raise EngineError(
-                f"{name} came with shape {list(tensor.shape)}; the model has {has}{again}", code="wrong-shape"
+                f"{name} came with shape {list(tensor.shape)}; the model has {has}{again}",
+                code="wrong-weights" if parameter is None else "wrong-shape",
+                name=name,
             )
         first = self._first.setdefault(id(parameter), name)
         if first != name and not torch.equal(parameter, tensor.to(parameter)):
@@ -285,6 +289,7 @@ class Weights:
             raise EngineError(
                 f"the session ended without {len(missing)} weights: {', '.join(missing[:5])}",
                 code="wrong-weights",
+                missing=missing,
             )
         self._session = None
         return self._module
@@ -311,7 +316,9 @@ class Weights:
 
     def _check(self, about: Mapping[str, Any]) -> None:
         if self._session is None or dict(self._session) != dict(about):
-            raise EngineError(f"no session of weights {dict(about)} is open here", code="wrong-state")
+            raise EngineError(
+                f"no session of weights {dict(about)} is open here", code="wrong-state", state="no-update"
+            )
 
 
 def request_json(request: GenerationRequest, *, ids: Sequence[str], samples: Sequence[int]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class _Handler(TokenHandler):
             try:
                 self._send(200, routes[self.path](**json.loads(body or b"{}")) or {})
             except LockstepError as error:
-                self._send(409, {"error": str(error)})
+                self._send(409, {"error": str(error), "data": error.data})
             except Exception as error:  # a reply that says what it was, not a broken connection
                 traceback.print_exc()  # to the server's log, which the trainer's error names
                 self._send(500, {"error": f"{type(error).__name__}: {error}"})
@@ -180,7 +180,7 @@ class _Handler(TokenHandler):
             asked = json.loads(body)
             stream = self.host.generate(asked["flow"], asked["groups"])
         except LockstepError as error:
-            self._send(409, {"error": str(error)})
+            self._send(409, {"error": str(error), "data": error.data})
             return
         except (KeyError, TypeError, ValueError) as error:
             self._send(400, {"error": f"no valid request: {type(error).__name__}: {error}"})

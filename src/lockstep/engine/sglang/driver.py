@@ -199,6 +199,7 @@ class SGLangDriver:
                 f"engine {NAME} did not flush its prefix cache ({reply.error_text().strip()}): samples still "
                 "run, perhaps somebody else's; keys and values of the old weights would go on being used",
                 code="refused",
+                name="prefix cache",
             )
 
     # weights
@@ -433,39 +434,51 @@ def check_server(
         parts = info.get("dp_size")
         parts = 1 if parts is None else whole(parts, "dp_size")
     except ValueError as error:
-        raise EngineError(f"engine {NAME}: {where} says of itself that {error}", code="bad-reply") from error
+        raise EngineError(
+            f"engine {NAME}: {where} says of itself that {error}", code="bad-reply", reason=error
+        ) from error
     wrong = [
         (
+            "architectures",
             model.get("architectures") != ours.get("architectures"),
             f"serves {_short(model.get('model_path'))} ({_short(model.get('architectures'))}), and this run "
             f"needs {spec.model_name} ({ours.get('architectures')})",
         ),
         (
+            "dtype",
             info.get("dtype") != spec.dtype,
             f"has dtype {_short(info.get('dtype'))}; start it with {spec.dtype}",
         ),
         (
+            "max_req_input_len",
             tokens is None or tokens < spec.max_model_len + SPARE_CONTEXT,
             f"takes {tokens} tokens of prompt and completion, and needs "
             f"{spec.max_model_len + SPARE_CONTEXT} for samples of {spec.max_model_len}; raise its "
             "context_length and its KV cache (engine.memory_fraction), or lower engine.max_model_len",
         ),
         (
+            "enable_deterministic_inference",
             bool(info.get("enable_deterministic_inference")) != config.batch_invariant,
             f"has enable_deterministic_inference = {_short(info.get('enable_deterministic_inference'))}, and "
             f"engine.batch_invariant = {config.batch_invariant}; make them equal",
         ),
-        (bool(info.get("allow_auto_truncate")), "has allow_auto_truncate, which cuts prompts without a word"),
         (
+            "allow_auto_truncate",
+            bool(info.get("allow_auto_truncate")),
+            "has allow_auto_truncate, which cuts prompts without a word",
+        ),
+        (
+            "speculative_algorithm",
             bool(info.get("speculative_algorithm")),
             "decodes speculatively, with logprobs of another meaning; start it without",
         ),
-        (parts not in (0, 1), "has dp_size > 1; set engine.replicas instead"),
+        ("dp_size", parts not in (0, 1), "has dp_size > 1; set engine.replicas instead"),
         (
+            "preferred_sampling_params",
             bool(info.get("preferred_sampling_params")),
             "has preferred_sampling_params, which change requests; start it without",
         ),
     ]
-    for failed, text in wrong:
+    for name, failed, text in wrong:
         if failed:
-            raise EngineError(f"engine {NAME}: {where} {text}", code="server-settings")
+            raise EngineError(f"engine {NAME}: {where} {text}", code="server-settings", name=name)

@@ -77,7 +77,9 @@ class SGLangServer(RemoteEngine):
         with self._turn:
             self._require_idle("sleep")
             if self._session is not None:
-                raise EngineError(f"engine {NAME} cannot sleep while it is updated", code="wrong-state")
+                raise EngineError(
+                    f"engine {NAME} cannot sleep while it is updated", code="wrong-state", state="in-update"
+                )
         super().sleep()
 
     def wake(self) -> None:
@@ -232,7 +234,12 @@ class _Flow:
             message = f"{event.what} answered {event.status}: {event.error_text()}"
             if event.status >= 500:
                 self._engine.broken(BadReply(message, code="bad-reply"))
-            raise EngineError(f"engine {NAME} refused: {message}{self._engine.log_text}", code="refused")
+            raise EngineError(
+                f"engine {NAME} refused: {message}{self._engine.log_text}",
+                code="refused",
+                status=event.status,
+                reason=event.error_text(),
+            )
         if isinstance(event, BadReply):
             raise event
         if not wave:
@@ -246,6 +253,7 @@ class _Flow:
                     f"engine {NAME} is running but broke the connection of one sample {_TRIES} times: {event}"
                     f"{self._engine.log_text}",
                     code="unreachable",
+                    tries=_TRIES,
                 )
             self._waiting.append(job)
 
@@ -274,6 +282,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
             f"{ORIGINAL_LOGPROBS} = {environment[ORIGINAL_LOGPROBS]} makes SGLang give logprobs before the "
             "temperature, which cannot be compared with the trainer's; take it out of engine.env",
             code="wrong-environment",
+            name=ORIGINAL_LOGPROBS,
         )
     package = find_package(python, environment)
     port, token = free_port(), new_token()

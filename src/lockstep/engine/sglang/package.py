@@ -45,6 +45,7 @@ class SGLangPackage:
         raise ConfigError(
             f"{self.folder} does not say which version of SGLang it is; install a released one",
             code="unsupported-version",
+            name="version",
         )
 
     @cached_property
@@ -57,6 +58,7 @@ class SGLangPackage:
                 f"no command line options were found in {self.folder} (SGLang {self.version}); "
                 "use a version from 0.5.16 to 0.5.23",
                 code="unsupported-version",
+                name=self.version,
             )
         return flags
 
@@ -102,6 +104,7 @@ def check_version(version: str) -> None:
             f"SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that Lockstep speaks "
             "to; use a newer one",
             code="unsupported-version",
+            name=version,
         )
 
 

@@ -137,6 +137,7 @@ class Partial:
                 f"engine sglang: an event of sample {self.job.sample} of request {self.job.index} cannot be "
                 f"read: {error!r} in {ascii(event)[:400]}",
                 code="bad-reply",
+                reason=error,
             ) from error
         stop_string = self._stop_string(start)
         if stop_string is not None:
@@ -152,6 +153,8 @@ class Partial:
                 f"sample {self.job.sample} are not finite; the weights have diverged or the compute dtype "
                 "overflows (model.dtype)",
                 code="not-finite",
+                request=self.job.index,
+                token=len(self.token_ids) - 1,
             )
         return self.sample("stop", matched)
 
@@ -200,6 +203,7 @@ class Partial:
                 f"{weight_version!r}: somebody else updated it, or it was started again; let only one run "
                 "use a server",
                 code="values-differ",
+                name=weight_version,
             )
 
     def _stop_string(self, start: int) -> str | None:

@@ -51,6 +51,7 @@ def tensor_payload(bucket: WeightBucket) -> str:
             f"bucket {bucket.index} has no handle of CUDA memory; use engine.transfer = 'disk'",
             code="unsupported-combination",
             setting="engine.transfer",
+            name="handle",
         )
     metadata = [
         SimpleNamespace(
@@ -112,6 +113,8 @@ def check_no_padding(bucket: WeightBucket) -> None:
                 "a tensor before it has a size that is no multiple of 16 bytes; set engine.transfer = 'disk'",
                 code="unsupported-combination",
                 setting="engine.transfer",
+                name=spec.name,
+                offset=at,
             )
         at += spec.num_bytes
 
@@ -176,6 +179,7 @@ class Expected:
                 f"the update ended without {len(missing)} of {len(self.shapes)} weights: "
                 f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
                 code="wrong-weights",
+                missing=missing,
             )
 
     def smallest(self) -> str:

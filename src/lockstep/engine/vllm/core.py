@@ -51,7 +51,9 @@ class Core:
             self._free_groups()
             hint = "; lower engine.memory_fraction" if isinstance(error, torch.OutOfMemoryError) else ""
             raise EngineError(
-                f"engine {NAME} {version} could not start with {spec.folder}: {error}{hint}", code="refused"
+                f"engine {NAME} {version} could not start with {spec.folder}: {error}{hint}",
+                code="refused",
+                name="start",
             ) from error
         self._params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
@@ -198,6 +200,7 @@ def claim(owner: object, environment: dict[str, str]) -> None:
         raise EngineError(
             f"this process has an open engine {NAME} already; close it first, or set engine.python",
             code="wrong-state",
+            state="open",
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if _import_environment is None:
@@ -214,6 +217,7 @@ def claim(owner: object, environment: dict[str, str]) -> None:
             f"vLLM was imported with other values of {', '.join(changed)} and reads them once; start a new "
             "process for an engine with other settings (engine.batch_invariant)",
             code="wrong-environment",
+            names=changed,
         )
     _owner = owner
 

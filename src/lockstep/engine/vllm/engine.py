@@ -140,13 +140,16 @@ class VLLMEngine(Streaming):
         flat = answer.logprobs
         if list(flat.token_ids) != list(token_ids):  # logprobs = 0: the sampled token's and no other
             raise EngineError(
-                f"engine {NAME} gave logprobs of other tokens than it sampled", code="wrong-result"
+                f"engine {NAME} gave logprobs of other tokens than it sampled",
+                code="wrong-result",
+                name="logprobs",
             )
         logprobs = tuple(flat.logprobs)
         if answer.finish_reason not in _FINISH_REASONS:
             raise EngineError(
                 f"engine {NAME} ended a sample with {answer.finish_reason!r}; see its log",
                 code="wrong-result",
+                name="finish_reason",
             )
         total = sum(logprobs)
         if total != total:
@@ -156,7 +159,11 @@ class VLLMEngine(Streaming):
                 code="not-finite",
             )
         if tuple(output.prompt_token_ids) != request.prompt_token_ids:
-            raise EngineError(f"engine {NAME} changed the token ids of a prompt", code="wrong-result")
+            raise EngineError(
+                f"engine {NAME} changed the token ids of a prompt",
+                code="wrong-result",
+                name="prompt_token_ids",
+            )
         cached = int(output.num_cached_tokens or 0)
         self._prompt_tokens += len(request.prompt_token_ids)
         self._cached_tokens += cached
@@ -197,11 +204,15 @@ class VLLMEngine(Streaming):
             self._require_idle("begin_update")
             if self._state == "asleep":
                 raise EngineError(
-                    f"engine {NAME} is asleep; call wake() before an update", code="wrong-state"
+                    f"engine {NAME} is asleep; call wake() before an update",
+                    code="wrong-state",
+                    state="asleep",
                 )
             if self._session is not None:
                 raise EngineError(
-                    f"engine {NAME} has an open session already; call fail_update first", code="wrong-state"
+                    f"engine {NAME} has an open session already; call fail_update first",
+                    code="wrong-state",
+                    state="in-update",
                 )
             self._rpc("lockstep_begin", {}, until=session.deadline)
             self._session = session
@@ -223,6 +234,7 @@ class VLLMEngine(Streaming):
                     f"{', '.join(self.transports)}",
                     code="unsupported-combination",
                     setting="engine.transfer",
+                    transport=bucket.transport,
                 )
             if bucket.transport == "memory":
                 if bucket.data is None:
@@ -254,6 +266,7 @@ class VLLMEngine(Streaming):
                     f"engine {NAME} did not flush its prefix cache: requests still hold blocks of it, and "
                     "keys and values of older weights would be reused",
                     code="refused",
+                    name="prefix cache",
                 )
             self._policy_version = session.policy_version
             self.dirty = False
@@ -295,7 +308,11 @@ class VLLMEngine(Streaming):
             self._check_open()
             self._require_idle("sleep")
             if self._session is not None:
-                raise EngineError(f"engine {NAME} cannot sleep while an update is open", code="wrong-state")
+                raise EngineError(
+                    f"engine {NAME} cannot sleep while an update is open",
+                    code="wrong-state",
+                    state="in-update",
+                )
             if self._state == "awake" and self._config.sleep:
                 self._in_thread(self._core.sleep, what="sleep", until=until)
             self._state = "asleep"
@@ -381,33 +398,41 @@ class VLLMEngine(Streaming):
 
     def _check_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state")
+            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state", state="closed")
         if self._state == "broken":
             raise EngineError(
-                f"engine {NAME} failed earlier and cannot go on; build a new one", code="wrong-state"
+                f"engine {NAME} failed earlier and cannot go on; build a new one",
+                code="wrong-state",
+                state="failed",
             )
 
     def _require_ready(self) -> None:
         self._check_open()
         if self._state == "asleep":
-            raise EngineError(f"engine {NAME} is asleep; call wake() before generate", code="wrong-state")
+            raise EngineError(
+                f"engine {NAME} is asleep; call wake() before generate", code="wrong-state", state="asleep"
+            )
         if self._session is not None:
             raise EngineError(
                 f"engine {NAME} is in the middle of a weight update; finish it before generate",
                 code="wrong-state",
+                state="in-update",
             )
         if self.dirty:
             raise EngineError(
                 f"engine {NAME} does not hold the trainer's weights (none came yet, or the last update "
                 "failed); push them before generate",
                 code="wrong-state",
+                state="dirty",
             )
 
     def _open_session(self) -> UpdateSession:
         self._check_open()
         if self._session is None:
             raise EngineError(
-                f"engine {NAME} has no open weight session; call begin_update first", code="wrong-state"
+                f"engine {NAME} has no open weight session; call begin_update first",
+                code="wrong-state",
+                state="no-update",
             )
         return self._session
 
@@ -424,6 +449,7 @@ class VLLMEngine(Streaming):
                 f"engine {NAME} ran out of memory in {what}: {error}; lower engine.memory_fraction or "
                 "engine.max_batch",
                 code="out-of-memory",
+                name=what,
             ) from error
         except EngineError:
             if self._thread.stuck:
@@ -432,7 +458,7 @@ class VLLMEngine(Streaming):
         except (RuntimeError, ValueError, AssertionError, KeyError, TypeError, AttributeError) as error:
             self._state = "broken"
             raise EngineError(
-                f"vLLM failed in {what}: {type(error).__name__}: {error}", code="refused"
+                f"vLLM failed in {what}: {type(error).__name__}: {error}", code="refused", name=what
             ) from error
 
     def _rpc(
@@ -445,7 +471,12 @@ class VLLMEngine(Streaming):
             until=until or time.monotonic() + seconds,
         )
         if "error" in answer:
-            raise EngineError(f"engine {NAME}, {method}: {answer['error']}", code="refused")
+            raise EngineError(
+                f"engine {NAME}, {method}: {answer['error']}",
+                code="refused",
+                name=method,
+                reason=answer["error"],
+            )
         return answer
 
 
@@ -467,6 +498,8 @@ def _check_spec(config: EngineConfig, spec: EngineSpec) -> None:
                 f"engine {NAME} in this process would take the trainer's process group of {size} ranks for "
                 f"its own; {elsewhere}",
                 code="unsupported-combination",
+                name="process group",
+                ranks=size,
             )
     device = torch.device(spec.device)
     if device.type == "cuda" and (device.index or 0) != 0:

@@ -183,6 +183,7 @@ def check_version(version: str, *, where: str) -> None:
             f"{where} has vLLM {version}; Lockstep knows the servers of vLLM {_dotted(OLDEST)} up to, not "
             f"including, {_dotted(BELOW)}: install one of those there",
             code="unsupported-version",
+            name=version,
         )
 
 
@@ -228,6 +229,7 @@ class VLLMDriver:
                     f"{where} serves {self._model!r} and not {str(self._spec.folder)!r}: another server "
                     "took the port; start again, another free port is taken",
                     code="other-model",
+                    name=self._model,
                 )
             return
         info = check_server(self._client, self._spec)
@@ -281,24 +283,32 @@ class VLLMDriver:
                 f"engine vllm answered a sample in a form that is not that of vLLM {self._version} "
                 f"({type(error).__name__}: {error})",
                 code="bad-reply",
+                name="sample",
             ) from error
         if named != ids:
             raise EngineError(
-                "engine vllm returned logprobs of other tokens than it sampled", code="wrong-result"
+                "engine vllm returned logprobs of other tokens than it sampled",
+                code="wrong-result",
+                name="logprobs",
             )
         if scored and min(scored) <= _NO_LOGPROB:
             token = ids[scored.index(min(scored))]
             raise EngineError(
                 f"engine vllm has no logprob of token {token} that it sampled; is it not finite?",
                 code="not-finite",
+                token=token,
             )
         if prompt_tokens != prompt:
             raise EngineError(
-                f"engine vllm computed {prompt_tokens} prompt tokens of {prompt}", code="wrong-result"
+                f"engine vllm computed {prompt_tokens} prompt tokens of {prompt}",
+                code="wrong-result",
+                name="prompt_tokens",
             )
         if reason not in ("stop", "length", "abort"):
             raise EngineError(
-                f"engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}", code="wrong-result"
+                f"engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}",
+                code="wrong-result",
+                name="finish_reason",
             )
         return Sample(
             token_ids=ids,
@@ -343,7 +353,9 @@ class VLLMDriver:
                     totals[name] = totals.get(name, 0) + whole(value, name)
                 except ValueError as error:
                     raise EngineError(
-                        f"the vLLM server does not say its use of memory: {error}", code="bad-reply"
+                        f"the vLLM server does not say its use of memory: {error}",
+                        code="bad-reply",
+                        name="memory",
                     ) from error
         return totals
 
@@ -356,6 +368,7 @@ class VLLMDriver:
                 "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls lockstep.wire.vllm_worker.LockstepWorker "
                 "(the package lockstep on its PYTHONPATH)",
                 code="server-settings",
+                flag="--worker-extension-cls",
             )
         self._post("/pause?mode=wait", seconds=_left(session))  # other clients of a server at a url
         about = {"policy_version": session.policy_version, "run_id": session.run_id}
@@ -376,6 +389,7 @@ class VLLMDriver:
                     "vLLM did not empty its prefix cache after the update (blocks are in use); it would "
                     "answer with keys and values of the old weights",
                     code="refused",
+                    name="prefix cache",
                 )
         self._post("/resume", seconds=_left(session))
 
@@ -391,7 +405,9 @@ class VLLMDriver:
             return {name: tensor_from_hex(held["dtype"], held["hex"]) for name, held in first.items()}
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
-                f"the vLLM server read its weights back in an unknown form: {error}", code="bad-reply"
+                f"the vLLM server read its weights back in an unknown form: {error}",
+                code="bad-reply",
+                name="weights",
             ) from error
 
     # HTTP
@@ -412,7 +428,9 @@ class VLLMDriver:
         answers = self._post("/collective_rpc", body, seconds=seconds + 1.0).object().get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
             raise EngineError(
-                f"the vLLM server answered {method} with {str(answers)[:200]!r}", code="bad-reply"
+                f"the vLLM server answered {method} with {str(answers)[:200]!r}",
+                code="bad-reply",
+                name=method,
             )
         for rank, answer in enumerate(answers):
             if "error" in answer:
@@ -420,6 +438,8 @@ class VLLMDriver:
                     f"vLLM worker {rank}, {method}: {printable(str(answer['error']))}",
                     code="refused",
                     rank=rank,
+                    name=method,
+                    reason=answer["error"],
                 )
         return answers
 
@@ -430,6 +450,7 @@ class VLLMDriver:
                 f"the vLLM server did not {'go to sleep' if asleep else 'wake up'}: it says is_sleeping = "
                 f"{reply.get('is_sleeping')!r}",
                 code="refused",
+                name="sleep",
             )
 
 

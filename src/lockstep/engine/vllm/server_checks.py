@@ -91,7 +91,9 @@ def _usable_mode(mode: str, spec: EngineSpec, *, where: str) -> LogprobsMode:
 def _model_card(client: HttpClient) -> Mapping[str, Any]:
     cards = client.get("/v1/models", seconds=SHORT_SECONDS).object().get("data")
     if not isinstance(cards, list) or not cards or not isinstance(cards[0], dict) or "id" not in cards[0]:
-        raise EngineError(f"{client.url}/v1/models names no model; is that a vLLM server?", code="bad-reply")
+        raise EngineError(
+            f"{client.url}/v1/models names no model; is that a vLLM server?", code="bad-reply", name="models"
+        )
     return cards[0]
 
 
@@ -105,6 +107,7 @@ def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> No
             f"{where} serves {root!r}, and this run's model is {spec.model_name!r} ({spec.folder}); start "
             "one that serves it, or set model.name",
             code="other-model",
+            name=root,
         )
     different = sorted(
         k for k in (theirs.keys() | (ours or {}).keys()) if theirs.get(k) != (ours or {}).get(k)
@@ -114,6 +117,7 @@ def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> No
             f"{where} serves {root!r}, another model than this run's {spec.model_name!r} ({spec.folder}): "
             f"their config.json differ in {', '.join(different[:8])}",
             code="other-model",
+            names=different,
         )
 
 
@@ -134,7 +138,9 @@ def _server_info(client: HttpClient) -> dict[str, Any] | None:
         return None
     config = reply.object().get("vllm_config")
     if not isinstance(config, dict) or not isinstance(config.get("model_config"), dict):
-        raise EngineError(f"{reply.what} answered without its configuration", code="bad-reply")
+        raise EngineError(
+            f"{reply.what} answered without its configuration", code="bad-reply", name="configuration"
+        )
     parallel = config.get("parallel_config")
     worker = parallel.get("worker_extension_cls") if isinstance(parallel, dict) else None
     return dict(config["model_config"]) | {"worker_extension_cls": worker}
@@ -153,7 +159,9 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
         )
     if last.status == 404:
         raise EngineError(
-            f"{where} has no /inference/v1/generate, which vLLM has since 0.26", code="unsupported-version"
+            f"{where} has no /inference/v1/generate, which vLLM has since 0.26",
+            code="unsupported-version",
+            name="/inference/v1/generate",
         )
     if last.status != 200 or beyond.status == 200:
         raise EngineError(
@@ -162,6 +170,7 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
             f"{spec.vocab_size - 1 if last.status != 200 else size}; it serves another model"
             + (f" ({last.error_text()})" if last.status != 200 else ""),
             code="other-model",
+            reason="smaller" if last.status != 200 else "larger",
         )
 
 

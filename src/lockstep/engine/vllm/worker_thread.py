@@ -54,7 +54,9 @@ class OwnThread:
         """
         if self._stuck is not None:
             raise EngineError(
-                f"{self._name} is still in {self._stuck}, whose deadline passed; start again", code="deadline"
+                f"{self._name} is still in {self._stuck}, whose deadline passed; start again",
+                code="deadline",
+                name=self._stuck,
             )
         future: Future[_Result] = Future()
         started = time.monotonic()
@@ -73,6 +75,7 @@ class OwnThread:
                         f"{self._name}: {what} gave no sign of life before its deadline, "
                         f"{time.monotonic() - started:.1f} s after it began",
                         code="deadline",
+                        name=what,
                     ) from None
 
     def end(self, *, seconds: float) -> bool:

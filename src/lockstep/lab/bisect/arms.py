@@ -57,7 +57,7 @@ class ArmFailed(LockstepError):
     """An arm raised an exception, which is the cause of this one."""
 
     def __init__(self, arm: str, index: int) -> None:
-        super().__init__(f"cell {arm} fails on input {index}")
+        super().__init__(f"cell {arm} fails on input {index}", code="cell-failed", name=arm, input=index)
         self.arm, self.index = arm, index
 
 
@@ -149,7 +149,9 @@ def compare(x: Outcome, y: Outcome) -> InputDifference:
     """Compare two outcomes. Raises ParityError when they do not have the same tokens."""
     if x.logprobs.shape != y.logprobs.shape:
         raise ParityError(
-            f"one cell gave {x.logprobs.numel()} logprobs, the other {y.logprobs.numel()}, of the same input"
+            f"one cell gave {x.logprobs.numel()} logprobs, the other {y.logprobs.numel()}, of the same input",
+            code="wrong-shape",
+            name="logprobs",
         )
     parts = gradient_parts(x.gradients, y.gradients)
     worst = max(parts, key=lambda n: _rank(parts[n]), default="")

@@ -38,7 +38,9 @@ class OpenCells:
         self.a, self.b = (_arm(name, one) for name, one in zip("ab", self._replayers, strict=True))
         if self._replayers[0].size.num_layers != self._replayers[1].size.num_layers:
             raise ConfigError(
-                "the cells have different numbers of layers; give --num-layers once, outside of --a and --b"
+                "the cells have different numbers of layers; give --num-layers once, outside of --a and --b",
+                code="contradiction",
+                setting="--num-layers",
             )
 
     def inputs(self) -> Iterator[tuple[int, PackedBatch]]:
@@ -62,15 +64,23 @@ def check_bisectable(name: str, options: ReplayOptions) -> None:
     if cell.deepspeed or cell.ranks > 1 or options.simulate:
         raise ConfigError(
             f"--{name}: bisect looks into the modules of one process; leave --zero-stage, --deepcompile, "
-            "--ranks and --simulate out (`lockstep matrix` compares such cells from outside)"
+            "--ranks and --simulate out (`lockstep matrix` compares such cells from outside)",
+            code="unsupported-combination",
+            setting=f"--{name}",
         )
     if cell.layout == "shared":
         raise ConfigError(
             f"--{name} has --layout shared: one row is computed for several documents there, whose gradients "
-            "are not those of a row of another cell; use --layout packed"
+            "are not those of a row of another cell; use --layout packed",
+            code="unsupported-combination",
+            setting="--layout",
         )
     if options.optimizer_step:
-        raise ConfigError(f"--{name}: --optimizer-step moves the weights apart; leave it out")
+        raise ConfigError(
+            f"--{name}: --optimizer-step moves the weights apart; leave it out",
+            code="unsupported-combination",
+            setting="--optimizer-step",
+        )
 
 
 def _arm(name: str, replayer: Replayer) -> Arm:

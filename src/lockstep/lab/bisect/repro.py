@@ -456,7 +456,7 @@ def _merged(arms: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             if tensor is not None:
                 merged[f"{letter}/{name}"] = tensor.clone()
     if not merged:
-        raise LockstepError("nothing was captured to reproduce the difference with")
+        raise LockstepError("nothing was captured to reproduce the difference with", code="nothing-left")
     return merged
 
 

@@ -104,7 +104,11 @@ class TrialRunner:
         if isinstance(ready, Crash) or "ready" not in ready:
             process.end()
             what = ready if isinstance(ready, Crash) else ready.get("failed")
-            raise LockstepError(f"the worker of the trials cannot start: {what}; see {self._log}")
+            raise LockstepError(
+                f"the worker of the trials cannot start: {what}; see {self._log}",
+                code="process-died",
+                path=self._log,
+            )
         return process
 
     def _answer(self, process: JobProcess, job: Message, seconds: float) -> Message | Crash:

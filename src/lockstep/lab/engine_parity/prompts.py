@@ -44,7 +44,12 @@ def read_data(name: str | None, *, model: str) -> DataConfig:
         run = load_run(find(name))
         data = getattr(run, "data", None)
         if not isinstance(data, DataConfig):
-            raise ConfigError(f"--data {name}: the recipe has no [data]; name one that has, or a file")
+            raise ConfigError(
+                f"--data {name}: the recipe has no [data]; name one that has, or a file",
+                code="missing-setting",
+                setting="--data",
+                name=name,
+            )
         return data
     return check({"source": name}, DataConfig, origin="--data")
 
@@ -67,14 +72,18 @@ def make_prompts(
     if room <= CACHE_BLOCK:
         raise ConfigError(
             f"{model.name} has {positions} positions: with --max-tokens {max_tokens} a prompt longer than a "
-            f"cache block ({CACHE_BLOCK} tokens) does not fit; lower --max-tokens"
+            f"cache block ({CACHE_BLOCK} tokens) does not fit; lower --max-tokens",
+            code="too-long",
+            setting="--max-tokens",
         )
     prompts = load_prompts(data, tokenizer=tokenizer, vocab_size=vocab_size)
     drawn = _take(prompts, max_prompts, seed=seed)
     short = [ids for ids in drawn if len(ids) <= room]
     if not short:
         raise ConfigError(
-            f"every prompt of {data.source} is longer than the {room} tokens that {model.name} has room for"
+            f"every prompt of {data.source} is longer than the {room} tokens that {model.name} has room for",
+            code="nothing-left",
+            setting="--data",
         )
     notes = [] if len(short) == len(drawn) else [f"{len(drawn) - len(short)} prompts were too long"]
     count = max_prompts // 2

@@ -106,7 +106,10 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
     elif not common:
         raise ConfigError(
             f"{a.path} has {len(a.steps)} losses, {b.path} has {len(b.steps)}; with --common the steps that "
-            "both have are compared"
+            "both have are compared",
+            code="wrong-shape",
+            setting="--common",
+            sizes=[len(a.steps), len(b.steps)],
         )
     else:
         pairs = [(step, ours[step], theirs[step]) for step in a.steps if step in theirs]
@@ -114,7 +117,8 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
     if not pairs:
         raise ConfigError(
             f"{a.path} (steps {a.steps[0]} to {a.steps[-1]}) and {b.path} (steps {b.steps[0]} to "
-            f"{b.steps[-1]}) have no step in common"
+            f"{b.steps[-1]}) have no step in common",
+            code="nothing-to-do",
         )
     floor = _floor([value for _, value, _ in pairs])
     if floor:
@@ -189,7 +193,12 @@ def _shown(count: int, *, most: int = 20) -> list[int]:
 def plot(comparison: CurveComparison, path: Path) -> None:
     """Draw both curves and their differences as a PNG. Raises ConfigError."""
     if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+        raise ConfigError(
+            f"--plot {path}: there is no folder {path.parent}",
+            code="no-such-file",
+            setting="--plot",
+            path=path.parent,
+        )
     losses = [
         Curve(
             name=f"{name}: {run.path}",

@@ -67,7 +67,11 @@ def write_png(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
         try:
             figure.savefig(path, dpi=110, format="png")
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written ({error.strerror}); name another file") from error
+            raise ConfigError(
+                f"{path}: cannot be written ({error.strerror}); name another file",
+                code="cannot-write",
+                path=path,
+            ) from error
 
 
 @contextmanager

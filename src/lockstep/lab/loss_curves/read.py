@@ -88,7 +88,11 @@ def _find(path: Path) -> tuple[Path, str]:
             return path, "jsonl"
         return path, "trainer_state" if path.suffix == ".json" else "text"
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such file or folder; name a run, a log or a metrics file")
+        raise ConfigError(
+            f"{path}: there is no such file or folder; name a run, a log or a metrics file",
+            code="no-such-file",
+            path=path,
+        )
     for name, kind in (("metrics.jsonl", "jsonl"), ("trainer_state.json", "trainer_state")):
         if (path / name).is_file():
             return path / name, kind
@@ -100,7 +104,10 @@ def _find(path: Path) -> tuple[Path, str]:
     if len(folders) > 1:
         names = ", ".join(str(folder) for folder in folders[:_MOST_NAMED])
         raise ConfigError(
-            f"{path}: event files of {len(folders)} runs ({names}); name the folder of one of them"
+            f"{path}: event files of {len(folders)} runs ({names}); name the folder of one of them",
+            code="ambiguous",
+            path=path,
+            runs=len(folders),
         )
     if folders:
         return folders[0], "tensorboard"
@@ -109,7 +116,10 @@ def _find(path: Path) -> tuple[Path, str]:
         return logs[0], "text"
     raise ConfigError(
         f"{path}: holds no metrics.jsonl, trainer_state.json or TensorBoard events"
-        + (f", and {len(logs)} logs: name one of them" if logs else ", nor a log")
+        + (f", and {len(logs)} logs: name one of them" if logs else ", nor a log"),
+        code="wrong-kind-of-file",
+        path=path,
+        logs=len(logs),
     )
 
 
@@ -124,11 +134,16 @@ def _read_text(path: Path) -> str:
         if size > MOST_BYTES:
             raise ConfigError(
                 f"{path}: {size / 2**20:,.0f} MiB, more than {MOST_BYTES / 2**20:,.0f}; cut it down to the "
-                "lines with losses"
+                "lines with losses",
+                code="too-large",
+                path=path,
+                limit=MOST_BYTES,
             )
         return read_plain(path, ConfigError, limit=MOST_BYTES).decode("utf-8", errors="replace")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror})", code="cannot-read", path=path
+        ) from error
 
 
 # --- our own, and Hugging Face's ----------------------------------------------------------------------------
@@ -146,10 +161,18 @@ def _from_jsonl(path: Path, text: str, key: str | None) -> Losses:
             if number == len(lines):  # of a run that was killed
                 break
             raise ConfigError(
-                f"{path}, line {number}: not JSON ({error}); correct it or remove it"
+                f"{path}, line {number}: not JSON ({error}); correct it or remove it",
+                code="not-json",
+                path=path,
+                line=number,
             ) from error
         if not isinstance(value, dict):
-            raise ConfigError(f"{path}, line {number}: expected an object, got {type(value).__name__}")
+            raise ConfigError(
+                f"{path}, line {number}: expected an object, got {type(value).__name__}",
+                code="wrong-type",
+                path=path,
+                line=number,
+            )
         if EVALUATION not in value:
             rows.append(value)
     return _from_rows(path, rows, key, what="metrics")
@@ -159,10 +182,15 @@ def _from_trainer_state(path: Path, text: str, key: str | None) -> Losses:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from error
+        raise ConfigError(f"{path}: not JSON ({error})", code="not-json", path=path) from error
     rows = value.get("log_history") if isinstance(value, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path}: field 'log_history' is missing or no list; is it a trainer_state.json?")
+        raise ConfigError(
+            f"{path}: field 'log_history' is missing or no list; is it a trainer_state.json?",
+            code="missing-field",
+            path=path,
+            name="log_history",
+        )
     return _from_rows(path, rows, key, what="trainer_state")
 
 
@@ -205,14 +233,23 @@ def _from_tensorboard(path: Path, key: str | None) -> Losses:
 
     files = [path] if path.is_file() else sorted(path.glob("*tfevents*"))
     if sum(file.stat().st_size for file in files) > MOST_BYTES:
-        raise ConfigError(f"{path}: its event files have more than {MOST_BYTES / 2**20:,.0f} MiB")
+        raise ConfigError(
+            f"{path}: its event files have more than {MOST_BYTES / 2**20:,.0f} MiB",
+            code="too-large",
+            path=path,
+            limit=MOST_BYTES,
+        )
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     events = accumulators.EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     try:
         events.Reload()
         tags = events.Tags()
     except Exception as error:  # whatever its parser raises for a damaged file
-        raise ConfigError(f"{path}: TensorBoard cannot read it ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            f"{path}: TensorBoard cannot read it ({type(error).__name__}: {error})",
+            code="damaged-file",
+            path=path,
+        ) from error
     chosen = _choose(path, {*tags["scalars"], *tags["tensors"]}, key)
     if chosen in tags["scalars"]:
         pairs: list[tuple[int | None, float]] = [(e.step, float(e.value)) for e in events.Scalars(chosen)]
@@ -257,7 +294,11 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
         if key in names:
             return key
         raise ConfigError(
-            f"{path}: has no {key!r}; it has {listed or 'no numbers'}. Name one of them with --key"
+            f"{path}: has no {key!r}; it has {listed or 'no numbers'}. Name one of them with --key",
+            code="unknown-name",
+            setting="--key",
+            name=key,
+            path=path,
         )
     for name in PREFERRED:
         if name in names:
@@ -266,9 +307,14 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
     if len(losses) == 1:
         return losses[0]
     if losses:
-        raise ConfigError(f"{path}: several losses: {', '.join(losses[:_MOST_NAMED])}; name one with --key")
+        raise ConfigError(
+            f"{path}: several losses: {', '.join(losses[:_MOST_NAMED])}; name one with --key",
+            code="ambiguous",
+            setting="--key",
+            path=path,
+        )
     hint = f"; it has {listed}. Name one of them with --key" if names else ""
-    raise ConfigError(f"{path}: no loss found{hint}")
+    raise ConfigError(f"{path}: no loss found{hint}", code="missing-values", path=path)
 
 
 def _losses(path: Path, source: str, pairs: list[tuple[int | None, float]]) -> Losses:

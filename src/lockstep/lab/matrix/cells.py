@@ -210,20 +210,38 @@ def parse_axes(names: Sequence[str], *, axis_flags: Sequence[str] = ()) -> tuple
     for text in axis_flags:
         name, equals, rest = text.partition("=")
         if not equals or not rest:
-            raise ConfigError(f"--axis {text!r}: expected NAME=VALUE[,VALUE...], such as --axis layers=2,8")
+            raise ConfigError(
+                f"--axis {text!r}: expected NAME=VALUE[,VALUE...], such as --axis layers=2,8",
+                code="wrong-format",
+                setting="--axis",
+                name=text,
+            )
         if values.get(name) is not None:
-            raise ConfigError(f"--axis {name} is given twice; put all values into one, joined by commas")
+            raise ConfigError(
+                f"--axis {name} is given twice; put all values into one, joined by commas",
+                code="duplicate",
+                setting="--axis",
+                name=name,
+            )
         values[name] = tuple(value.strip() for value in rest.split(","))
     axes = tuple(_axis(name, own) for name, own in (values or dict.fromkeys(DEFAULT_AXES)).items())
     for one, other in itertools.combinations(axes, 2):
         same = KINDS[one.name].field
         if same == KINDS[other.name].field:
             raise ConfigError(
-                f"the axes {one.name} and {other.name} both set {same.replace('_', ' ')}; keep one"
+                f"the axes {one.name} and {other.name} both set {same.replace('_', ' ')}; keep one",
+                code="contradiction",
+                setting="--axis",
+                name=same,
             )
     total = math.prod(len(axis.values) for axis in axes)
     if total > MAX_CELLS:
-        raise ConfigError(f"these axes make {total} cells, more than {MAX_CELLS}; leave some values out")
+        raise ConfigError(
+            f"these axes make {total} cells, more than {MAX_CELLS}; leave some values out",
+            code="too-large",
+            setting="--axis",
+            cells=total,
+        )
     return axes
 
 
@@ -237,11 +255,21 @@ def settings(text: str, *, origin: str) -> dict[str, Any]:
     for word in text.replace(",", " ").split():
         name, equals, value = word.partition("=")
         if not equals or not value:
-            raise ConfigError(f"{origin} {word!r}: expected AXIS=VALUE, such as dtype=float32")
+            raise ConfigError(
+                f"{origin} {word!r}: expected AXIS=VALUE, such as dtype=float32",
+                code="wrong-format",
+                setting=origin,
+                name=word,
+            )
         sets = _axis(name, (value,)).values[0].sets
         twice = set(sets) & set(fields)
         if twice:
-            raise ConfigError(f"{origin} {text!r} sets {twice.pop().replace('_', ' ')} twice; set it once")
+            raise ConfigError(
+                f"{origin} {text!r} sets {twice.pop().replace('_', ' ')} twice; set it once",
+                code="duplicate",
+                setting=origin,
+                name=text,
+            )
         fields |= sets
     return fields
 
@@ -308,20 +336,33 @@ def refusal(cell: Cell) -> str | None:
 
 def _axis(name: str, values: Sequence[str] | None) -> Axis:
     if name not in KINDS:
-        raise ConfigError(unknown_name("axis", name, KINDS))
+        raise ConfigError(unknown_name("axis", name, KINDS), code="unknown-name", setting="--axis", name=name)
     kind = KINDS[name]
     chosen = tuple(dict.fromkeys(kind.usual if values is None else values))
     if not chosen:
-        raise ConfigError(f"the axis {name} has no usual values; give some: --axis {name}=VALUE,VALUE")
+        raise ConfigError(
+            f"the axis {name} has no usual values; give some: --axis {name}=VALUE,VALUE",
+            code="missing-setting",
+            setting="--axis",
+            name=name,
+        )
     axis_values = []
     for value in chosen:
         try:
             label, sets = kind.parse(value)
         except ValueError as error:
-            raise ConfigError(f"axis {name}: {error}") from error
+            raise ConfigError(
+                f"axis {name}: {error}", code="wrong-format", setting="--axis", name=name
+            ) from error
         axis_values.append(AxisValue(axis=name, value=value, label=label, sets=sets))
     if len({value.label for value in axis_values}) < len(axis_values):
-        raise ConfigError(f"axis {name}: {', '.join(chosen)} name the same value twice")
+        raise ConfigError(
+            f"axis {name}: {', '.join(chosen)} name the same value twice",
+            code="duplicate",
+            setting="--axis",
+            name=name,
+            values=chosen,
+        )
     return Axis(name=name, values=tuple(axis_values))
 
 

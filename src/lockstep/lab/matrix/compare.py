@@ -77,7 +77,9 @@ def _compare_logprobs(
         if x.shape != y.shape:
             raise RecordingError(
                 f"{cell}: {name} has shape {tuple(x.shape)} and the reference cell's {tuple(y.shape)}; "
-                "the two were not given the same inputs: replay both from one recording with the same options"
+                "the two were not given the same inputs: replay both from one recording with equal options",
+                code="wrong-shape",
+                name=name,
             )
         difference = _difference(x, y)
         tokens += difference.numel()
@@ -172,7 +174,9 @@ def _open(path: Path) -> Any:
             return safe_open(path, framework="pt")
     except (SafetensorError, OSError, RecordingError) as error:
         raise RecordingError(
-            f"{path}: no outputs to compare ({error}); `lockstep replay --keep-outputs` writes them"
+            f"{path}: no outputs to compare ({error}); `lockstep replay --keep-outputs` writes them",
+            code="cannot-read",
+            path=path,
         ) from error
 
 
@@ -183,5 +187,9 @@ def _under(names: Collection[str], prefix: str) -> list[str]:
 def _index(name: str) -> int:
     number = name.rpartition("/")[2]
     if not number.isdecimal():
-        raise RecordingError(f"{name!r} in outputs.safetensors names no input; expected {LOGPROBS}NUMBER")
+        raise RecordingError(
+            f"{name!r} in outputs.safetensors names no input; expected {LOGPROBS}NUMBER",
+            code="wrong-field",
+            name=name,
+        )
     return int(number)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lockstep.config.problems import first_data
 from lockstep.errors import RecordingError
 from lockstep.lab.matrix.compare import Comparison, compare_outputs
 from lockstep.lab.matrix.result import CELL, CellResult, read_measures
@@ -83,7 +84,9 @@ def read_cell(folder: Path) -> CellResult | None:
         return CELL.validate_python(read_json(file, RecordingError))
     except ValidationError as error:
         raise RecordingError(
-            f"{file}: not a cell's result ({first_problem(error)}); delete {folder} and resume"
+            f"{file}: not a cell's result ({first_problem(error)}); delete {folder} and resume",
+            path=file,
+            **first_data(error),
         ) from error
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
+from lockstep.config.problems import first_data
 from lockstep.errors import RecordingError
 from lockstep.lab.matrix.compare import Comparison
 from lockstep.lab.suite.job_files import first_problem
@@ -186,12 +187,20 @@ def read_matrix(path: Path) -> MatrixResult:
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         raise RecordingError(
             f"{file}: format = {values.get('format')!r}, version = {values.get('version')!r}; this version "
-            f"reads {FORMAT} {VERSION}, which `lockstep matrix` writes"
+            f"reads {FORMAT} {VERSION}, which `lockstep matrix` writes",
+            code="version-differs",
+            path=file,
+            format=values.get("format"),
+            version=values.get("version"),
         )
     try:
         return _MATRIX.validate_python(values)
     except ValidationError as error:
-        raise RecordingError(f"{file}: not what `lockstep matrix` writes ({first_problem(error)})") from error
+        raise RecordingError(
+            f"{file}: not what `lockstep matrix` writes ({first_problem(error)})",
+            path=file,
+            **first_data(error),
+        ) from error
 
 
 def read_measures(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Measures:
@@ -333,9 +342,11 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         values = read_json(file, RecordingError)
     except RecordingError as error:
-        raise RecordingError(f"{error}; give the folder of a `lockstep matrix`") from error
+        raise RecordingError(f"{error}; give the folder of a `lockstep matrix`", **error.data) from error
     if not isinstance(values, dict):
-        raise RecordingError(f"{file}: a JSON object was expected, not {type(values).__name__}")
+        raise RecordingError(
+            f"{file}: a JSON object was expected, not {type(values).__name__}", code="wrong-type", path=file
+        )
     return values
 
 

@@ -107,7 +107,12 @@ def run_matrix(
     try:
         lock = RunLock(options.out / "lock")
     except ConfigError as error:
-        raise ConfigError(f"another matrix is writing {str(options.out)!r}; give another --out") from error
+        raise ConfigError(
+            f"another matrix is writing {str(options.out)!r}; give another --out",
+            code="locked",
+            setting="--out",
+            path=options.out,
+        ) from error
     try:
         return work.run(progress or (lambda cell, done, total: None))
     finally:
@@ -146,17 +151,32 @@ class _Work:
         """Make the folder, or read the results in it. Raises ConfigError if it holds another matrix."""
         out = self.options.out
         if out.exists() and not out.is_dir():
-            raise ConfigError(f"--out {str(out)!r} is a file; give a folder")
+            raise ConfigError(
+                f"--out {str(out)!r} is a file; give a folder", code="not-a-file", setting="--out", path=out
+            )
         if not (out / "matrix.json").exists():
             if out.exists() and any(out.iterdir()):
-                raise ConfigError(f"--out {str(out)!r} holds something that is no matrix; give a new folder")
+                raise ConfigError(
+                    f"--out {str(out)!r} holds something that is no matrix; give a new folder",
+                    code="wrong-kind-of-file",
+                    setting="--out",
+                    path=out,
+                )
             if self.options.resume:
-                raise ConfigError(f"--resume: {str(out)!r} holds no matrix to go on with; leave --resume out")
+                raise ConfigError(
+                    f"--resume: {str(out)!r} holds no matrix to go on with; leave --resume out",
+                    code="wrong-kind-of-file",
+                    setting="--resume",
+                    path=out,
+                )
             make_folder(out / "cells")
             return
         if not self.options.resume:
             raise ConfigError(
-                f"--out {str(out)!r} holds a matrix already; --resume goes on with it, or give another --out"
+                f"--out {str(out)!r} holds a matrix already; --resume goes on with it, or give another --out",
+                code="already-exists",
+                setting="--out",
+                path=out,
             )
         old = read_matrix(out)
         self.created = old.created
@@ -165,7 +185,10 @@ class _Work:
             was, now = old.environment.get(other[0]), self.environment[other[0]]
             raise ConfigError(
                 f"--resume: {str(out)!r} was begun with {other[0]} {was}, and this is {now}; give another "
-                "--out, and compare the two with `lockstep matrix diff`"
+                "--out, and compare the two with `lockstep matrix diff`",
+                code="not-resumable",
+                setting="--resume",
+                name=other[0],
             )
         for cell in self.order:
             self._take(cell)
@@ -177,7 +200,10 @@ class _Work:
         if result.command != self.command(cell):
             raise ConfigError(
                 f"--resume: {str(self.options.out)!r} has {cell.name!r} by another command "
-                f"({result.command}); give the same options, or another --out"
+                f"({result.command}); give the same options, or another --out",
+                code="not-resumable",
+                setting="--resume",
+                name=cell.name,
             )
         again = self.options.retry and not result.works and result.status != "refused"
         if not again:

@@ -185,7 +185,10 @@ def plan_buckets(
         index = order[totals.index(max(totals))]
         raise ConfigError(
             f"--capacity {options.capacity}: input {index} has {max(totals)} tokens; set at least "
-            f"--capacity {_round_up(max(totals), _ALIGNMENT)}, or leave that input out with --inputs"
+            f"--capacity {_round_up(max(totals), _ALIGNMENT)}, or leave that input out with --inputs",
+            code="out-of-range",
+            setting="--capacity",
+            input=index,
         )
     budget = options.capacity or max(recorded, _round_up(max(totals), _ALIGNMENT))
     width = min(width, budget)
@@ -211,12 +214,19 @@ def select_inputs(recording: Recording, options: ReplayOptions) -> tuple[int, ..
     """
     count = len(recording)
     if count == 0:
-        raise ConfigError(f"{recording.path} holds no inputs; there is nothing to replay")
+        raise ConfigError(
+            f"{recording.path} holds no inputs; there is nothing to replay",
+            code="nothing-to-do",
+            path=recording.path,
+        )
     chosen = list(range(count)) if options.inputs is None else list(dict.fromkeys(options.inputs))
     wrong = [index for index in chosen if not 0 <= index < count]
     if wrong:
         raise ConfigError(
-            f"--inputs names input {wrong[0]}, but {recording.path} holds {count} (0 to {count - 1})"
+            f"--inputs names input {wrong[0]}, but {recording.path} holds {count} (0 to {count - 1})",
+            code="out-of-range",
+            setting="--inputs",
+            input=wrong[0],
         )
     if options.steps is not None:
         first, last = options.steps
@@ -225,7 +235,9 @@ def select_inputs(recording: Recording, options: ReplayOptions) -> tuple[int, ..
         if not chosen:
             text = f"{'' if first is None else first}:{'' if last is None else last}"
             raise ConfigError(
-                f"--steps {text} leaves no input; this recording has steps {steps[0]} to {steps[-1]}"
+                f"--steps {text} leaves no input; this recording has steps {steps[0]} to {steps[-1]}",
+                code="nothing-left",
+                setting="--steps",
             )
     if options.shuffle:
         random.Random(options.seed).shuffle(chosen)

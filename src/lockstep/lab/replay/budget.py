@@ -44,14 +44,19 @@ class MemoryLimit:
         if documents > MAX_DOCUMENT_SLOTS:
             raise RecordingError(
                 f"field 'capacity': the batch would have room for {documents:,} documents; at most "
-                f"{MAX_DOCUMENT_SLOTS:,}"
+                f"{MAX_DOCUMENT_SLOTS:,}",
+                code="too-large",
+                name="capacity",
+                documents=documents,
             )
         need = self.estimate(slots=slots, documents=documents)
         if need > self.bytes:
             raise RecordingError(
                 f"a batch of {slots:,} slots would take about {gib(need)}, more than the {gib(self.bytes)} "
                 f"that an input may take; give more with --max-memory {need / 2**30 + 1:.0f}, fewer layers "
-                "with --num-layers, or leave the input out with --inputs"
+                "with --num-layers, or leave the input out with --inputs",
+                code="out-of-memory",
+                setting="--max-memory",
             )
 
     def estimate(self, *, slots: int, documents: int = 0) -> int:

@@ -155,7 +155,10 @@ def check_inputs_fit(recording: Recording, order: Sequence[int], size: ModelSize
             raise RecordingError(
                 f"input {index}, field 'positions': its longest document has {longest} tokens, but {name} "
                 f"has {size.max_positions} positions; replay with the recorded model, with one of at least "
-                f"{longest} positions (--model), or leave this input out (--inputs)"
+                f"{longest} positions (--model), or leave this input out (--inputs)",
+                code="too-long",
+                name="positions",
+                input=index,
             )
     if recording.header.vocab_size <= size.vocab_size:
         return
@@ -170,7 +173,10 @@ def check_ids(batch: PackedBatch, *, index: int, vocab_size: int, name: str) -> 
         raise RecordingError(
             f"input {index}, field 'token_ids': it holds id {low if low < 0 else high}, but {name} has a "
             f"vocabulary of {vocab_size} (0 to {vocab_size - 1}); replay with the recorded model or with one "
-            "of its vocabulary (--model), or leave this input out (--inputs)"
+            "of its vocabulary (--model), or leave this input out (--inputs)",
+            code="outside-vocabulary",
+            name="token_ids",
+            input=index,
         )
 
 
@@ -182,7 +188,10 @@ def check_tail(batch: PackedBatch, *, index: int, max_positions: int, name: str)
     if longest > max(max_positions, *batch.lengths[:real]):
         raise RecordingError(
             f"input {index}, field 'tail': a pad document has {longest:,} slots, but {name} has "
-            f"{max_positions:,} positions; leave this input out (--inputs)"
+            f"{max_positions:,} positions; leave this input out (--inputs)",
+            code="too-long",
+            name="tail",
+            input=index,
         )
 
 
@@ -191,7 +200,9 @@ def check_usable(meta: InputMeta, *, index: int) -> None:
     if meta.unusable is not None:
         raise RecordingError(
             f"input {index} is kept as the module was called, not as documents ({meta.unusable}); it cannot "
-            f"be fed again. Look at it with `lockstep recording show {index}`, or leave it out (--inputs)"
+            f"be fed again. Look at it with `lockstep recording show {index}`, or leave it out (--inputs)",
+            code="wrong-batch",
+            input=index,
         )
 
 

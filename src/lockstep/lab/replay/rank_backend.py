@@ -20,6 +20,7 @@ from lockstep.lab.suite.failure import error_line
 from lockstep.observe.spans import Spans
 from lockstep.packing import empty_batch
 from lockstep.protocols.train import StepStats, TokenLoss
+from lockstep.ranks.context import PeerFailed
 from lockstep.ranks.guard import Desync, Guard
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.gradients import global_norm
@@ -166,7 +167,9 @@ class RankBackend(_Wrapped):
             if self.reduces_gradients:
                 raise PeerFailed(
                     f"step {step}: not run, because another rank failed before it ({'; '.join(failed)}). "
-                    f"Here the other ranks of a job wait {waits_in(self.zero_stage)}"
+                    f"Here the other ranks of a job wait {waits_in(self.zero_stage)}",
+                    code="peer-failed",
+                    step=step,
                 )
         self._peer_missing = bool(failed)
         return step
@@ -255,10 +258,6 @@ class RankBackend(_Wrapped):
     def drop_gradients(self) -> None:
         """Drop the backend's gradients."""
         self.inner.drop_gradients()
-
-
-class PeerFailed(RuntimeError):
-    """This rank's part of a step was not run, because another rank's had failed."""
 
 
 class _KeepDesync:

@@ -22,13 +22,13 @@ from pydantic import TypeAdapter
 from lockstep.errors import ConfigError
 from lockstep.lab.replay.deadline import Deadline
 from lockstep.lab.replay.options import ReplayOptions
-from lockstep.lab.replay.rank_backend import PeerFailed, RankBackend, SimulatedBackend
+from lockstep.lab.replay.rank_backend import RankBackend, SimulatedBackend
 from lockstep.lab.replay.replayer import Replayer
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
 from lockstep.lab.replay.run import ReplayResult, finish, opening
 from lockstep.lab.replay.step_plan import PlannedStep, PlanReport, StepPlan, diagnose, plan_steps
 from lockstep.lab.replay.summary import counted
-from lockstep.ranks.context import RankContext
+from lockstep.ranks.context import PeerFailed, RankContext
 from lockstep.ranks.guard import Desync, Guard
 from lockstep.schema.batch import PackedBatch
 
@@ -68,7 +68,9 @@ def rank_options(options: ReplayOptions, ranks: RankContext) -> ReplayOptions:
     if requested not in (1, ranks.world_size):
         raise ConfigError(
             f"--ranks {requested}, but {ranks.world_size} ranks were started; leave --ranks out under "
-            "torchrun and deepspeed, or give the same number"
+            "torchrun and deepspeed, or give the same number",
+            code="contradiction",
+            setting="--ranks",
         )
     cell = dataclasses.replace(options.cell, ranks=ranks.world_size, device=str(ranks.device))
     return dataclasses.replace(options, cell=cell)
@@ -123,7 +125,9 @@ def replay_simulated(
     if options.cell.deepspeed and options.optimizer_step:
         raise ConfigError(
             "--optimizer-step with DeepSpeed needs real ranks: DeepSpeed reduces gradients in every "
-            "backward; give --ranks N without --simulate"
+            "backward; give --ranks N without --simulate",
+            code="unsupported-combination",
+            setting="--optimizer-step",
         )
     started, ranks = time.perf_counter(), simulated_ranks(recording, options)
     # The cell is that of one process: nothing of what it computes is distributed.

@@ -78,9 +78,19 @@ def parse_cell(text: str) -> BenchCell:
             axis = INVARIANT
         if axis is None:
             known = [*itertools.chain(*(v for axis, v in AXES.items() if axis != INVARIANT)), INVARIANT]
-            raise ConfigError(f"cell {text!r}: {unknown_name('word', word, known)}")
+            raise ConfigError(
+                f"cell {text!r}: {unknown_name('word', word, known)}",
+                code="unknown-name",
+                setting="--cells",
+                name=word,
+            )
         if axis in choices:
-            raise ConfigError(f"cell {text!r} names its {axis} twice; name it once")
+            raise ConfigError(
+                f"cell {text!r} names its {axis} twice; name it once",
+                code="duplicate",
+                setting="--cells",
+                name=axis,
+            )
         choices[axis] = True if axis == INVARIANT else word
     return BenchCell(**choices)
 
@@ -89,7 +99,11 @@ def parse_cells(text: str) -> list[BenchCell]:
     """Parse cells joined by commas, each once, in the order given. Raises ConfigError."""
     cells = [parse_cell(word) for word in text.split(",") if word.strip()]
     if not cells:
-        raise ConfigError(f"--cells {text!r} names no cell; name some, such as eager+hf,compile+native")
+        raise ConfigError(
+            f"--cells {text!r} names no cell; name some, such as eager+hf,compile+native",
+            code="empty",
+            setting="--cells",
+        )
     return _checked(cells)
 
 
@@ -117,9 +131,18 @@ def _values(axis: str, text: str | None) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if word not in AXES[axis]:
-            raise ConfigError(f"--{axis}: {unknown_name('value', word, AXES[axis])}")
+            raise ConfigError(
+                f"--{axis}: {unknown_name('value', word, AXES[axis])}",
+                code="unknown-name",
+                setting=f"--{axis}",
+                name=word,
+            )
     if not words:
-        raise ConfigError(f"--{axis} {text!r} names nothing; name some of {', '.join(AXES[axis])}")
+        raise ConfigError(
+            f"--{axis} {text!r} names nothing; name some of {', '.join(AXES[axis])}",
+            code="empty",
+            setting=f"--{axis}",
+        )
     return words
 
 
@@ -127,7 +150,17 @@ def _checked(cells: Sequence[BenchCell]) -> list[BenchCell]:
     names = [cell.name for cell in cells]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"{', '.join(twice)} would be measured twice; name each cell once")
+        raise ConfigError(
+            f"{', '.join(twice)} would be measured twice; name each cell once",
+            code="duplicate",
+            setting="--cells",
+            names=twice,
+        )
     if len(cells) > MAX_CELLS:
-        raise ConfigError(f"{len(cells)} cells are more than {MAX_CELLS}; name fewer values, or use --cells")
+        raise ConfigError(
+            f"{len(cells)} cells are more than {MAX_CELLS}; name fewer values, or use --cells",
+            code="too-large",
+            setting="--cells",
+            cells=len(cells),
+        )
     return list(cells)

@@ -286,7 +286,7 @@ def run_bench(options: BenchOptions, *, progress: Callable[[str], None] = lambda
     jobs = {cell.name: _job(cell, options) for cell in options.cells}
     refused = {cell: reason for cell, reason in jobs.items() if isinstance(reason, str)}
     if len(refused) == len(jobs):
-        raise ConfigError(_all_refused(refused))
+        raise ConfigError(_all_refused(refused), code="nothing-to-do", setting="--cells")
     make_folder(options.out)
     progress(f"bench: {options.out}")
     for note in options.notes:

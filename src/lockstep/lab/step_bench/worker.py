@@ -276,7 +276,9 @@ class _Cell:
             if turn is None or turn > self.steps_taken:
                 return turn
             if time.monotonic() > until:
-                raise LockstepError(f"no turn came within {self.job.patience:g} s")
+                raise LockstepError(
+                    f"no turn came within {self.job.patience:g} s", code="deadline", seconds=self.job.patience
+                )
             time.sleep(_POLL_SECONDS)
 
     def _wait(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from lockstep.config.base import Record, Seconds
+from lockstep.config.problems import first_data
 from lockstep.errors import ConfigError
 from lockstep.observe.files import write_json
 
@@ -60,7 +61,11 @@ def check_seconds(value: float, setting: str) -> None:
     try:
         _SECONDS.validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{setting} = {value!r}: {error.errors()[0]['msg']}; set seconds") from None
+        raise ConfigError(
+            f"{setting} = {value!r}: {error.errors()[0]['msg']}; set seconds",
+            code="out-of-range",
+            setting=setting,
+        ) from None
 
 
 def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:
@@ -68,9 +73,11 @@ def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); name a job file", code="cannot-read", path=path
+        ) from error
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_problem(error)}") from error
+        raise ConfigError(f"{path}: {first_problem(error)}", path=path, **first_data(error)) from error
 
 
 def first_problem(error: ValidationError) -> str:

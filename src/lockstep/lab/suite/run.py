@@ -93,7 +93,9 @@ def check_folder(out: Path, command: str, *, name: str = "--out") -> None:
     if in_launcher():
         raise ConfigError(
             f"lockstep {command} starts processes itself; run it without torchrun or deepspeed (RANK and "
-            "WORLD_SIZE are set in the environment)"
+            "WORLD_SIZE are set in the environment)",
+            code="wrong-environment",
+            name=command,
         )
     check_empty(out, name)
 
@@ -101,7 +103,12 @@ def check_folder(out: Path, command: str, *, name: str = "--out") -> None:
 def check_empty(out: Path, name: str = "--out") -> None:
     """Raise ConfigError: `out` is a file or holds something."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{name} {out} is there already and not an empty folder; name a new one")
+        raise ConfigError(
+            f"{name} {out} is there already and not an empty folder; name a new one",
+            code="already-exists",
+            setting=name,
+            path=out,
+        )
 
 
 def make_folder(folder: Path, name: str = "--out") -> None:
@@ -109,7 +116,12 @@ def make_folder(folder: Path, name: str = "--out") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{name} {folder}: cannot be made ({error.strerror}); name another") from error
+        raise ConfigError(
+            f"{name} {folder}: cannot be made ({error.strerror}); name another",
+            code="cannot-write",
+            setting=name,
+            path=folder,
+        ) from error
 
 
 def how_it_ended(

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from lockstep.config.backends import check_backend
 from lockstep.config.declarations import backends
 from lockstep.config.model import ModelConfig
+from lockstep.config.problems import first_data
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, LockstepError
@@ -246,15 +247,23 @@ def check_stack(
         _check_settings(stack, model, device="cuda" if device_count else "cpu")
         for package in backends()[stack.backend].needs:
             if importlib.util.find_spec(package) is None:
-                raise ConfigError(f"the package {package} is missing; {OPTIONAL[package]}")
+                raise ConfigError(
+                    f"the package {package} is missing; {OPTIONAL[package]}",
+                    code="missing-package",
+                    name=package,
+                )
             if failure := import_failure(package):
-                raise ConfigError(failure)
+                raise ConfigError(failure, code="missing-package", name=package)
         if stack.tp > 1 and text is not None:
             from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
 
             check_tensor_parallel_size(text, stack.tp)
         if stack.tp > 1 and text is None:
-            raise ConfigError(f"nothing is known of {model.name}, so it is not known whether tp divides it")
+            raise ConfigError(
+                f"nothing is known of {model.name}, so it is not known whether tp divides it",
+                code="unknown-name",
+                name=model.name,
+            )
         if stack.ring > 1 and text is not None:
             _check_ring(text)
     except LockstepError as error:
@@ -283,6 +292,8 @@ def _check_settings(stack: Stack, model: ModelConfig, *, device: str) -> None:
     try:
         train = TrainConfig.model_validate(stack.train_settings() | {"device": device})
     except ValidationError as error:
-        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+        raise ConfigError(
+            error.errors()[0]["msg"].removeprefix("Value error, "), **first_data(error)
+        ) from error
     check_backend(train, lora=model.lora is not None)
     check_support(_Run(train=train, model=model))

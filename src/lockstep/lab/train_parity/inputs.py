@@ -122,7 +122,10 @@ def _documents(spec: InputsSpec, sizes: Sizes) -> tuple[SFTSet, str, tuple[str, 
         if spec.data is not None and spec.data.source != "ids":
             raise ConfigError(
                 f"{spec.model.name} has no tokenizer, so {spec.data.source!r} cannot be read with it; leave "
-                "--dataset (DATASET) out for documents of random ids, or name a model with a tokenizer"
+                "--dataset (DATASET) out for documents of random ids, or name a model with a tokenizer",
+                code="no-tokenizer",
+                setting="--dataset",
+                name=spec.model.name,
             )
         samples = random_documents(spec.max_samples, vocab_size=sizes.vocab_size, longest=longest)
         note = f"{spec.model.name} has no tokenizer: documents are ids drawn from a skewed distribution"
@@ -228,7 +231,10 @@ def _rollouts(spec: InputsSpec, sizes: Sizes) -> InputsReport:
         raise ConfigError(
             f"--recording {spec.recording} has ids of a vocabulary of {recording.header.vocab_size}, "
             f"{spec.model.name} one of {sizes.vocab_size}; name a recording of that model, or leave "
-            "--recording out for made-up rollouts"
+            "--recording out for made-up rollouts",
+            code="other-model",
+            setting="--recording",
+            name=spec.model.name,
         )
     else:
         plan, algorithm = _made_up(spec, sizes), GRPOConfig().resolved().model_dump(mode="json")
@@ -278,7 +284,10 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
         batch = recording[index].batch
         if not isinstance(batch, PolicyBatch):
             raise ConfigError(
-                f"{recording.path}: input {index} has no advantages; name a recording of an RL run"
+                f"{recording.path}: input {index} has no advantages; name a recording of an RL run",
+                code="missing-values",
+                path=recording.path,
+                input=index,
             )
         if not bool(batch.advantages.any()):
             continue
@@ -289,7 +298,10 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
     if not updates:
         raise DataError(
             f"{recording.path} has no input with advantages and documents of at most {longest} tokens; raise "
-            "--max-length, or name another recording"
+            "--max-length, or name another recording",
+            code="nothing-left",
+            setting="--max-length",
+            path=recording.path,
         )
     return _padded(list(updates.values()), spec)
 

@@ -123,7 +123,11 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
         exit_status = self.runner.run(argv, log=log, timeout=INPUT_SECONDS)
         if exit_status.returncode != 0:
             why = line_that_matters(read_tail(log)).removeprefix("parity inputs: ")
-            raise ConfigError(f"the inputs could not be made: {why or exit_status.describe()} (log: {log})")
+            raise ConfigError(
+                f"the inputs could not be made: {why or exit_status.describe()} (log: {log})",
+                code="process-died",
+                path=log,
+            )
         return InputsReport.model_validate_json((self.out / REPORT).read_text(encoding="utf-8"))
 
     def _ranks(self, stack: Stack) -> int | None:
@@ -189,7 +193,10 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
         if role == "value" and job.train.execution == "deepcompile":
             raise ConfigError(
                 f"stack {stack.name!r}: its graph holds the policy's head, and a value model has another; "
-                "leave deepcompile out with --algorithm ppo"
+                "leave deepcompile out with --algorithm ppo",
+                code="unsupported-combination",
+                setting="--stacks",
+                name=stack.name,
             )
         check_backend(job.train, lora=False)
         check_support(job)

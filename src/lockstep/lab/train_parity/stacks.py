@@ -123,7 +123,10 @@ class Stack:
             axes = " * ".join(f"{a} {n}" for a, n in (("tp", self.tp), ("ring", self.ring)) if n > 1)
             raise ConfigError(
                 f"{axes} = {share} does not divide {ranks} ranks; use {_nearest(ranks, share)} ranks "
-                f"(--gpus, NUM_GPUS), or smaller axes"
+                f"(--gpus, NUM_GPUS), or smaller axes",
+                code="not-divisible",
+                setting=axes,
+                ranks=ranks,
             )
         return ranks
 
@@ -140,12 +143,22 @@ def parse_stack(text: str) -> Stack:
     """
     backend, colon, rest = text.strip().partition(":")
     if backend not in backends():
-        raise ConfigError(f"stack {text!r}: {unknown_name('train backend', backend, backends())}")
+        raise ConfigError(
+            f"stack {text!r}: {unknown_name('train backend', backend, backends())}",
+            code="unknown-name",
+            setting="--stacks",
+            name=backend,
+        )
     options: dict[str, Any] = {}
     for word in rest.split("+") if colon else []:
         name, value = _option(word, text)
         if name in options:
-            raise ConfigError(f"stack {text!r}: {name} is given twice; name it once")
+            raise ConfigError(
+                f"stack {text!r}: {name} is given twice; name it once",
+                code="duplicate",
+                setting="--stacks",
+                name=name,
+            )
         options[name] = value
     stack = Stack(backend=backend, **options)
     _check(stack, text)
@@ -156,11 +169,20 @@ def parse_stacks(text: str) -> list[Stack]:
     """Parse stacks joined by commas, each once, in the order given. Raises ConfigError."""
     stacks = [parse_stack(word) for word in text.split(",") if word.strip()]
     if not stacks:
-        raise ConfigError(f"--stacks {text!r} names no stack; name some, such as {','.join(DEFAULT_STACKS)}")
+        raise ConfigError(
+            f"--stacks {text!r} names no stack; name some, such as {','.join(DEFAULT_STACKS)}",
+            code="empty",
+            setting="--stacks",
+        )
     names = [stack.name for stack in stacks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"--stacks names {', '.join(twice)} twice; name each stack once")
+        raise ConfigError(
+            f"--stacks names {', '.join(twice)} twice; name each stack once",
+            code="duplicate",
+            setting="--stacks",
+            names=twice,
+        )
     return stacks
 
 
@@ -187,7 +209,12 @@ def parse_skip(text: str, *, source: str = "--skip") -> list[str]:
             words.append(parse_stack(word).name)
         except ConfigError:
             problem = unknown_name("word", word, SKIP_WORDS)
-            raise ConfigError(f"{source}: {problem}; or the name of a stack") from None
+            raise ConfigError(
+                f"{source}: {problem}; or the name of a stack",
+                code="wrong-format",
+                setting="--stacks",
+                name=source,
+            ) from None
     return words
 
 
@@ -196,10 +223,20 @@ def _option(word: str, text: str) -> tuple[str, Any]:
         return word, True
     match = _NUMBERED.fullmatch(word)
     if match is None:
-        raise ConfigError(f"stack {text!r}: {unknown_name('option', word, OPTIONS)}")
+        raise ConfigError(
+            f"stack {text!r}: {unknown_name('option', word, OPTIONS)}",
+            code="unknown-name",
+            setting="--stacks",
+            name=word,
+        )
     name, number = match[1], int(match[2])
     if name != "zero" and not 1 <= number <= 4096:
-        raise ConfigError(f"stack {text!r}: {word} must be from 1 to 4096")
+        raise ConfigError(
+            f"stack {text!r}: {word} must be from 1 to 4096",
+            code="out-of-range",
+            setting="--stacks",
+            name=word,
+        )
     return name, number
 
 
@@ -210,21 +247,42 @@ def _check(stack: Stack, text: str) -> None:
         if options:
             others = _of(options[0]) or " or ".join(n for n, other in backends().items() if other.spans_ranks)
             raise ConfigError(
-                f"stack {text!r}: {stack.backend} is one process, so it has no {options[0]}; use {others}"
+                f"stack {text!r}: {stack.backend} is one process, so it has no {options[0]}; use {others}",
+                code="unsupported-combination",
+                setting="--stacks",
+                name=options[0],
             )
     for option, what in _WORDS.items():
         given = getattr(stack, option) != getattr(plain, option)
         if given and option not in backend.stacks.options:
             raise ConfigError(
-                f"stack {text!r}: {what} is of {_of(option)}; leave it out, or use {_of(option)}"
+                f"stack {text!r}: {what} is of {_of(option)}; leave it out, or use {_of(option)}",
+                code="unsupported-combination",
+                setting="--stacks",
+                name=what,
             )
     if stack.zero is not None and stack.zero > 3:
-        raise ConfigError(f"stack {text!r}: there is no ZeRO stage {stack.zero}; use zero0 to zero3")
+        raise ConfigError(
+            f"stack {text!r}: there is no ZeRO stage {stack.zero}; use zero0 to zero3",
+            code="out-of-range",
+            setting="--stacks",
+            name=f"zero{stack.zero}",
+        )
     modes = [mode for mode in _EXECUTIONS if getattr(stack, mode)]
     if len(modes) > 1:
-        raise ConfigError(f"stack {text!r}: {' and '.join(modes)} exclude each other; choose one")
+        raise ConfigError(
+            f"stack {text!r}: {' and '.join(modes)} exclude each other; choose one",
+            code="contradiction",
+            setting="--stacks",
+            names=modes,
+        )
     if stack.joint and stack.zero == 3:
-        raise ConfigError(f"stack {text!r}: joint needs whole weights; use zero2, or compile")
+        raise ConfigError(
+            f"stack {text!r}: joint needs whole weights; use zero2, or compile",
+            code="unsupported-combination",
+            setting="--stacks",
+            name="joint",
+        )
 
 
 def _nearest(ranks: int, share: int) -> str:

@@ -235,6 +235,7 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
                 f"{path.name}: holds no token ids, only {names}; a dump is a dict, or a list of dicts, with "
                 f"one of {', '.join(IDS)} or prompts and responses",
                 code="missing-field",
+                names=names,
             )
         size = path.stat().st_size
         if len(dicts) > _FREE_INPUTS + size // _BYTES_PER_INPUT:
@@ -242,6 +243,7 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
                 f"{path.name}: its {len(dicts):,} inputs share tensors, and are far larger apart than the "
                 f"file's {size:,} bytes; dump each input's own part",
                 code="too-large",
+                name="dicts",
             )
         left = 6 * size + 2**26
         for number, named in enumerate(dicts):
@@ -252,6 +254,7 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
                     f"{path.name}: its inputs share tensors, and are far larger apart than the file is; dump "
                     "each input's own part",
                     code="too-large",
+                    name="tensors",
                 )
             where = path.name if len(dicts) == 1 else f"{path.name}, input {number}"
             yield path, DumpReader(named, where).read(), dump.kind
@@ -302,6 +305,7 @@ def _common_kind(kinds: Mapping[Kind, str], survey: _Survey) -> Kind:
             f"the dumps need several losses ({listed}): advantages and logprobs make a policy batch, only "
             "advantages a surrogate, neither sft. Import them apart",
             code="contradiction",
+            name="losses",
         )
     (kind,) = kinds
     every = len(survey.sizes)
@@ -399,6 +403,7 @@ def _vocab_size(model: str | None, survey: _Survey) -> int:
             f"{size}; name the model that was fed with --model",
             code="outside-vocabulary",
             name="token_ids",
+            value=survey.largest,
         )
     if size >= 2**31:
         raise RecordingError(

@@ -45,6 +45,7 @@ class Budget:
                 f"{self.where}: more than {MAX_STEPS:,} values; dump tensors instead of lists, or fewer "
                 "inputs per file",
                 code="too-large",
+                name="values",
             )
 
     def charge(self, size: int) -> None:
@@ -55,6 +56,7 @@ class Budget:
                 f"{self.where}: its tensors claim far more bytes than the file has (expanded views, or a "
                 "crafted file); dump them with .contiguous()",
                 code="too-large",
+                name="tensors",
             )
 
 
@@ -167,6 +169,7 @@ def symbol(module: str, name: str, where: str) -> Any:
             "plain containers are rebuilt with; nothing was executed. Dump plain values instead: "
             "torch.save({'input_ids': ..., 'attention_mask': ...}, path)",
             code="forbidden-content",
+            name=requested,
         )
     return factory
 
@@ -194,6 +197,7 @@ class Storage:
                 f"{budget.where}: damaged: {len(data)} bytes of tensor data where {self.count} of "
                 f"{self.dtype} are declared",
                 code="damaged-file",
+                name="tensor data",
             )
         budget.charge(len(data))
         self.raw.append(bytearray(data))
@@ -230,6 +234,7 @@ class LazyTensor:
                 f"{budget.where}: damaged: a tensor {list(self.size)[:8]} with strides "
                 f"{list(self.stride)[:8]} reaches out of its {len(raw)} bytes",
                 code="damaged-file",
+                name="strides",
             )
         budget.charge(elements * item)
         if not elements:
@@ -301,6 +306,7 @@ class LazyArray:
                 f"{budget.where}: damaged: a numpy array {list(self.shape)[:8]} of {dtype} has "
                 f"{len(self.raw)} bytes",
                 code="damaged-file",
+                name="numpy array",
             )
         budget.charge(2 * size)
         plain = np.frombuffer(self.raw, np.uint8 if dtype.kind == "b" else dtype)

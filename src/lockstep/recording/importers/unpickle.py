@@ -96,6 +96,7 @@ def _read(path: Path, where: str) -> bytes:
                 f"{where}: {status.st_size:,} bytes; dumps of at most {MAX_FILE_BYTES:,} are read, so dump "
                 "the inputs in several files",
                 code="too-large",
+                name="file",
             )
         return file.read(status.st_size)
 
@@ -103,7 +104,9 @@ def _read(path: Path, where: str) -> bytes:
 def _load(data: bytes, where: str, budget: Budget, *, level: int) -> tuple[Any, str]:
     if level > _MAX_ARCHIVES:
         raise RecordingError(
-            f"{where}: archives are nested more than {_MAX_ARCHIVES} deep; it is no dump", code="too-deep"
+            f"{where}: archives are nested more than {_MAX_ARCHIVES} deep; it is no dump",
+            code="too-deep",
+            name="archives",
         )
     if data[:4] == _ZIP:
         return _load_zip(data, where, budget, level=level), "torch"
@@ -124,11 +127,14 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
         raise RecordingError(
             f"{where}: a zip file with {len(programs)} entries data.pkl; torch.save writes one",
             code="damaged-file",
+            name="data.pkl",
         )
     root = programs[0].removesuffix("data.pkl")
     if entries.get(f"{root}byteorder", b"little") != b"little":
         raise RecordingError(
-            f"{where}: written on a big-endian machine, which is not read", code="unsupported-version"
+            f"{where}: written on a big-endian machine, which is not read",
+            code="unsupported-version",
+            name="byteorder",
         )
     known: dict[str, Storage] = {}
 
@@ -137,7 +143,7 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
             raw = entries.get(f"{root}data/{key}")
             if raw is None:
                 raise RecordingError(
-                    f"{where}: the archive lacks the tensor data {key[:60]!r}", code="damaged-file"
+                    f"{where}: the archive lacks the tensor data {key[:60]!r}", code="damaged-file", name=key
                 )
             known[key] = Storage(kind.dtype, count)
             known[key].fill(raw, budget)
@@ -158,15 +164,20 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
                         f"{where}: entry {info.filename[:60]!r} is compressed; torch.save stores plain "
                         "bytes, so this is no dump of it",
                         code="wrong-kind-of-file",
+                        name="compressed",
                     )
                 left -= info.file_size
                 if left < 0:
                     raise RecordingError(
-                        f"{where}: its entries claim more bytes than the file has", code="too-large"
+                        f"{where}: its entries claim more bytes than the file has",
+                        code="too-large",
+                        name="entries",
                     )
                 if info.filename in members:
                     raise RecordingError(
-                        f"{where}: entry {info.filename[:60]!r} is there twice", code="duplicate"
+                        f"{where}: entry {info.filename[:60]!r} is there twice",
+                        code="duplicate",
+                        name=info.filename,
                     )
                 members[info.filename] = archive.read(info)
     except RecordingError:
@@ -226,7 +237,9 @@ def _plain(value: Any, budget: Budget, *, depth: int) -> Any:
         return value
     if depth > MAX_NESTING:
         raise RecordingError(
-            f"{budget.where}: containers are nested more than {MAX_NESTING} deep", code="too-deep"
+            f"{budget.where}: containers are nested more than {MAX_NESTING} deep",
+            code="too-deep",
+            name="containers",
         )
     if isinstance(value, LazyTensor | LazyArray):
         return value.build(budget)
@@ -291,7 +304,9 @@ class _Machine:
 
     def _bad(self, what: str) -> NoReturn:
         raise RecordingError(
-            f"{self.where}: no pickle, or a damaged one: {what} at byte {self.at}", code="damaged-file"
+            f"{self.where}: no pickle, or a damaged one: {what} at byte {self.at}",
+            code="damaged-file",
+            reason=what,
         )
 
     def _refuse(self, code: int) -> NoReturn:
@@ -301,6 +316,7 @@ class _Machine:
         raise RecordingError(
             f"{self.where}: {what}, which this loader does not do (byte {self.at - 1})",
             code="forbidden-content",
+            name=what,
         )
 
     # bytes
@@ -359,6 +375,7 @@ class _Machine:
                 raise RecordingError(
                     f"{self.where}: a dict has a {type(key).__name__} as a key; dump dicts with text keys",
                     code="wrong-type",
+                    name=type(key).__name__,
                 )
             target[key] = value
 
@@ -392,6 +409,7 @@ class _Machine:
                 f"{self.where}: it sets the state of a {type(target).__name__}, which this loader does only "
                 "for numpy arrays; dump plain dicts of tensors",
                 code="forbidden-content",
+                name=type(target).__name__,
             )
         target.set_state(state)
 

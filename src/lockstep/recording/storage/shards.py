@@ -219,6 +219,7 @@ def read_rank(root: Path, rank: int) -> RankFiles:
             f"{folder}: is missing, or a link out of the recording; recording.json's field ranks names rank "
             f"{rank}",
             code="incomplete",
+            path=folder,
         )
     files: dict[str, dict[int, Path]] = {"shard": {}, "open": {}}
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))

@@ -112,6 +112,7 @@ def verified(directory: Path, *, weights: str | None, known: dict[Path, str] | N
             f"{file.path}: holds the weights {printable(of_module[:80])}, the input saw "
             f"{printable(weights[:80])}; the file is damaged or of another run",
             code="hash-differs",
+            name="weights",
         )
 
 
@@ -135,6 +136,7 @@ def _checked_fingerprint(file: TensorFile, known: dict[Path, str] | None = None)
             f"{file.path}: its tensors have the fingerprint {of_file}, {printable(stored[:80])} was stored; "
             "the file is damaged",
             code="hash-differs",
+            name="fingerprint",
         )
     return of_file
 
@@ -230,6 +232,7 @@ def _check(
             f"{file.path}: holds LoRA adapters, and the model has none; load it with the model.lora of the "
             "recording",
             code="other-model",
+            name="lora",
         )
     missing = sorted(targets.keys() - file.tensors.keys())
     extra = [] if partial else sorted(file.tensors.keys() - targets.keys())
@@ -238,6 +241,8 @@ def _check(
             f"{file.path}: belongs to another model: {len(missing)} tensors are missing {missing[:3]}, "
             f"{len(extra)} are not known {[name[:80] for name in extra[:3]]}",
             code="other-model",
+            missing=missing,
+            unknown=extra,
         )
     for name, tensor in targets.items():
         span = file.tensors[name]

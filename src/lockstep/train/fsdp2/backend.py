@@ -306,6 +306,7 @@ class FSDP2Backend(Rests):
                 f"{error}",
                 code="out-of-memory",
                 setting="train.token_budget",
+                tokens=batch.num_slots,
             ) from error
 
     def _recover(self) -> None:
@@ -388,8 +389,8 @@ class FSDP2Backend(Rests):
         norm = self._norm(shards)
         if not math.isfinite(norm):
             with torch.enable_grad():
-                reason = self._blame()
-            raise step_errors.norm_not_finite(norm, step=self.steps_done, reason=reason)
+                blamed = self._blame()
+            raise step_errors.norm_not_finite(norm, step=self.steps_done, **blamed)
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
@@ -397,7 +398,7 @@ class FSDP2Backend(Rests):
             optimizer.step([shards.get(name) for name in self._names], lr=lr, scale=scale)
         return {"grad_norm": norm, "lr": lr}
 
-    def _blame(self) -> str:
+    def _blame(self) -> dict[str, Any]:
         """Find the micro-batch whose gradients are not finite: all ranks run each once more, alone."""
         pending = list(self._pending)
         self.drop_gradients()
@@ -407,12 +408,8 @@ class FSDP2Backend(Rests):
             bad = self._not_finite()
             self.drop_gradients()
             if bad:
-                return (
-                    f"micro-batch {index} of {len(pending)} has gradients that are not finite in {len(bad)} "
-                    f"parameters ({', '.join(bad[:3])}); its samples are {list(batch.sample_ids)}"
-                )
-        samples = [list(batch.sample_ids) for batch, _ in pending]
-        return f"each micro-batch alone is finite, their sum is not; the samples by micro-batch are {samples}"
+                return step_errors.one_to_blame(index, len(pending), batch.sample_ids, bad)
+        return step_errors.all_to_blame([batch.sample_ids for batch, _ in pending])
 
     def _not_finite(self) -> list[str]:
         """Names of the Parameters whose gradient is not finite on some rank."""

@@ -69,6 +69,7 @@ def mesh_sizes(world_size: int, *, ring: int, tp: int) -> tuple[int, int, int]:
             f"divides {world_size}",
             code="not-divisible",
             setting="train.tp",
+            ranks=world_size,
         )
     return world_size // (ring * tp), ring, tp
 

@@ -223,6 +223,9 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
             f"here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'",
             code="unsupported-model",
             setting="train.tp_plan",
+            name=path,
+            style=style,
+            reason="unknown",
         )
     ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
     if how == Replicated() and ours == Replicated(summed=True):
@@ -233,6 +236,9 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
             "the code here; set train.tp_plan = 'lockstep'",
             code="unsupported-model",
             setting="train.tp_plan",
+            name=path,
+            style=style,
+            reason="does not fit",
         )
     return how
 
@@ -250,6 +256,7 @@ def _check_blocks(by_module: Plan) -> None:
             "train.tp_plan = 'lockstep'",
             code="unsupported-model",
             setting="train.tp_plan",
+            name=torn[0],
         )
 
 

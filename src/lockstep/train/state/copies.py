@@ -53,6 +53,7 @@ class PendingCopy:
                 "checkpoint.background = false, which makes no copy",
                 code="out-of-memory",
                 setting="checkpoint.background",
+                reason=self._error,
             ) from self._error
         copies, self._copies = self._copies, []
         return copies

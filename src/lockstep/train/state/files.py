@@ -141,9 +141,19 @@ def read_record(path: Path, name: str, record: Any) -> FileRecord:
     type."""
     where = f"{path}: field 'files.{printable(name)}'"
     if not isinstance(record, dict) or set(record) != {"bytes", "sha256"}:
-        raise CheckpointError(f"{where} must have bytes and sha256; it is damaged", code="damaged-file")
+        raise CheckpointError(
+            f"{where} must have bytes and sha256; it is damaged",
+            code="damaged-file",
+            name=f"files.{name}",
+            reason="fields",
+        )
     if not is_count(record["bytes"]) or not isinstance(record["sha256"], str):
-        raise CheckpointError(f"{where} is {record!r:.200}; it is damaged", code="damaged-file")
+        raise CheckpointError(
+            f"{where} is {record!r:.200}; it is damaged",
+            code="damaged-file",
+            name=f"files.{name}",
+            reason="types",
+        )
     return FileRecord(**record)
 
 
@@ -188,7 +198,9 @@ def require_free_space(directory: Path, needed: int) -> None:
     """Raises CheckpointError, before anything is written, when `needed` bytes do not fit."""
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise CheckpointError(out_of_space(directory, needed=needed, free=free), code="no-space")
+        raise CheckpointError(
+            out_of_space(directory, needed=needed, free=free), code="no-space", needed=needed, free=free
+        )
 
 
 def out_of_space(directory: Path, *, needed: int, free: int) -> str:

@@ -76,7 +76,9 @@ def read_index(directory: Path) -> StateIndex:
     state = read_json(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}: field 'format' is not {FORMAT!r}; this is no train state", code="wrong-kind-of-file"
+            f"{path}: field 'format' is not {FORMAT!r}; this is no train state",
+            code="wrong-kind-of-file",
+            name="format",
         )
     version = state.get("version")
     if not is_count(version) or version not in (1, VERSION):
@@ -84,6 +86,8 @@ def read_index(directory: Path) -> StateIndex:
             f"{path}: field 'version' is {version!r}, this Lockstep reads 1 and {VERSION}; use the "
             f"version of Lockstep that wrote it ({state.get('versions')})",
             code="version-differs",
+            name="version",
+            value=version,
         )
     if not isinstance(state.get("progress"), dict):
         raise CheckpointError(f"{path}: field 'progress' is missing", code="missing-field", name="progress")
@@ -105,11 +109,16 @@ def read_index(directory: Path) -> StateIndex:
         files |= _files_of_rank(directory, state, rank)
     if version == 1 and set(files) != _V1_FILES:
         raise CheckpointError(
-            f"{path}: field 'files' must list exactly {sorted(_V1_FILES)}", code="wrong-field", name="files"
+            f"{path}: field 'files' must list exactly {sorted(_V1_FILES)}",
+            code="wrong-field",
+            name="files",
+            file="all",
         )
     for rank in range(size):
         if (name := rank_file("rng", "safetensors", rank=rank, size=size)) not in files:
-            raise CheckpointError(f"{path}: field 'files' lacks {name!r}", code="wrong-field", name="files")
+            raise CheckpointError(
+                f"{path}: field 'files' lacks {name!r}", code="wrong-field", name="files", file=name
+            )
     return StateIndex(
         directory=directory,
         progress=state["progress"],
@@ -131,6 +140,7 @@ def _files(path: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]:
                 f"{path}: field 'files' names {name!r}, which is no file of a train state",
                 code="wrong-field",
                 name="files",
+                file=name,
             )
     return {name: read_record(path, name, record) for name, record in files.items()}
 
@@ -140,12 +150,13 @@ def _files_of_rank(directory: Path, state: Mapping[str, Any], rank: int) -> dict
     path = directory / rank_file("files", "json", rank=rank, size=state["world_size"])
     value = read_json(path)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no list of files; it is damaged", code="damaged-file")
+        raise CheckpointError(f"{path} holds no list of files; it is damaged", code="damaged-file", path=path)
     if value.get("save_id") != state.get("save_id"):
         raise CheckpointError(
             f"{path} belongs to another save ({value.get('save_id')!r}) than {STATE} "
             f"({state.get('save_id')!r}): files of two checkpoints are mixed",
             code="mixed-files",
+            path=path,
         )
     return _files(path, value)
 
@@ -160,6 +171,7 @@ def _tensors(path: Path, state: Mapping[str, Any], files: Mapping[str, FileRecor
                 f"{path}: field 'tensors.{name}' is {file!r}, which is not in 'files'",
                 code="wrong-field",
                 name="tensors",
+                tensor=name,
             )
     return tensors
 
@@ -209,7 +221,7 @@ class StoredTensors:
         except (SafetensorError, OSError) as error:
             self._files.close()
             raise CheckpointError(
-                f"{path} is not a readable safetensors file ({error})", code="damaged-file"
+                f"{path} is not a readable safetensors file ({error})", code="damaged-file", path=path
             ) from error
 
     def _compare(self, tensors: Mapping[str, str]) -> None:
@@ -220,12 +232,18 @@ class StoredTensors:
                     f"{self.index.directory / file}: tensor {name.removeprefix(MODEL)!r} is missing; {state} "
                     "says that it is there",
                     code="wrong-weights",
+                    name=name,
+                    path=file,
+                    reason="missing",
                 )
         for name, stored in self.stored.items():
             if name not in tensors:
                 raise CheckpointError(
                     f"{self.index.directory / stored.file}: tensor {stored.key!r} is not in {state}",
                     code="wrong-weights",
+                    name=name,
+                    path=stored.file,
+                    reason="unknown",
                 )
 
     def __enter__(self) -> StoredTensors:
@@ -269,6 +287,8 @@ class StoredTensors:
                 f"{self.index.directory} belongs to another model, optimizer or adapter: {len(missing)} "
                 f"tensors are missing {missing[:3]}, {len(extra)} are not known {extra[:3]}",
                 code="other-model",
+                missing=missing,
+                unknown=extra,
             )
         return sources
 
@@ -292,6 +312,8 @@ class StoredTensors:
             f"{self.index.directory / source.file}: tensor {source.key!r} is {DTYPES[source.dtype]} "
             f"{list(source.shape)}, the run has {DTYPES[meta.dtype]} {list(meta.shape)}",
             code="wrong-shape",
+            name=source.key,
+            path=source.file,
         )
 
     def _is_weight(self, name: str, needed: Mapping[str, TensorMeta]) -> bool:

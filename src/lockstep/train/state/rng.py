@@ -84,7 +84,7 @@ def read_rng(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is not a readable safetensors file ({error})", code="damaged-file"
+            f"{path} is not a readable safetensors file ({error})", code="damaged-file", path=path
         ) from error
 
 

@@ -252,7 +252,9 @@ class _RankFiles:
             return CheckpointError(f"{self._directory} could not be written: {error}", code="cannot-write")
         free = shutil.disk_usage(self._directory).free
         return CheckpointError(
-            f"{error}: {out_of_space(self._directory, needed=self._needed, free=free)}", code="no-space"
+            f"{error}: {out_of_space(self._directory, needed=self._needed, free=free)}",
+            code="no-space",
+            free=free,
         )
 
 
@@ -317,6 +319,8 @@ def checked_progress(index: StateIndex, own: Mapping[str, Any]) -> dict[str, Any
                 f"{path}: field 'progress.{key}' is {progress.get(key)!r}, this run has {own[key]!r}",
                 code="other-model",
                 name=f"progress.{key}",
+                saved=progress.get(key),
+                own=own[key],
             )
     if not is_count(progress.get("step")):
         raise CheckpointError(
