@@ -3,6 +3,7 @@ import importlib.util
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +47,14 @@ def process_groups_end_with_their_file() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that reads single bytes, with a chat template."""
+    example = Path(__file__).resolve().parents[1] / "examples" / "tiny_text_model.py"
+    spec = importlib.util.spec_from_file_location("tiny_text", example)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Path(module.save(tmp_path_factory.mktemp("model") / "tiny"))

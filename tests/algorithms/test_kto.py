@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from raising import raises
 
 from lockstep.algorithms.kto import KTO, baseline, mismatched, pair_accuracy, with_baseline
 from lockstep.config.algorithm import DPOConfig
@@ -171,21 +172,21 @@ def test_an_empty_micro_batch_has_loss_and_gradient_0() -> None:
 def test_what_is_missing_is_named() -> None:
     loss, samples = KTO(config()).loss(), [sample(0, 2), sample(1, 2)]
     bare = pack(samples, KTO(config()).loss_weights(samples))
-    with pytest.raises(TrainError, match="no kl_baseline"):
+    with raises(TrainError, "missing-values: kl_baseline"):
         loss(torch.zeros(4), torch.zeros(4), bare, slice(0, 4))
-    with pytest.raises(TrainError, match="no ref_logprobs"):
+    with raises(TrainError, "missing-values: ref_logprobs"):
         loss(torch.zeros(4), torch.zeros(4), with_baseline(bare, 0.0), slice(0, 4))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "dpo", "desirable_weight": 1.3}, "desirable_weight = 1.3 has no effect"),
-        ({"name": "kto", "average": True}, "average = true has no effect"),
-        ({"name": "kto", "label_smoothing": 0.1}, "label_smoothing = 0.1 has no effect"),
-        ({"name": "kto", "desirable_weight": 0, "undesirable_weight": 0}, "nothing would be trained"),
+        ({"name": "dpo", "desirable_weight": 1.3}, "no-effect: desirable_weight"),
+        ({"name": "kto", "average": True}, "no-effect: average"),
+        ({"name": "kto", "label_smoothing": 0.1}, "no-effect: label_smoothing"),
+        ({"name": "kto", "desirable_weight": 0, "undesirable_weight": 0}, "nothing-to-do: desirable_weight"),
     ],
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with raises(ValidationError, message):
         DPOConfig(**options)

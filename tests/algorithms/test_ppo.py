@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from torch import Tensor
 
 from lockstep.algorithms.ppo import PPO
@@ -164,7 +165,7 @@ def test_rewards_are_normalised_by_all_so_far_then_bounded() -> None:
     resumed = ppo(normalize_rewards=True, reward_clip=(-9.0, 9.0))
     resumed.load_state(state)
     assert rewards_after(resumed, [4.0, 8.0]) == pytest.approx([0.0, 4.0 / 6.5**0.5])
-    with pytest.raises(CheckpointError, match="the state of PPO has"):
+    with raises(CheckpointError, "wrong-field"):
         resumed.load_state({"kl_coef": 0.0})
 
 
@@ -185,16 +186,16 @@ def test_the_coefficient_of_kl_follows_its_target() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"reward_clip": [1.0, 1.0]}, "reward_clip = .*the first bound is not below the second"),
-        ({"lam": 0.9, "lam_length_alpha": 0.05}, "lam = 0.9 has no effect with lam_length_alpha"),
-        ({"kl": {"target": 6.0}}, "target = 6.0 has no effect: kl.coef = 0 stays 0"),
-        ({"kl": {"coef": 0.1, "place": "loss", "target": 6.0}}, "kl.place = 'loss' has a fixed coefficient"),
-        ({"lam_value": 1.1}, "less than or equal to 1"),
-        ({"missing_end_penalty": -1.0}, "greater than or equal to 0"),
+        ({"reward_clip": [1.0, 1.0]}, "contradiction: reward_clip"),
+        ({"lam": 0.9, "lam_length_alpha": 0.05}, "no-effect: lam"),
+        ({"kl": {"target": 6.0}}, "no-effect: kl.target"),
+        ({"kl": {"coef": 0.1, "place": "loss", "target": 6.0}}, "no-effect: kl.target"),
+        ({"lam_value": 1.1}, "out-of-range: lam_value"),
+        ({"missing_end_penalty": -1.0}, "out-of-range: missing_end_penalty"),
     ],
 )
 def test_options_that_cannot_be_right_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with raises(ValueError, text):
         PPOConfig.model_validate(options)
 
 
@@ -206,7 +207,7 @@ def rewards_after(algorithm: PPO, rewards: list[float]) -> list[float]:
 
 
 def test_estimates_need_values_of_all() -> None:
-    with pytest.raises(TrainError, match="values of 0 of 1 rollouts"):
+    with raises(TrainError, "missing-values: values", got=0, needed=1):
         estimates([rollout(1.0, policy(7))], [])
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from raising import raises
 
 from lockstep import attention
 from lockstep.errors import ConfigError, TrainError
@@ -62,7 +63,7 @@ def test_flex_forward_equals_the_definition(window):
 
 def test_flex_refuses_gradients_on_a_cpu():
     q, k, v = inputs(dtype=torch.float32)
-    with pytest.raises(TrainError, match=r"no backward on a CPU.*train.attention = 'sdpa'"):
+    with raises(TrainError, "missing-device: train.attention"):
         run("flex", q, k, v)
 
 
@@ -99,7 +100,7 @@ def test_reference_never_replaces_a_kernel(monkeypatch):
 
     attention.enable_cpu_reference()
     monkeypatch.setattr(cpu_reference, "_library", None)  # as if these kernels were torch's own
-    with pytest.raises(ModelError, match="already has CPU kernels"):
+    with raises(ModelError, "unsupported-version: train.attention"):
         cpu_reference.enable_cpu_reference()
 
 
@@ -119,5 +120,5 @@ def test_names():
     assert attention.label("varlen", torch.device("cuda")) == "varlen"
     assert attention.label("sdpa", torch.device("cpu"), ring=2) == "ring of 2 (cpu reference)"
     assert attention.label("varlen", torch.device("cuda"), ring=4) == "ring of 4 varlen"
-    with pytest.raises(ConfigError, match="'varlem'; did you mean 'varlen'"):
+    with raises(ConfigError, "unknown-name: varlem"):
         attention.implementation("varlem")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from raising import raises
 from torch._dynamo.utils import counters
 
 from lockstep.attention import KERNELS, Ring, ring, ring_attention
@@ -121,33 +122,33 @@ def ring_and_batch(name: str, kernel: str, group: dist.ProcessGroup) -> tuple[An
 @pytest.mark.parametrize(
     ("model", "kernel", "options", "message"),
     [
-        ("tiny-llama", "varlen", {"layout": "padded"}, r"train.layout = 'padded'; set 'packed'"),
-        ("tiny-llama", "varlen", {"compiled": True}, r"set train.execution = 'eager'"),
-        ("tiny-llama", "flex", {}, r"train.attention = 'flex' on cpu: set 'varlen'"),
-        ("tiny-llama", "hf:sdpa", {}, r"train.attention = 'hf:sdpa' on cpu: set 'varlen'"),
-        ("tiny-gemma3", "varlen", {}, r"no sliding windows.*gemma3.*set train.ring = 1"),
-        ("tiny-mistral", "varlen", {}, r"no sliding windows.*mistral.*set train.ring = 1"),
+        ("tiny-llama", "varlen", {"layout": "padded"}, "unsupported-combination: train.layout"),
+        ("tiny-llama", "varlen", {"compiled": True}, "unsupported-combination: train.execution"),
+        ("tiny-llama", "flex", {}, "unsupported-combination: train.attention"),
+        ("tiny-llama", "hf:sdpa", {}, "unsupported-combination: train.attention"),
+        ("tiny-gemma3", "varlen", {}, "unsupported-combination: train.ring"),
+        ("tiny-mistral", "varlen", {}, "unsupported-combination: train.ring"),
     ],
 )
 def test_what_a_ring_cannot_do(
     alone: dist.ProcessGroup, model: str, kernel: str, options: dict[str, Any], message: str
 ) -> None:
     module, batch, ring = ring_and_batch(model, kernel, alone)
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, message):
         decoder_inputs(module, batch, ring=ring, **options)
 
 
 def test_rows_that_are_not_the_shard_s(alone: dist.ProcessGroup) -> None:
     shard = ring_shard([6], rank=0, size=1)
     q = torch.zeros(5, 2, 8)
-    with pytest.raises(ModelError, match=r"rank 0 of the ring has 6 rows, not q \[5, 2, 8\]"):
+    with raises(ModelError, "wrong-shape"):
         ring_attention(q, q, q, shard=shard, group=alone)
     other = ring_shard([6], rank=1, size=2)
-    with pytest.raises(ModelError, match="of rank 1 of 2, but this is rank 0 of a group of 1"):
+    with raises(ModelError, "out-of-range: rank"):
         ring_attention(q, q, q, shard=other, group=alone)
     q = torch.zeros(6, 2, 8, device="meta")
-    with pytest.raises(ModelError, match="shard is on cpu, q on meta; move it"):
+    with raises(ModelError, "missing-device"):
         ring_attention(q, q, q, shard=shard, group=alone)
     on_meta = dataclasses.replace(shard, index=shard.index.to("meta"))
-    with pytest.raises(ConfigError, match=r"no torch.float32 on meta; set model.dtype = 'bfloat16'"):
+    with raises(ConfigError, "unsupported-combination: model.dtype"):
         ring_attention(q, q, q, shard=on_meta, group=alone)

@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lockstep.cli import bench as command
 from lockstep.cli.main import main
@@ -49,32 +50,32 @@ def test_lists_cells_and_settings() -> None:
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["--cells", "eager", "--engine", "hf"], "--cells and --engine exclude each other"),
-        (["--cells", "fast"], "unknown word 'fast'"),
-        (["--backend", "fsdp"], "--backend: unknown value 'fsdp'"),
-        (["--longest", "16", "--prompt-tokens", "16"], "no room behind a prompt of 16"),
-        (["--longest", "512", "--token-budget", "256"], "--token-budget 256 is below --longest 512"),
-        (["--prompts", "100000"], "more than 65536 samples"),
-        (["--set", "train.lr"], "write NAME=VALUE"),
+        (["--cells", "eager", "--engine", "hf"], "contradiction: --cells"),
+        (["--cells", "fast"], "unknown-name: --cells, fast"),
+        (["--backend", "fsdp"], "unknown-name: --backend, fsdp"),
+        (["--longest", "16", "--prompt-tokens", "16"], "wrong-format"),
+        (["--longest", "512", "--token-budget", "256"], "contradiction: --token-budget"),
+        (["--prompts", "100000"], "out-of-range: --prompts"),
+        (["--set", "train.lr"], "wrong-format: --set"),
         (
             ["--set", "engine.name=hf"],
-            "--set engine.name is an axis of cells; choose it with --cells or --engine",
+            "contradiction: --set, engine.name",
         ),
-        (["--set", "train.backend=fsdp2"], "choose it with --cells or --backend"),
-        (["--set", "train.execution=compile"], "choose it with --cells or --execution"),
-        (["--set", "train.batch_invariant=true"], "choose it with --cells or --invariant"),
-        (["--set", "train.token_budget=64"], "is part of what is measured; choose it with --token-budget"),
-        (["--set", "rollout.group_size=2"], "choose it with --group"),
-        (["--set", "data.max_prompt_tokens=2"], "choose it with --prompt-tokens"),
-        (["--set", "steps=2"], "choose it with --repeats and --warmup"),
-        (["--set", "engine={name = 'native'}"], "would replace engine.name too, which --cells or --engine"),
-        (["--set", "rollout.sampling={top_p = 0.5}"], "set what is in rollout.sampling one by one"),
-        (["--ranks", "2"], "--ranks 2 has no effect with eager\\+hf: backend local is one process"),
-        (["--cells", "eager,compile", "--ranks", "3"], "no effect with eager\\+hf, compile\\+hf"),
+        (["--set", "train.backend=fsdp2"], "contradiction: --set, train.backend"),
+        (["--set", "train.execution=compile"], "contradiction: --set, train.execution"),
+        (["--set", "train.batch_invariant=true"], "contradiction: --set, train.batch_invariant"),
+        (["--set", "train.token_budget=64"], "contradiction: --set, train.token_budget"),
+        (["--set", "rollout.group_size=2"], "contradiction: --set, rollout.group_size"),
+        (["--set", "data.max_prompt_tokens=2"], "contradiction: --set, data.max_prompt_tokens"),
+        (["--set", "steps=2"], "contradiction: --set, steps"),
+        (["--set", "engine={name = 'native'}"], "contradiction: --set, engine"),
+        (["--set", "rollout.sampling={top_p = 0.5}"], "contradiction: --set, rollout.sampling"),
+        (["--ranks", "2"], "no-effect: --ranks"),
+        (["--cells", "eager,compile", "--ranks", "3"], "no-effect: --ranks"),
     ],
 )
 def test_flags_that_cannot_be_right(argv: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, problem):
         options(*argv)
 
 
@@ -85,7 +86,7 @@ def test_every_setting_with_a_flag_is_refused_and_the_others_are_not() -> None:
         table = values
         for section in setting.split("."):
             table = table[section]  # KeyError: no such setting
-        with pytest.raises(ConfigError, match=f"--set {setting} is"):
+        with raises(ConfigError, f"contradiction: --set, {setting}"):
             options("--set", f"{setting}=1")
     given = options("--set", "rollout.sampling.top_p=0.5", "--set", "engine.max_batch=2")
     assert given.overrides == {"rollout.sampling.top_p": 0.5, "engine.max_batch": 2}
@@ -152,8 +153,9 @@ def test_wrong_settings_end_with_2(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "lrr" in capsys.readouterr().err
     assert main(["bench", "step", "--json", str(tmp_path / "no" / "file.json"), *out]) == 2
     assert "no such folder" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit) as ended:
         main(["bench", "step", "--repeats", "0"])
+    assert ended.value.code == 2
     assert main(["bench"]) == 2 and main(["bench", "--help"]) == 0
 
 

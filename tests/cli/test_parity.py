@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from lockstep.cli import parity as command
 from lockstep.cli.main import main
@@ -94,17 +95,17 @@ def test_names_of_skip_variables(name: str, word: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "problem"),
     [
-        ({"NUM_GPUS": "many"}, "NUM_GPUS in the environment: 'many' is no whole number.* give --gpus"),
-        ({"NUM_GPUS": "0"}, "NUM_GPUS in the environment"),
-        ({"MAX_SAMPLES": "-3"}, "MAX_SAMPLES in the environment"),
-        ({"TP_SIZE": "two"}, "TP_SIZE in the environment.*give --stacks"),
-        ({"SKIP_RINGS": "1"}, "SKIP_RINGS: unknown word 'rings'"),
-        ({"SKIP_RING": "maybe"}, "SKIP_RING='maybe' in the environment: set 1 to skip"),
-        ({"SKIP_LOCAL": "1"}, "local is skipped, but it is the reference"),
+        ({"NUM_GPUS": "many"}, "wrong-environment: NUM_GPUS"),
+        ({"NUM_GPUS": "0"}, "wrong-environment: NUM_GPUS"),
+        ({"MAX_SAMPLES": "-3"}, "wrong-environment: MAX_SAMPLES"),
+        ({"TP_SIZE": "two"}, "wrong-environment: TP_SIZE"),
+        ({"SKIP_RINGS": "1"}, "wrong-format: --stacks, SKIP_RINGS"),
+        ({"SKIP_RING": "maybe"}, "wrong-environment: SKIP_RING, maybe"),
+        ({"SKIP_LOCAL": "1"}, "contradiction: --reference"),
     ],
 )
 def test_an_environment_that_cannot_be_right(environ: dict[str, str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, problem):
         options("--device", "cpu", **environ)
 
 

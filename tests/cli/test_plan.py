@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lockstep.cli import plan
 from lockstep.errors import ConfigError, ModelError
@@ -44,11 +45,11 @@ def test_a_run_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert result["ranks"] == 8
     sizes = {part["name"]: part["bytes"] for part in result["parts"]}
     assert sizes["optimizer states"] == 8_030_261_248
-    with pytest.raises(ConfigError, match="--ranks 0 is not between 1"):
+    with raises(ConfigError, "out-of-range: --ranks"):
         plan.main([*argv, "--ranks", "0"])
-    with pytest.raises(ConfigError, match="3 ranks cannot be split"):
+    with raises(ConfigError, "not-divisible: train.tp"):
         plan.main([*argv, "--ranks", "3", "--train.tp", "2"])
-    with pytest.raises(ConfigError, match="sizes that work: 1, 2, 4, 8"):
+    with raises(ConfigError, "not-divisible: train.tp"):
         plan.main([*argv, "--ranks", "3", "--train.tp", "3"])
 
 
@@ -69,16 +70,16 @@ def test_a_file_and_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["run_that_is_not_there.toml"], "no such file"),
-        (["grpo", "--train.device", "cuda:7"], "train.device"),
-        (["--json", "x"], "nothing to plan"),
+        (["run_that_is_not_there.toml"], "no-such-file: run_that_is_not_there.toml"),
+        (["grpo", "--train.device", "cuda:7"], "missing-device: train.device"),
+        (["--json", "x"], "missing-setting"),
     ],
 )
 def test_wrong_settings(argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, message):
         plan.main(argv)
 
 
@@ -89,7 +90,7 @@ def test_the_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail(f"connects to {address}")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    with pytest.raises(ModelError, match="not in the local hub cache"):
+    with raises(ModelError, "unreachable"):
         plan.main(["grpo", "--model.name", "nobody/nothing"])
 
 

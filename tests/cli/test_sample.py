@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from raising import raises
 
 from lockstep.cli import chat, sample
 from lockstep.cli.common_model import find_weights
@@ -66,23 +67,23 @@ def test_seeds_and_temperature_reach_the_engine(run_dir):
 
 
 def test_checkpoints_that_are_not_there_are_refused(run_dir, tmp_path_factory):
-    with pytest.raises(CheckpointError, match="10, 20"):
+    with raises(CheckpointError, "no-such-file: --checkpoint"):
         find_weights(run_dir, "30")
-    with pytest.raises(ConfigError, match="neither"):
+    with raises(ConfigError, "unknown-name: --checkpoint"):
         find_weights(run_dir, "best")
-    with pytest.raises(CheckpointError, match="none"):
+    with raises(CheckpointError, "no-such-file: --checkpoint"):
         find_weights(tmp_path_factory.mktemp("empty"), None)
     (run_dir / "checkpoints" / "step-000010" / "model.safetensors").write_bytes(b"junk")
-    with pytest.raises(CheckpointError, match=r"has 4 bytes, .* another --checkpoint"):
+    with raises(CheckpointError, "damaged-file: model.safetensors"):
         sample.main([str(run_dir)])
-    with pytest.raises(ConfigError, match="--prompt"):
+    with raises(ConfigError, "missing-setting: --prompt"):
         sample.main(["shape:tiny-llama"])
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with raises(ConfigError, "no-tokenizer"):
         sample.main(["shape:tiny-llama", "--prompt", "hello"])
 
 
 def test_chat_refuses_a_model_without_a_tokenizer(run_dir):
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with raises(ConfigError, "no-tokenizer"):
         chat.main([str(run_dir)])
 
 

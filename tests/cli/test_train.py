@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from lockstep.cli import train
 from lockstep.cli.main import main
@@ -72,7 +73,7 @@ def test_free_tables_take_key_value_and_keep_the_rest(tmp_path: Path) -> None:
         "x": [1, "y"],
         "ok": True,
     }
-    with pytest.raises(ConfigError, match=r"--data\.task 'max_terms': expected KEY=VALUE"):
+    with raises(ConfigError, "wrong-format: --data.task"):
         train.parse(["grpo", "--data.task", "max_terms"])
 
 
@@ -84,7 +85,7 @@ def test_rewards_are_names_with_weights_or_tables() -> None:
         ("m:f", 0.5, {}),
         ("g:h", 1.0, {"a": 1}),
     ]
-    with pytest.raises(ConfigError, match=r"rewards\[0\]\.weight = 'x': expected a number"):
+    with raises(ConfigError, "wrong-type: rewards[0].weight"):
         train.parse(["grpo", "--rewards", "math=x"])
 
 

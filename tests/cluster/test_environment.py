@@ -1,4 +1,4 @@
-import pytest
+from raising import raises
 
 from lockstep.cluster.environment import staying, travelling
 from lockstep.errors import ConfigError
@@ -32,5 +32,5 @@ def test_what_limits_the_units_of_a_cpu_travels_as_it_decides_bits() -> None:
 def test_secrets_are_the_nodes_own() -> None:
     assert staying(SHELL) == {"PATH": "/bin"}
     assert staying(SHELL, secrets=["HF_TOKEN"]) == {"PATH": "/bin", "HF_TOKEN": "no"}
-    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+    with raises(ConfigError, "wrong-environment: cluster.secrets"):
         staying(SHELL, secrets=["WANDB_API_KEY"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from raising import raises
 
 from lockstep.config.algorithm import PUBLISHED, GRPOConfig, KLConfig
 from lockstep.config.load import load_run
@@ -20,10 +21,10 @@ def test_only_estimators_that_are_a_penalty_where_they_stand(place: Any, estimat
     if (place, estimator) in PENALTIES:
         assert KLConfig(place=place, estimator=estimator).resolved().estimator == estimator
         return
-    with pytest.raises(ValidationError, match="is no KL penalty"):
+    with raises(ValidationError, "unsupported-combination: estimator"):
         KLConfig(place=place, estimator=estimator)
     overrides = {"algorithm.kl.coef": 0.1, "algorithm.kl.place": place, "algorithm.kl.estimator": estimator}
-    with pytest.raises(ConfigError, match=r"algorithm\.kl.*leave it out"):
+    with raises(ConfigError, "unsupported-combination: algorithm.kl.estimator"):
         load_run("tiny", kind="grpo", overrides=overrides)
 
 
@@ -63,9 +64,7 @@ def test_overlong_of_dapo_is_turned_off_from_the_command_line() -> None:
 def test_dual_clip_needs_an_objective_that_has_it() -> None:
     assert GRPOConfig(dual_clip=3.0).resolved().dual_clip == 3.0
     for options in ({"name": "cispo"}, {"objective": "cispo"}):
-        with pytest.raises(
-            ValidationError, match=r"dual_clip = 3\.0 has no effect under objective = 'cispo'"
-        ):
+        with raises(ValidationError, "no-effect: dual_clip"):
             GRPOConfig(dual_clip=3.0, **options)
     assert GRPOConfig(name="cispo", objective="ppo_clip", dual_clip=3.0).dual_clip == 3.0
     with pytest.raises(ValidationError):
@@ -74,12 +73,11 @@ def test_dual_clip_needs_an_objective_that_has_it() -> None:
 
 def test_temperatures_and_clips_exclude_one_another() -> None:
     for option in ("clip_low", "clip_high", "dual_clip"):
-        with pytest.raises(ValidationError, match=rf"{option} = 2\.0 has no effect under objective = 'sapo'"):
+        with raises(ValidationError, f"no-effect: {option}"):
             GRPOConfig(name="sapo", **{option: 2.0})
     for option in ("tau_pos", "tau_neg"):
         for objective in ("ppo_clip", "cispo"):
-            message = rf"{option} = 2\.0 has no effect under objective = '{objective}'"
-            with pytest.raises(ValidationError, match=message):
+            with raises(ValidationError, f"no-effect: {option}, {objective}"):
                 GRPOConfig(objective=objective, **{option: 2.0})
     for options in ({"name": "sapo"}, {"objective": "sapo"}, {"name": "cispo", "objective": "sapo"}):
         config = GRPOConfig(**options).resolved().resolved()
@@ -90,7 +88,7 @@ def test_temperatures_and_clips_exclude_one_another() -> None:
 
 
 def test_the_lower_geometric_bound_needs_the_upper_one() -> None:
-    with pytest.raises(ValidationError, match=r"geometric_low = 0\.9 has no effect without geometric_high"):
+    with raises(ValidationError, "no-effect: rollout_correction.geometric_low"):
         GRPOConfig(rollout_correction={"geometric_low": 0.9})
     for bounds in ({"geometric_high": 1.0}, {"geometric_high": 2.0, "geometric_low": 1.0}):
         with pytest.raises(ValidationError):
@@ -99,9 +97,9 @@ def test_the_lower_geometric_bound_needs_the_upper_one() -> None:
 
 def test_sequence_token_needs_an_objective_with_a_gradient_by_the_ratio() -> None:
     for options in ({"name": "cispo"}, {"objective": "cispo"}):
-        with pytest.raises(ValidationError, match=r"'sequence_token' has no effect of its own .*'sequence'"):
+        with raises(ValidationError, "no-effect: ratio"):
             GRPOConfig(ratio="sequence_token", **options)
-    with pytest.raises(ValidationError, match="has no effect of its own"):
+    with raises(ValidationError, "no-effect: ratio"):
         GRPOConfig(name="gspo_token", objective="cispo")
     assert GRPOConfig(name="gspo_token").resolved().ratio == "sequence_token"
 

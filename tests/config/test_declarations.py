@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from raising import raises
 
 import lockstep
 from lockstep.config.backends import check_backend, check_own_settings
@@ -23,7 +24,7 @@ def test_a_file_beside_an_implementation_is_all_that_the_table_needs(tmp_path):
         (tmp_path / name).mkdir(parents=True)
     row = '\n[[support]]\nstatus = "untested"\nreason = "new"\n'
     (tmp_path / "config" / "support.toml").write_text(row)
-    with pytest.raises(ConfigError, match="lacks its data files"):
+    with raises(ConfigError, "no-such-file"):
         read_declarations(tmp_path)
     (tmp_path / "train" / "one_support.toml").write_text(
         'axis = "execution"\nname = "one"\nplace = 2\n' + row
@@ -39,10 +40,10 @@ def test_a_file_beside_an_implementation_is_all_that_the_table_needs(tmp_path):
     assert both.execution == ("two", "one"), "rows alike but for the file's own value become one"
     assert rest.matches({})
     (tmp_path / "train" / "three_support.toml").write_text('axis = "execution"\nname = "one"\n')
-    with pytest.raises(ConfigError, match=r"one_support.toml and .*three.* are both of execution one"):
+    with raises(ConfigError, "duplicate"):
         read_declarations(tmp_path)
     (tmp_path / "train" / "three_support.toml").write_text('axis = "execution"\nname = "x"\n[[support]]\n')
-    with pytest.raises(ConfigError, match=r"three_support.toml: .*\nsupport.0.status"):
+    with raises(ConfigError, "wrong-field"):
         read_declarations(tmp_path)
 
 

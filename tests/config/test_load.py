@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from raising import raises
 
 from lockstep.config.load import (
     build,
@@ -117,9 +118,9 @@ def test_an_impossible_combination_says_what_to_set(kind: str, overrides: dict[s
 
 
 def test_a_value_that_no_setting_takes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is a function"):
+    with raises(ConfigError, "wrong-type: function"):
         load_run(kind="grpo", overrides={"rewards": lambda sample: 1.0})
-    with pytest.raises(ConfigError, match=r"steps\.x = 3: 'steps' is not a table"):
+    with raises(ConfigError, "wrong-type: steps.x"):
         load_run(kind="grpo", overrides={"steps": 3, "steps.x": 3})
 
 
@@ -129,20 +130,20 @@ def test_files_are_found_by_path_and_recipes_by_name(tmp_path: Path) -> None:
     run = load_run(file, overrides={"train.lr": 1e-5, "model.lora.rank": 4})
     assert isinstance(run, SFTRun)
     assert (run.steps, run.train.lr, run.model.lora and run.model.lora.rank) == (7, 1e-5, 4)
-    with pytest.raises(ConfigError, match=r"kind = 'sft', but 'grpo' was asked for"):
+    with raises(ConfigError, "contradiction: kind"):
         load_run(file, kind="grpo")
-    with pytest.raises(ConfigError, match=r"no such file: 'missing\.toml'"):
+    with raises(ConfigError, "no-such-file: missing.toml"):
         load_run("missing.toml")
-    with pytest.raises(ConfigError, match="unknown recipe 'dmo'"):
+    with raises(ConfigError, "unknown-name: dmo"):
         load_run("dmo")
     file.write_text("steps = = 3")
-    with pytest.raises(ConfigError, match=r"run\.toml: not a TOML file: .*line 1"):
+    with raises(ConfigError, "not-toml"):
         load_run(file)
     file.write_text("steps = 3")
-    with pytest.raises(ConfigError, match="kind is missing; write kind = 'grpo' or kind = 'sft'"):
+    with raises(ConfigError, "unknown-name: kind"):
         load_run(file)
     file.write_text("kind = 'gropo'")
-    with pytest.raises(ConfigError, match="unknown kind 'gropo'; did you mean 'grpo'"):
+    with raises(ConfigError, "unknown-name: kind"):
         load_run(file)
 
 
@@ -178,11 +179,9 @@ def test_resume_takes_the_saved_config_and_only_harmless_changes(tmp_path: Path)
 def test_resume_refuses_other_steps_where_they_bend_the_schedule(tmp_path: Path) -> None:
     run = load_run(kind="grpo", overrides={"train.schedule": "cosine"})
     (tmp_path / "config.toml").write_text(dump_toml(run))
-    with pytest.raises(
-        ConfigError, match=r"a decay ends at the last step.*\n  steps: the run has 100, now 200"
-    ):
+    with raises(ConfigError, "not-resumable", settings=["steps"]):
         load_resumed(tmp_path, {"steps": 200})
-    with pytest.raises(ConfigError, match=r"holds no config\.toml"):
+    with raises(ConfigError, "no-such-file: config.toml, nowhere"):
         load_resumed(tmp_path / "nowhere")
 
 
@@ -190,7 +189,7 @@ def test_override_checks_again() -> None:
     run = load_run(kind="grpo")
     assert override(run, {"train.lr": 1e-3}).train.lr == 1e-3
     assert override(override(run, {"model.num_layers": 2}), {"model.num_layers": None}) == run
-    with pytest.raises(ConfigError, match=r"train\.lr = -1\.0: expected greater than 0"):
+    with raises(ConfigError, "out-of-range: train.lr"):
         override(run, {"train.lr": -1.0})
 
 
@@ -248,7 +247,7 @@ def test_the_resolved_config_round_trips_exactly(
 
 def test_what_toml_cannot_hold_is_named() -> None:
     run = load_run(kind="grpo", overrides={"data.task": {"a": {"b": None}}})
-    with pytest.raises(ConfigError, match=r"data\.task\.a\.b = None: TOML cannot hold a NoneType"):
+    with raises(ConfigError, "wrong-type"):
         dump_toml(run)
 
 
@@ -324,20 +323,20 @@ def test_a_word_of_the_command_line_is_a_toml_value_or_itself(text: str, value: 
 @pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e400"])
 def test_numbers_that_are_none_are_left_to_the_setting(text: str) -> None:
     assert isinstance(parse_value(text, origin="--set x"), float)
-    with pytest.raises(ConfigError, match=r"train\.lr"):
+    with raises(ConfigError, "out-of-range: train.lr"):
         load_run(kind="grpo", overrides={"train.lr": parse_value(text, origin="--set train.lr")})
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[" * 5000 + "]" * 5000, "nested too deeply"),
-        ("9" * 5000, "digits"),
-        ("1\n" + ".".join("a" * 100) + " = 1", "more than 64 parts"),
+        ("[" * 5000 + "]" * 5000, "out-of-range"),
+        ("9" * 5000, "out-of-range"),
+        ("1\n" + ".".join("a" * 100) + " = 1", "out-of-range"),
     ],
-    ids=["deep", "digits", "a long key"],
+    ids=["deep", "out-of-range", "a long key"],
 )
 def test_a_word_that_no_setting_can_have_is_refused_by_name(text: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
+    with raises(ConfigError, reason) as caught:
         parse_value(text, origin="--set x")
     assert str(caught.value).startswith("--set x: ") and len(str(caught.value)) < 300

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lockstep.cli.train import parse
 from lockstep.config.load import dump_toml, load_resumed, load_run
@@ -44,20 +45,18 @@ def test_weights(flag: str) -> None:
     "weights", ["sometimes", "every 0", "every", "every -1", "every 1.5", "every  3", "10", ""]
 )
 def test_other_weights_are_refused(weights: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"record.weights: weights = '.*' must be 'first', 'none' or 'every K'"
-    ):
+    with raises(ConfigError, "wrong-format: record.weights"):
         record("--record-weights", weights)
 
 
 def test_a_range_that_is_empty_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"record: last_step = 2 is before first_step = 3"):
+    with raises(ConfigError, "nothing-to-do: record.last_step"):
         record("--record.first-step", "3", "--record.last-step", "2")
-    with pytest.raises(ConfigError, match=r"record.first_step = 10 is not below steps = 10"):
+    with raises(ConfigError, "nothing-to-do: record.first_step"):
         record("--record", "--record.first-step", "10")
-    with pytest.raises(ConfigError, match=r"record.every = 0: expected greater than 0"):
+    with raises(ConfigError, "out-of-range: record.every"):
         record("--record.every", "0")
-    with pytest.raises(ConfigError, match=r"record.first_step = -1"):
+    with raises(ConfigError, "out-of-range: record.first_step"):
         record("--record.first-step", "-1")
 
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from raising import raises
 
 from lockstep.config.run import GRPORun, SFTRun
 
@@ -12,63 +13,69 @@ FILE = {"source": "rows.jsonl"}
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"rollout": {"sampling": {"temperature": 0}}}, "every advantage is 0"),
-        ({"data": {"split": "test"}}, r"data.split = 'test' means nothing for source = 'reasoning_gym"),
-        ({"data": {"subset": "main"}}, r"data.subset = 'main' means nothing"),
-        ({"data": {"source": "rows.jsonl", "task": {"size": 3}}}, r"data.task = .* means nothing"),
-        ({"checkpoint": {"keep_best": 1, "metric": "eval/loss"}}, "set one of eval/strict_accuracy"),
-        ({"checkpoint": {"keep_best": 1, "every": 10}, "eval": {"every": 4}}, "set both to the same number"),
-        ({"eval": {"samples_per_prompt": 4}}, "same completion every time"),
-        ({"train": {"betas": (0.9, 1.0)}}, "below 1"),
-        ({"train": {"lr": math.inf}}, "finite"),
+        ({"rollout": {"sampling": {"temperature": 0}}}, "nothing-to-do: rollout.sampling.temperature"),
+        ({"data": {"split": "test"}}, "no-effect: data.split"),
+        ({"data": {"subset": "main"}}, "no-effect: data.subset"),
+        ({"data": {"source": "rows.jsonl", "task": {"size": 3}}}, "no-effect: data.task"),
+        (
+            {"checkpoint": {"keep_best": 1, "metric": "eval/loss"}},
+            "unsupported-combination: checkpoint.metric",
+        ),
+        (
+            {"checkpoint": {"keep_best": 1, "every": 10}, "eval": {"every": 4}},
+            "contradiction: checkpoint.keep_best",
+        ),
+        ({"eval": {"samples_per_prompt": 4}}, "unsupported-combination: eval.samples_per_prompt"),
+        ({"train": {"betas": (0.9, 1.0)}}, "out-of-range: train.betas"),
+        ({"train": {"lr": math.inf}}, "out-of-range: train.lr"),
         (
             # prompts of 1024, and 2 * 128 tokens of the evaluation before training
             {"engine": {"name": "native", "kv_cache_tokens": 1278}},
-            "engine.kv_cache_tokens = 1278 is below the 1279 tokens",
+            "contradiction: engine.kv_cache_tokens",
         ),
         (
             {"train": {"execution": "joint", "static_capacity": False}},
-            "one graph of the whole decoder for every length",
+            "unsupported-combination: train.static_capacity",
         ),
-        ({"train": {"cuda_graph": True}}, r"no effect with train.execution = 'auto'.*set .*= 'joint'"),
+        ({"train": {"cuda_graph": True}}, "no-effect: train.cuda_graph"),
         (
             {"algorithm": {"rollout_correction": {"kind": "icepop", "low": 3.0}}},
-            "would be masked",
+            "contradiction: algorithm.rollout_correction.low",
         ),
         (
             {"algorithm": {"mask_truncated": True}, "rollout": {"sampling": {"ignore_eos": True}}},
-            "mask_truncated = true .* every completion is cut off",
+            "nothing-to-do: algorithm.mask_truncated",
         ),
-        ({"model": {"dtype": "float16"}}, "no train backend scales the loss"),
+        ({"model": {"dtype": "float16"}}, "unsupported-combination: float16"),
     ],
 )
 def test_an_rl_run_refuses(setting, message):
-    with pytest.raises(ValueError, match=message):
+    with raises(ValueError, message):
         GRPORun(**setting)
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"data": {**FILE, "exclude": "other.jsonl"}}, "is for prompts of RL runs"),
+        ({"data": {**FILE, "exclude": "other.jsonl"}}, "no-effect: data.exclude"),
         (
             {"data": FILE, "eval_data": {**FILE, "max_length": 9000}, "train": {"token_budget": 4096}},
-            "eval_data.max_length = 9000",
+            "contradiction: eval_data.max_length",
         ),
-        ({"data": FILE, "eval_every": 5}, "eval_every = 5 needs documents"),
+        ({"data": FILE, "eval_every": 5}, "missing-setting: eval_data"),
         (
             {"data": FILE, "train": {"batch_invariant": True, "reuse_rollout_logprobs": True}},
-            "reuse_rollout_logprobs = True has no effect with kind = 'sft'",
+            "no-effect: train.reuse_rollout_logprobs",
         ),
         (
             {"data": FILE, "checkpoint": {"keep_best": 1, "metric": "eval/loss"}},
-            "keep_best = 1 needs documents",
+            "missing-setting: eval_data",
         ),
-        ({"data": FILE, "checkpoint": {"keep_best": 1}}, "set one of eval/loss, eval/perplexity"),
+        ({"data": FILE, "checkpoint": {"keep_best": 1}}, "unsupported-combination: checkpoint.metric"),
     ],
 )
 def test_an_sft_run_refuses(setting, message):
-    with pytest.raises(ValueError, match=message):
+    with raises(ValueError, message):
         SFTRun(**setting)
 
 

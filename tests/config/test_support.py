@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lockstep.config.declarations import own_rows
 from lockstep.config.run import GRPORun, SFTRun
@@ -56,50 +57,53 @@ def test_a_gpu_result_holds_a_passed_row_for_every_cell_that_refers_to_it():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"train": {"backend": "fsdp2", "execution": "deepcompile"}}, "DeepCompile is DeepSpeed's"),
+        (
+            {"train": {"backend": "fsdp2", "execution": "deepcompile"}},
+            "unsupported-combination: fsdp2, deepcompile",
+        ),
         (
             {"engine": {"name": "native"}, "train": {"device": "cuda"}, "model": {"dtype": "float32"}},
-            "the engine's attention is varlen, and CUDA flash kernels have no float32; set model.dtype",
+            "unsupported-combination: native, cuda, float32",
         ),
-        ({"engine": {"name": "vlm"}}, "did you mean 'vllm'"),
+        ({"engine": {"name": "vlm"}}, "unknown-name: engine.name"),
         (
             {"train": {"backend": "deepspeed", "zero_stage": 3, "execution": "joint"}},
-            "set one of them, or train.execution = 'compile'",
+            "unsupported-combination",
         ),
-        ({"train": {"attention": "varlne"}}, "unknown attention kernel 'varlne'; did you mean 'varlen'"),
-        ({"train": {"attention": "flex", "device": "cpu"}}, "no backward on a CPU"),
+        ({"train": {"attention": "varlne"}}, "unknown-name: train.attention"),
+        ({"train": {"attention": "flex", "device": "cpu"}}, "unsupported-combination: flex, cpu"),
         (
             {"train": {"attention": "varlen", "device": "cuda:1"}, "model": {"dtype": "float32"}},
-            "CUDA flash kernels have no float32",
+            "unsupported-combination: varlen, cuda, float32",
         ),
     ],
 )
 def test_impossible_runs_die_at_construction(setting, message):
-    with pytest.raises(ValueError, match=message):
+    with raises(ValueError, message):
         GRPORun(**setting)
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"train": {"attention": "sdpa"}}, "train.attention = 'sdpa' .* set train.attention = 'varlen'"),
-        ({"train": {"attention": "hf:eager"}}, "train.attention = 'hf:eager' .*set train.attention"),
-        ({"engine": {"name": "hf"}}, "it decodes through other kernels .*; set engine.name = 'native'"),
+        ({"train": {"attention": "sdpa"}}, "unsupported-combination: train.batch_invariant, sdpa"),
+        ({"train": {"attention": "hf:eager"}}, "unsupported-combination: train.batch_invariant, hf:eager"),
+        ({"engine": {"name": "hf"}}, "unsupported-combination: train.batch_invariant, hf"),
         (
             {"train": {"device": "cuda"}, "model": {"dtype": "float32"}, "engine": {"name": "hf"}},
-            "the only kernel in the claim is varlen, and CUDA .* no float32; set model.dtype = 'bfloat16'",
+            "unsupported-combination: train.batch_invariant, cuda, float32",
         ),
         (
             {"train": {"backend": "deepspeed", "execution": "deepcompile", "device": "cuda"}},
-            "chooses kernels of its own; set train.execution = 'compile'",
+            "unsupported-combination: train.batch_invariant, deepcompile",
         ),
-        ({"train": {"backend": "fsdp2", "tp": 2}}, "train.tp = 2: sums over ranks .* set train.tp = 1"),
-        ({"train": {"backend": "fsdp2", "ring": 2}}, "train.ring = 2: its ranks each attend to a part"),
+        ({"train": {"backend": "fsdp2", "tp": 2}}, "unsupported-combination: train.tp"),
+        ({"train": {"backend": "fsdp2", "ring": 2}}, "unsupported-combination: train.ring"),
     ],
 )
 def test_what_batch_invariance_cannot_be_combined_with_is_refused_by_name(setting, message):
     train = {"batch_invariant": True} | setting.get("train", {})
-    with pytest.raises(ValueError, match=message):
+    with raises(ValueError, message):
         GRPORun(**{"engine": {"name": "native"}, **setting, "train": train})
     assert GRPORun(**{"engine": {"name": "native"}, **setting, "train": setting.get("train", {})})
 
@@ -109,21 +113,21 @@ def test_what_batch_invariance_cannot_be_combined_with_is_refused_by_name(settin
     [
         (
             {"train": {"backend": "fsdp2", "ring": 2}},
-            "train.ring = 2 shards whole documents; set train.ring = 1",
+            "unsupported-combination: train.layout",
         ),
-        ({"train": {"accumulate": "sample"}}, "one sample at a time.*set train.accumulate = 'pack'"),
-        ({"model": {"lora": {"dropout": 0.1}}}, "model.lora.dropout = 0.1 .*set model.lora.dropout = 0"),
-        ({"train": {"attention": "hf:sdpa"}}, "keys to be its rows; set train.attention = 'varlen'"),
-        ({"train": {"attention": "mine:kernel"}}, "only our own kernels know how; set train.attention"),
+        ({"train": {"accumulate": "sample"}}, "unsupported-combination: train.layout"),
+        ({"model": {"lora": {"dropout": 0.1}}}, "unsupported-combination: train.layout"),
+        ({"train": {"attention": "hf:sdpa"}}, "unsupported-combination: hf:sdpa, shared"),
+        ({"train": {"attention": "mine:kernel"}}, "unsupported-combination: mine:kernel, shared"),
         (
             {"train": {"backend": "deepspeed", "execution": "deepcompile", "device": "cuda"}},
-            "its graph is of every slot of a pack; set train.execution = 'compile'",
+            "unsupported-combination: deepspeed, deepcompile, shared",
         ),
     ],
 )
 def test_what_shared_rows_cannot_be_combined_with_is_refused_by_name(setting, message):
     train = setting.get("train", {})
-    with pytest.raises(ValueError, match=message) as refusal:
+    with raises(ValueError, message) as refusal:
         GRPORun(**setting | {"train": {"layout": "shared"} | train})
     assert "or train.layout = 'packed'" in str(refusal.value)
     assert GRPORun(**setting)
@@ -136,16 +140,18 @@ def test_batch_invariance_in_other_places():
     run = GRPORun(train={"batch_invariant": True, "attention": "varlen"}, engine=vllm)
     axes = {"attention": "varlen", "dtype": "bfloat16", "batch_invariant": True}
     assert check_device_support(run, device="cuda:0", **axes).status == "supported"
-    with pytest.raises(ValueError, match=r"train.batch_invariant = true: .*'sdpa'"):
+    with raises(
+        ValueError, "unsupported-combination: train.batch_invariant", cell={"train.attention": "sdpa"}
+    ):
         check_device_support(run, device="cpu", **(axes | {"attention": "sdpa"}))
-    with pytest.raises(ValueError, match=r"train.reuse_rollout_logprobs = true with engine.name = 'hf'"):
+    with raises(ValueError, "unsupported-combination: train.reuse_rollout_logprobs"):
         GRPORun(train={"reuse_rollout_logprobs": True}, engine={"name": "hf"})
-    with pytest.raises(ValueError, match=r"train.reuse_rollout_logprobs = true needs train.batch_invariant"):
+    with raises(ValueError, "unsupported-combination: train.reuse_rollout_logprobs"):
         GRPORun(train={"reuse_rollout_logprobs": True, "batch_invariant": False})
 
 
 def test_a_deterministic_run_needs_an_engine_that_is():
-    with pytest.raises(ValueError, match=r"engine.name = .vllm.: what it decodes .* set engine.batch"):
+    with raises(ValueError, "unsupported-combination: train.deterministic"):
         GRPORun(train={"deterministic": True}, engine={"name": "vllm"})
     assert GRPORun(train={"deterministic": True}, engine={"name": "vllm", "batch_invariant": True})
 
@@ -155,7 +161,9 @@ def test_auto_waits_until_start_up():
     assert (
         check_device_support(run, attention="flex", device="cuda:0", dtype="bfloat16").status == "supported"
     )
-    with pytest.raises(ValueError, match=r"train.attention = 'flex', train.device = 'cpu' is not supported"):
+    with raises(
+        ValueError, "unsupported-combination", cell={"train.attention": "flex", "train.device": "cpu"}
+    ):
         check_device_support(run, attention="flex", device="cpu", dtype="float32")
     assert check_device_support(SFTRun(), attention="sdpa", device="cpu", dtype="bfloat16").tested
 
@@ -202,5 +210,5 @@ def test_rows_of_a_part_of_the_users_are_tried_with_ours():
     ours = lookup(here | {"dtype": "float16"}, own=rows[1:])
     assert (ours.status, ours.dtype) == ("unsupported", ("float16",)), "and it does not outvote a refusal"
     for wrong in ([OWN | {"dtpye": []}], [{"status": "unsupported", "reason": "why"}], 3, ["x"]):
-        with pytest.raises(ConfigError, match=r"'m:C': its attribute `support` is no list of rows"):
+        with raises(ConfigError, "wrong-part: m:C"):
             own_rows(wrong, axis="backend", name="m:C")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from lockstep.config.run import GRPORun
 from lockstep.data.held_out import evaluates, held_out_config, load_train_and_held_out
@@ -49,7 +50,7 @@ def test_files_hold_out_the_rows_after_the_training_rows(tokenizer: Any, tmp_pat
     assert [p.index for p in held_out] == list(range(20))
     assert [train[i].index for i in range(len(train))] == [i for i in range(20, 50) if i != 33]
 
-    with pytest.raises(DataError, match=r"held-out prompts \(eval_data\).*no rows after data\.skip = 50"):
+    with raises(DataError, "nothing-left: data.skip"):
         load_train_and_held_out(run(source=str(path), size=50), tokenizer=tokenizer)
 
 
@@ -82,7 +83,5 @@ def test_fewer_prompts_than_a_step_needs_are_refused_with_the_setting(tokenizer:
         if needed == 3:
             assert len(load_train_and_held_out(given, tokenizer=tokenizer, hold_out=False)[0]) == 3
             continue
-        with pytest.raises(
-            DataError, match=r"prompts_per_step = 4, but .* only 3 prompts.*dropped_overlong.: 27"
-        ):
+        with raises(DataError, "not-enough: rollout.prompts_per_step"):
             load_train_and_held_out(given, tokenizer=tokenizer, hold_out=False)

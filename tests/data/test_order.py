@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import pytest
+from raising import raises
 
 from lockstep.data.order import batch_rows
 from lockstep.errors import DataError
@@ -37,5 +37,5 @@ def test_in_order_goes_round() -> None:
 
 
 def test_a_batch_larger_than_the_set_is_refused() -> None:
-    with pytest.raises(DataError, match="4 needs 4 distinct rows, but the set has 3"):
+    with raises(DataError, "not-enough", needed=4, rows=3):
         batch_rows(3, step=0, n=4, seed=0)

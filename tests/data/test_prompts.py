@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from lockstep.config.data import DataConfig
 from lockstep.data.prompts import FixedPrompts, PromptStream, load_prompts
@@ -47,20 +48,20 @@ def test_several_turns_and_a_system_prompt(tokenizer: Any, tmp_path: Path) -> No
         "<|im_start|>user\n1 + 1?!<|im_end|>\n<|im_start|>assistant\n"
     )
     source = write(tmp_path / "b.jsonl", [{"messages": turns[:2]}])
-    with pytest.raises(DataError, match="row 0: the prompt's last message is the assistant's"):
+    with raises(DataError, "wrong-row: row 0"):
         load_prompts(DataConfig(source=source), tokenizer=tokenizer)
 
 
 def test_a_missing_prompt_column_names_the_nearest(tokenizer: Any, tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"promt": "x", "answer": "y"}])
-    with pytest.raises(DataError, match=r"no column 'prompt'.*did you mean 'promt'\?.*data\.columns"):
+    with raises(DataError, "missing-column: data.prompt_column, prompt"):
         load_prompts(DataConfig(source=source), tokenizer=tokenizer)
 
 
 def test_overlong_prompts(tokenizer: Any, tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"prompt": "one two three four five six"}, {"prompt": "one two"}])
     settings: dict[str, Any] = {"source": source, "chat_template": "none", "max_prompt_tokens": 3}
-    with pytest.raises(DataError, match=r"row 0: the prompt has 6 tokens, data\.max_prompt_tokens = 3"):
+    with raises(DataError, "too-long: row 0", tokens=6):
         load_prompts(DataConfig(**settings), tokenizer=tokenizer)
     dropped = load_prompts(DataConfig(**settings, overlong_prompts="drop"), tokenizer=tokenizer)
     assert [(p.index, p.text) for p in dropped] == [(1, "one two")]
@@ -84,7 +85,7 @@ def test_excluded_texts_are_left_out(tokenizer: Any, tmp_path: Path) -> None:
     )
     assert [p.index for p in left] == [1, 3]
     assert left.report["excluded"] == 2
-    with pytest.raises(DataError, match="no prompts left"):
+    with raises(DataError, "nothing-left"):
         load_prompts(
             DataConfig(source=source), tokenizer=tokenizer, exclude=[f"question {i}" for i in range(4)]
         )
@@ -110,7 +111,7 @@ def test_a_sized_set_is_distinct_and_the_same_every_time(tokenizer: Any) -> None
 
 def test_a_task_with_too_few_questions_says_how_many(tokenizer: Any) -> None:
     config = DataConfig(task={"max_terms": 2, "max_digits": 1}, size=201)
-    with pytest.raises(DataError, match="gave only 200 distinct questions"):  # 10 * 10 operands, + and -
+    with raises(DataError, "not-enough: data.size"):  # 10 * 10 operands, + and -
         load_prompts(config, tokenizer=tokenizer)
 
 
@@ -139,7 +140,7 @@ def test_a_stream_without_anything_left_says_so(tokenizer: Any) -> None:
     everything = load_prompts(DataConfig(task=task, size=200), tokenizer=tokenizer)
     assert isinstance(everything, FixedPrompts)
     stream = load_prompts(DataConfig(task=task), tokenizer=tokenizer, exclude=everything.texts)
-    with pytest.raises(DataError, match="1000 rows in a row are excluded"):
+    with raises(DataError, "not-enough"):
         stream.batch(0, 1, 0)
 
 
@@ -151,12 +152,12 @@ def test_tasks_that_prepare_their_items_stream_too(tokenizer: Any, task: str) ->
 
 def test_wrong_task_settings_are_named(tokenizer: Any) -> None:
     for config, text in (
-        (DataConfig(source="reasoning_gym:chain_sums"), "did you mean 'chain_sum'"),
-        (DataConfig(task={"max_digit": 1}), "did you mean 'max_digits'"),
-        (DataConfig(task={"size": 4}), r"decided by data\.size"),
-        (DataConfig(task={"min_terms": 5, "max_terms": 2}), "reasoning_gym refuses"),
+        (DataConfig(source="reasoning_gym:chain_sums"), "unknown-name: chain_sums"),
+        (DataConfig(task={"max_digit": 1}), "unknown-setting: max_digit"),
+        (DataConfig(task={"size": 4}), "contradiction: data.task.size"),
+        (DataConfig(task={"min_terms": 5, "max_terms": 2}), "refused: data.task"),
     ):
-        with pytest.raises(ConfigError, match=text):
+        with raises(ConfigError, text):
             load_prompts(config, tokenizer=tokenizer)
 
 
@@ -169,7 +170,7 @@ def test_id_prompts() -> None:
     assert batch == [
         p for step in range(50) for p in load_prompts(config, tokenizer=None, vocab_size=10).batch(step, 4, 3)
     ]
-    with pytest.raises(ConfigError, match=r"data\.task\.vocab_size = None"):
+    with raises(ConfigError, "out-of-range: data.task.vocab_size"):
         load_prompts(config, tokenizer=None)
-    with pytest.raises(ConfigError, match=r"no tokenizer.*data\.source = 'ids'"):
+    with raises(ConfigError, "no-tokenizer: data.source"):
         load_prompts(DataConfig(), tokenizer=None)

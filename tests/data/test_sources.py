@@ -9,6 +9,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from raising import raises
 
 from lockstep.config.data import DataConfig
 from lockstep.data.sources import load_rows
@@ -35,7 +36,7 @@ def test_every_kind_of_file_gives_the_same_rows(jsonl: Path, tmp_path: Path) -> 
 
 def test_skip_and_size_choose_rows(jsonl: Path) -> None:
     assert load_rows(DataConfig(source=str(jsonl), skip=1, size=2)) == ROWS[1:3]
-    with pytest.raises(DataError, match=r"no rows after data\.skip = 5"):
+    with raises(DataError, "nothing-left: data.skip"):
         load_rows(DataConfig(source=str(jsonl), skip=5))
 
 
@@ -47,47 +48,45 @@ def test_columns_are_renamed_and_the_answer_is_found(jsonl: Path) -> None:
 
 
 def test_a_missing_column_names_the_nearest(jsonl: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"no column 'qestion'.*did you mean 'question'\? Columns: question, ans"
-    ):
+    with raises(DataError, "missing-column: data.columns.prompt, qestion"):
         load_rows(DataConfig(source=str(jsonl), columns={"prompt": "qestion"}))
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": \n')
-    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: not valid JSON"):
+    with raises(DataError, "not-json: line 2"):
         load_rows(DataConfig(source=str(path)))
     path.write_text('{"prompt": "a"}\n\n[1]\n')
-    with pytest.raises(DataError, match=r"line 3: a row must be a JSON object, got list"):
+    with raises(DataError, "wrong-row: line 3"):
         load_rows(DataConfig(source=str(path)))
     for bad in (b'{"prompt": "\xff"}\n', b"[" * 100_000 + b"\n"):
         path.write_bytes(b'{"prompt": "a"}\n' + bad)
-        with pytest.raises(DataError, match=r"line 2: not valid JSON"):
+        with raises(DataError, "not-json: line 2"):
             load_rows(DataConfig(source=str(path)))
 
 
 def test_a_missing_file_names_its_neighbour(jsonl: Path) -> None:
-    with pytest.raises(DataError, match=r"no such file; did you mean 'train\.jsonl'"):
+    with raises(DataError, "no-such-file: data.source"):
         load_rows(DataConfig(source=str(jsonl.with_name("trian.jsonl"))))
 
 
 def test_a_missing_split_and_a_foreign_folder(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(DataError, match=r"no split 'test'; set data\.split to one of train"):
+    with raises(DataError, "unknown-name: data.split"):
         load_rows(DataConfig(source=str(tmp_path / "splits"), split="test"))
-    with pytest.raises(DataError, match="not one written by datasets' save_to_disk"):
+    with raises(DataError, "wrong-kind-of-file: data.source"):
         load_rows(DataConfig(source=str(tmp_path)))
 
 
 def test_an_unknown_kind_of_source() -> None:
-    with pytest.raises(ConfigError, match=r"'gym:sums' is not a \.jsonl"):
+    with raises(ConfigError, "unknown-name: data.source"):
         load_rows(DataConfig(source="gym:sums"))
 
 
 def test_a_damaged_parquet_file(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1 nonsense")
-    with pytest.raises(DataError, match="not a readable Parquet file"):
+    with raises(DataError, "cannot-read"):
         load_rows(DataConfig(source=str(tmp_path / "x.parquet")))
 
 

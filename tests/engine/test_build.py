@@ -5,6 +5,7 @@ import types
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import cuda_index, is_external, make_engine
@@ -75,7 +76,7 @@ def test_an_embedded_engine_gets_the_trainers_model(tiny):
     assert isinstance(engine, HFEngine) and not is_external(EngineConfig(name="hf"))
     several = make_engine(EngineConfig(name="hf", replicas=3), model=tiny)
     assert isinstance(several, Dispatcher) and len(several.engines) == 3
-    with pytest.raises(ConfigError, match="'hf' samples with the trainer's modules and got no model"):
+    with raises(ConfigError, "missing-argument"):
         make_engine(EngineConfig(name="hf"), spec=SPEC)
 
 
@@ -83,7 +84,7 @@ def test_an_external_engine_gets_a_place():
     settings = config()
     engine = make_engine(settings, spec=SPEC)
     assert engine.config is settings and engine.spec == SPEC and is_external(settings)
-    with pytest.raises(ConfigError, match="got no EngineSpec of the model"):
+    with raises(ConfigError, "missing-argument"):
         make_engine(settings)
 
 
@@ -111,14 +112,14 @@ def test_one_engine_with_a_gpu_of_its_own_does_not_share_the_trainers():
 @pytest.mark.parametrize(
     ("settings", "device", "message"),
     [
-        ({"replicas": 2}, "cuda:0", "set engine.cuda_devices to 2 GPUs"),
-        ({"tp": 4}, "cuda:0", "set engine.cuda_devices to 4 GPUs"),
-        ({"cuda_devices": (0,)}, "cpu", "with a model on the CPU"),
-        ({"tp": 2}, "cpu", "engine.tp = 2 on a CPU"),
+        ({"replicas": 2}, "cuda:0", "contradiction: engine.cuda_devices"),
+        ({"tp": 4}, "cuda:0", "contradiction: engine.cuda_devices"),
+        ({"cuda_devices": (0,)}, "cpu", "unsupported-combination: engine.cuda_devices"),
+        ({"tp": 2}, "cpu", "unsupported-combination: engine.tp"),
     ],
 )
 def test_engines_without_a_place_to_run_are_refused(settings, device, message):
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, message):
         make_engine(config(**settings), spec=dataclasses.replace(SPEC, device=device))
     assert External.made == []
 
@@ -131,15 +132,13 @@ def test_replicas_start_at_the_same_time_and_on_a_cpu_need_no_devices(monkeypatc
 
 def test_when_one_does_not_start_the_others_are_closed(monkeypatch):
     monkeypatch.setattr(External, "fails_at", 2)
-    with pytest.raises(EngineError, match="replica 2 of 4: it does not start"):
+    with raises(EngineError, "wrong-state"):
         make_engine(config(replicas=4), spec=dataclasses.replace(SPEC, device="cpu"))
     assert len(External.made) == 3 and all(engine.closed for engine in External.made)
 
 
 def test_an_unknown_engine_is_refused(tiny):
-    with pytest.raises(
-        ConfigError, match=r"unknown inference engine 'trt'\. Known: hf, native, sglang, vllm"
-    ):
+    with raises(ConfigError, "unknown-name"):
         make_engine(EngineConfig(name="trt"), model=tiny)
 
 

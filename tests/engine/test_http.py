@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from raising import raises
 
 from lockstep.engine.remote import http
 from lockstep.engine.remote.http import BadReply, HttpClient, Silent, Unreachable
@@ -89,20 +90,20 @@ def test_bodies_in_pieces(raw, piece):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"SSH-2.0-hello\r\n\r\n", "did not answer in HTTP"),
-        (b"x" * 100_000, "did not answer in HTTP"),
-        (b"HTTP/1.1 OK\r\n\r\n", "did not answer in HTTP"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", "announced an answer of 99999999999"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "announced"),
-        (CHUNKED + b"zz\r\n", "chunk without a size"),
-        (ok(b"{"), "not JSON"),
-        (ok(b"[" * 100_000), "not JSON"),
-        (ok(b'{"a": Infinity}'), "not JSON"),
-        (ok(b"\xff\xfe"), "not JSON"),
+        (b"SSH-2.0-hello\r\n\r\n", "bad-reply: HTTP"),
+        (b"x" * 100_000, "bad-reply: HTTP"),
+        (b"HTTP/1.1 OK\r\n\r\n", "bad-reply: HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", "too-large: Content-Length"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "too-large: Content-Length"),
+        (CHUNKED + b"zz\r\n", "bad-reply: chunk"),
+        (ok(b"{"), "not-json"),
+        (ok(b"[" * 100_000), "not-json"),
+        (ok(b'{"a": Infinity}'), "not-json"),
+        (ok(b"\xff\xfe"), "not-json"),
     ],
 )
 def test_replies_are_not_trusted(raw, message):
-    with answering(raw) as (client, _), pytest.raises(BadReply, match=message):
+    with answering(raw) as (client, _), raises(BadReply, message):
         client.get("/x", seconds=5).json()
 
 
@@ -114,7 +115,7 @@ def test_a_reply_without_end(monkeypatch):
         for _ in range(1000):
             connection.sendall(b"y" * 65536)
 
-    with answering(flood) as (client, _), pytest.raises(BadReply, match="more than 1000000 bytes"):
+    with answering(flood) as (client, _), raises(BadReply, "too-large"):
         client.get("/x", seconds=20)
 
 
@@ -123,7 +124,7 @@ def test_errors_carry_what_the_server_says():
     with answering(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as (client, _):
         reply = client.post("/x", {}, seconds=5)
         assert reply.status == 400
-        with pytest.raises(BadReply, match="answered 400: prompt too long"):
+        with raises(BadReply, "bad-reply", status=400, reason="prompt too long"):
             reply.json()
 
 
@@ -131,21 +132,21 @@ def test_a_get_is_asked_again_and_a_post_is_not():
     with answering(None, None, ok(b"1")) as (client, count):
         assert client.get("/x", seconds=5).json() == 1
         assert count == [3]
-    with answering(None, ok(b"1")) as (client, count), pytest.raises(Unreachable, match=r"middle|reset"):
+    with answering(None, ok(b"1")) as (client, count), raises(Unreachable, "unreachable"):
         client.post("/x", {}, seconds=5)
 
 
 def test_deadlines():
     with answering(lambda c: time.sleep(30)) as (client, _):
         for ask in (client.get, client.post):
-            with pytest.raises(Silent, match="not answered in time"):
+            with raises(Silent, "deadline"):
                 ask("/x", seconds=0.3)
 
 
 def test_a_connection_that_breaks_in_the_middle():
     with (
         answering(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc") as (client, _),
-        pytest.raises(Unreachable, match="middle of its answer"),
+        raises(Unreachable, "unreachable"),
     ):
         client.post("/x", {}, seconds=5)
 
@@ -154,7 +155,7 @@ def test_nothing_listens():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         client = HttpClient(f"http://127.0.0.1:{probe.getsockname()[1]}", name="test")
-    with pytest.raises(Unreachable, match="refused"):
+    with raises(Unreachable, "unreachable", reason="[Errno 111] Connection refused"):
         client.get("/x", seconds=5)
 
 
@@ -206,5 +207,5 @@ def test_closing_a_batch_closes_its_connections():
     "url", ["https://x:1", "127.0.0.1:8000", "http://", "http://x:99999", "http://u:p@x:1", "http://x?y"]
 )
 def test_urls_that_are_none(url):
-    with pytest.raises(ConfigError, match="http://host:port"):
+    with raises(ConfigError, "wrong-format: port" if "99999" in url else "wrong-format: scheme"):
         HttpClient(url, name="test")

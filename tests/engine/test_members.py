@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import pytest
+from raising import raises
 
 from lockstep.config.declarations import engines
 from lockstep.config.engine import EngineConfig
@@ -97,10 +98,7 @@ def test_a_class_that_lacks_methods_is_one_error(monkeypatch: pytest.MonkeyPatch
         "stats, close, begin_update, receive, finish_update, fail_update, read_back, memory, describe; "
         "docs/how-to/extend.md has what it must have"
     )
-    with pytest.raises(
-        ConfigError,
-        match="lacks external, submit, continue_, finished, abort, sleep, wake, stats, close, update_w",
-    ):
+    with raises(ConfigError, "wrong-part"):
         del Half.external
         make_engine(EngineConfig(name=name), model=tiny)
 
@@ -108,7 +106,7 @@ def test_a_class_that_lacks_methods_is_one_error(monkeypatch: pytest.MonkeyPatch
 def test_an_object_that_lacks_attributes_is_closed(monkeypatch: pytest.MonkeyPatch, tiny: Any) -> None:
     monkeypatch.setattr(Whole, "closed", 0)
     monkeypatch.delattr(Whole, "contract")
-    with pytest.raises(ConfigError, match=r"an object of engine.name = 'their_engine:Theirs' lacks contract"):
+    with raises(ConfigError, "wrong-part", names=["contract"]):
         make_engine(EngineConfig(name=module(monkeypatch, Whole)), model=tiny)
     assert Whole.closed == 1
 
@@ -118,7 +116,7 @@ def test_a_function_that_makes_an_engine(monkeypatch: pytest.MonkeyPatch, tiny: 
         return Whole(config, model=model)
 
     name = module(monkeypatch, theirs)
-    with pytest.raises(ConfigError, match="lacks external"):
+    with raises(ConfigError, "wrong-part", names=["external"]):
         is_external(EngineConfig(name=name))
     theirs.external = False  # type: ignore[attr-defined]
     assert isinstance(make_engine(EngineConfig(name=name), model=tiny), Whole)

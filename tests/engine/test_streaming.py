@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from raising import raises
 
 from lockstep.engine.streaming import Streaming, turn_seed
 from lockstep.errors import EngineError
@@ -82,17 +83,17 @@ def test_generate_is_in_request_order_and_leaves_nothing_behind():
     engine = Echo(per_step=1)
     groups = engine.generate([request(1, seeds=(3, 4)), request(2, seeds=()), request(3, seeds=(9,))])
     assert [[c.seed for c in group] for group in groups] == [[3, 4], [], [9]]
-    with pytest.raises(EngineError, match="request 1 is impossible"):
+    with raises(EngineError, "wrong-state"):
         engine.generate([request(1), request(0)])
     engine.fail = ValueError("of the engine")
-    with pytest.raises(ValueError, match="of the engine"):
+    with pytest.raises(ValueError, check=lambda error: error.args == ("of the engine",)):
         engine.generate([request(1)])
     engine.fail = None
     assert list(engine.finished()) == [] and engine._open == 0 and not engine._inbox
 
 
 def test_samples_that_an_engine_loses_are_an_error():
-    with pytest.raises(EngineError, match="lost 1 samples"):
+    with raises(EngineError, "wrong-result", samples=1):
         Echo(lost=1).generate([request(1)])
 
 
@@ -100,7 +101,7 @@ def test_numbers_of_requests_begin_anew_when_the_engine_is_idle():
     engine = Echo()
     for _ in range(2):
         assert [engine.submit(request(1)).index for _ in range(3)] == [0, 1, 2]
-        with pytest.raises(EngineError, match="request 3 is impossible"):
+        with raises(EngineError, "wrong-state"):
             engine.submit(request(0))
         assert len(list(engine.finished())) == 3
 
@@ -123,7 +124,7 @@ def test_a_stream_is_one():
     engine.submit(request(1, seeds=(1, 2, 3)))
     stream = engine.finished()
     next(stream)
-    with pytest.raises(EngineError, match="another stream"):
+    with raises(EngineError, "wrong-state: other-stream"):
         next(engine.finished())
     engine._close_stream()  # as close() does in the middle of it
     assert list(stream) == [] and engine._open == 0

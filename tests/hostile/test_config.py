@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from raising import raises
 
 from lockstep.config.base import Config
 from lockstep.config.batch import GenerateConfig, ScoreConfig
@@ -177,16 +178,16 @@ def test_a_hostile_file_is_a_config_error(text: str, tmp_path: Path) -> None:
 def test_a_file_that_is_no_plain_text_is_a_config_error(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_bytes(b"seed = 1 # \xff\xfe")
-    with pytest.raises(ConfigError, match="not a TOML file"):
+    with raises(ConfigError, "not-toml"):
         read_toml(file)
-    with pytest.raises(ConfigError, match="no plain file"):
+    with raises(ConfigError, "not-a-file: test_a_file_that_is_no_plain_t0"):
         read_toml(tmp_path)
     for name in ("x" * 5000, "x" * 300 + ".toml", "a\0.toml"):
-        with pytest.raises(ConfigError, match="cannot be the name of one"):
+        with raises(ConfigError, "bad-file-name"):
             load_run(name)
 
 
 def test_more_ranks_than_could_be_started_are_refused() -> None:
     overrides = {"train.backend": "fsdp2", "rollout.prompts_per_step": 2**30, "steps": 1}
-    with pytest.raises(ConfigError, match="--ranks 1000000"):
+    with raises(ConfigError, "out-of-range: --ranks"):
         check_ranks(load_run(kind="grpo", overrides=overrides), 10**6)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote import stall as silence
@@ -228,8 +229,9 @@ def test_what_a_server_says_of_itself_may_be_anything(drivers, value):
 def test_an_sglang_server_that_describes_itself_wrongly(info, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     spec = SimpleNamespace(folder=tmp_path)
-    with pytest.raises(EngineError, match="says of itself"):
+    with raises(EngineError, "bad-reply") as caught:
         check_server(info, {}, config=None, spec=spec, where="the server")
+    assert caught.value.fields["reason"].startswith(f"{next(iter(info))} is ")
 
 
 def test_a_load_is_finite_or_left_out():
@@ -331,7 +333,7 @@ def rising(by):
 def test_only_growth_that_samples_could_need_is_progress(monkeypatch, count):
     clock = Clock(monkeypatch)
     watch = silence.StallDetector(Engine(count))
-    with pytest.raises(EngineError, match="no progress for"):
+    with raises(EngineError, "wrong-state"):
         while clock.now < 4000.0:
             watch.check(1)
     assert clock.now < 2000.0
@@ -369,7 +371,7 @@ def test_events_without_new_tokens_are_no_progress(monkeypatch, chunk):
     clock = Clock(monkeypatch)
     flow = _Flow(Engine(counts(None)), Streams([json.dumps(chunk).encode()]))
     flow.add(JOB, {})
-    with pytest.raises(EngineError, match="no progress for"):
+    with raises(EngineError, "wrong-state"):
         while clock.now < 100.0:
             flow.step()
     assert clock.now < 10.0
@@ -380,5 +382,5 @@ def test_tokens_without_end_are_refused():
     chunk = event(finish_reason=None, completion_tokens=4, output_token_logprobs=[[-0.5, 5, None]] * 4)
     assert one.add(chunk | {"output_ids": [5] * 4}, aborting=False, weight_version=None) is None
     more = event(finish_reason=None, completion_tokens=5, output_token_logprobs=[[-0.5, 5, None]])
-    with pytest.raises(BadReply, match="more tokens than max_tokens = 4"):
+    with raises(BadReply, "bad-reply", reason="more tokens than max_tokens = 4"):
         one.add(more | {"output_ids": [5]}, aborting=False, weight_version=None)

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from lockstep.config.data import DataConfig
 from lockstep.data.preferences import load_preferences
@@ -79,8 +80,9 @@ def test_a_parquet_file_that_says_wrong_things_of_itself(names: bytes, tmp_path:
     table = pyarrow.table({"prompt": ["a"], "completion": ["b"], "answer": [1]})
     schema = table.schema.with_metadata({b"lockstep.json_columns": names})
     pyarrow.parquet.write_table(table.cast(schema), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"not a readable Parquet file|not valid JSON"):
+    with pytest.raises(DataError) as caught:
         list(read_rows(tmp_path / "x.parquet"))
+    assert caught.value.code == ("not-json" if names == b'["prompt"]' else "cannot-read")
 
 
 DEEP = "[" * 300 + "]" * 300
@@ -182,7 +184,7 @@ def test_a_template_that_fails_is_one_error(template: str, tokenizer: Any, tmp_p
     path.write_text('{"prompt": "a", "completion": "a"}\n')
     for text in (template, template + "{% generation %}{% endgeneration %}"):
         for loader in (load_prompts, load_sft):
-            with pytest.raises(DataError, match=r"row 0: the chat template (refuses|fails)"):
+            with raises(DataError, "refused: row 0"):
                 loader(DataConfig(source=str(path), chat_template=text), tokenizer=tokenizer)
 
 
@@ -192,7 +194,7 @@ def test_a_template_that_is_no_text(tokenizer: Any, tmp_path: Path) -> None:
     for name in (str(tmp_path / "x.jinja"), str(tmp_path), "x" * 5000, "x" * 300):
         with pytest.raises(ConfigError):
             load_sft(DataConfig(source=str(tmp_path / "x.jsonl"), chat_template=name), tokenizer=tokenizer)
-    with pytest.raises(DataError, match="half a surrogate pair"):
+    with raises(DataError, "not-text: a text to be tokenised"):
         load_prompts(
             DataConfig(source=str(tmp_path / "x.jsonl"), chat_template="{{ '\\ud800' }}"), tokenizer=tokenizer
         )
@@ -239,5 +241,5 @@ def test_a_folder_of_datasets_that_is_damaged(tmp_path: Path) -> None:
 def test_half_a_surrogate_pair_in_a_row_is_one_error(half: bytes, tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"prompt": "' + half + b'", "completion": "a"}\n')
-    with pytest.raises(DataError, match=r"line 1: holds half a surrogate pair"):
+    with raises(DataError, "not-text: line 1"):
         load_sft(DataConfig(source=str(path)), tokenizer=tokenizer)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 
 from lockstep.config.load import load_resumed, load_run
 from lockstep.config.run import GRPORun
@@ -282,7 +283,7 @@ def test_a_stand_in_line_shows_the_hole_and_lets_the_run_go_on(
     run = spoilt()
     lines = (run / "metrics.jsonl").read_text().splitlines()
     replace(run / "metrics.jsonl", "".join(f"{line}\n" for line in lines if '"step": 1' not in line).encode())
-    with pytest.raises(CheckpointError, match=r"has no line of step 1,.*\{\"step\": 1\}"):
+    with raises(CheckpointError, "incomplete: step 1"):
         resume(run)
     stand_in = [line if '"step": 1' not in line else '{"step": 1}' for line in lines]
     replace(run / "metrics.jsonl", "".join(f"{line}\n" for line in stand_in).encode())
@@ -300,15 +301,19 @@ def test_lines_by_hand() -> None:
     check_lines(path, good, done=2, evaluations={(0, "before")})
     check_lines(path, good, done=3, evaluations=set())
     for rows, done, said in (
-        (lines((0, None), (2, None)), 3, "no line of step 1"),
-        (lines((1, None)), 2, "no line of step 0"),
-        ([], 1, "no line of step 0"),
-        (lines((0, None), (1, None)), 3, "no line of step 2"),
-        (lines((0, None), (0, None)), 1, "line 2: step 0 stands there for the second time"),
-        (lines((0, None)), 1, "no line of evaluation 'before' after 0 steps"),
-        (lines((0, "before"), (0, "before"), (0, None)), 1, "line 2: evaluation 'before' after 0 steps"),
+        (lines((0, None), (2, None)), 3, "incomplete: step 1"),
+        (lines((1, None)), 2, "incomplete: step 0"),
+        ([], 1, "incomplete: step 0"),
+        (lines((0, None), (1, None)), 3, "incomplete: step 2"),
+        (lines((0, None), (0, None)), 1, "out-of-order: step 0"),
+        (lines((0, None)), 1, "incomplete: evaluation 'before' after 0 steps"),
+        (
+            lines((0, "before"), (0, "before"), (0, None)),
+            1,
+            "out-of-order: evaluation 'before' after 0 steps",
+        ),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with raises(CheckpointError, said):
             check_lines(path, rows, done=done, evaluations={(0, "before")} if done == 1 else set())
 
 
@@ -329,9 +334,9 @@ def test_without_checkpoints_nothing_is_begun_again(
     before = {
         p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name not in ("lock", "config.toml")
     }
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint, but .* that are done.*--run-dir NEW"):
+    with raises(CheckpointError, "incomplete: checkpoints"):
         resume(run)
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with raises(ConfigError, "already-exists: run-0"):
         train_online(load_run("tiny", overrides=TINY | {"run_dir": str(run)}))  # type: ignore[arg-type]
     assert {p: p.read_bytes() for p in before} == before
 
@@ -342,7 +347,7 @@ def test_an_incomplete_checkpoint_is_no_reason_to_begin_again(
     run = spoilt()
     for complete in run.glob("checkpoints/*/complete.json"):
         complete.unlink()
-    with pytest.raises(CheckpointError, match="There is no undamaged one"):
+    with raises(CheckpointError, "damaged-file: complete.json is missing"):
         resume(run)
     assert len(metric_lines(run / "metrics.jsonl")) == 7
 
@@ -372,23 +377,31 @@ def test_checkpoints_on_which_the_files_disagree(spoilt: Callable[[], Path], res
             make_hashes_fit(file.parent)
 
     edits: list[tuple[str, Callable[[Path], object], str]] = [
-        ("the loop's step", lambda r: edit(r, "run_state.json", lambda v: v.update(step=3)), "of step 3"),
+        (
+            "the loop's step",
+            lambda r: edit(r, "run_state.json", lambda v: v.update(step=3)),
+            "mixed-files: step",
+        ),
         (
             "the optimizer's steps",
             lambda r: edit(r, "state.json", lambda v: v["progress"].update(step=3)),
-            "is of 4 optimizer steps, state.json of 3",
+            "mixed-files: optimizer steps",
         ),
-        ("complete.json's step", lambda r: edit(r, "complete.json", lambda v: v.update(step=5)), "name"),
+        (
+            "complete.json's step",
+            lambda r: edit(r, "complete.json", lambda v: v.update(step=5)),
+            "damaged-file: step-000004",
+        ),
         (
             "the folder's name",
             lambda r: (r / "checkpoints/step-000004").rename(r / "checkpoints/step-000003"),
-            "the folder's name of step 3",
+            "damaged-file: step-000003",
         ),
         *(
             (
                 f"complete.json without {name}",
                 lambda r, name=name: edit(r, "complete.json", lambda v: v["files"].pop(name)),
-                f"field 'files' lacks '{name}'",
+                f"wrong-field: files, {name}",
             )
             for name in ("model.safetensors", "rng.safetensors", "state.json", "run_state.json")
         ),
@@ -398,29 +411,36 @@ def test_checkpoints_on_which_the_files_disagree(spoilt: Callable[[], Path], res
                 replace(r / "checkpoints/step-000004/model.safetensors", b"other weights"),
                 make_hashes_fit(r / "checkpoints/step-000004"),
             ),
-            "complete.json and state.json differ in what 'model.safetensors' must be",
+            "mixed-files: model.safetensors",
         ),
         (
             "a name with an escape",
             lambda r: edit(
                 r, "complete.json", lambda v: v["files"].update({"\x1b]0;x": {"bytes": 1, "sha256": ""}})
             ),
-            r"names '\\x1b\]0;x', which is no file name",
+            "damaged-file: step-000004",
         ),
         (
             "a name that is too long",
             lambda r: edit(
                 r, "complete.json", lambda v: v["files"].update({"x" * 5000: {"bytes": 1, "sha256": ""}})
             ),
-            "File name too long",
+            "damaged-file: step-000004",
         ),
     ]
+    reasons = {
+        "complete.json's step": "is of step 5",
+        "the folder's name": "name of step 3",
+        "a name with an escape": r"names '\x1b]0;x'",
+        "a name that is too long": os.strerror(errno.ENAMETOOLONG),
+    }
     for what, spoil, said in edits:
         run = spoilt()
         spoil(run)
-        with pytest.raises(CheckpointError, match=said) as caught:
+        with raises(CheckpointError, said) as caught:
             resume(run)
         assert str(caught.value).isprintable(), what
+        assert reasons.get(what, "") in caught.value.fields.get("reason", ""), what
         if what != "the folder's name":  # that one is renamed: nothing else is the matter with it
             assert "--checkpoint 2" in str(caught.value), what
     assert resume(spoilt(), checkpoint=2)["done"] == 2
@@ -450,8 +470,13 @@ def test_no_link_leads_out_of_a_run(
         (outside / "config.json").write_text("{}")
     path.symlink_to(outside)
     before = {p: p.read_bytes() for p in [outside, *outside.rglob("*")] if p.is_file()}
-    with pytest.raises(LockstepError, match=r"is a link that leads out of"):
+    with pytest.raises(LockstepError) as caught:
         resume(run)
+    error = caught.value
+    if "step-000004" in name:
+        assert error.code == "damaged-file" and "is a link that leads out of" in error.fields["reason"]
+    else:
+        assert error.code == "leads-out-of-folder" and Path(error.fields["path"]).name == Path(name).name
     assert {p: p.read_bytes() for p in [outside, *outside.rglob("*")] if p.is_file()} == before
 
 
@@ -469,7 +494,7 @@ def test_a_folder_that_is_none(name: str, kind: str, spoilt: Callable[[], Path],
     run = spoilt()
     shutil.rmtree(run / name, ignore_errors=True)
     os.mkfifo(run / name) if kind == "fifo" else (run / name).write_text("x")
-    with pytest.raises(CheckpointError, match=f"{name}: is no folder"):
+    with raises(CheckpointError, f"not-a-file: {name}"):
         resume(run)
 
 
@@ -515,9 +540,9 @@ def test_a_disk_that_fills_up_while_training(finished: Path, resume: Resume, tmp
             shutil.copytree(finished, run)
             free = shutil.disk_usage(disk).free
             (disk / "ballast").write_bytes(bytes(free - left * 1024))
-            with pytest.raises(LockstepError, match="free some space") as caught:
+            with pytest.raises(LockstepError) as caught:
                 train_online(load_resumed(run, {"steps": 6}), resume=run)  # type: ignore[arg-type]
-            assert str(caught.value).isprintable()
+            assert str(caught.value).isprintable() and caught.value.code in ("cannot-write", "no-space")
             failed.add(str(caught.value).partition(":")[0].rpartition("/")[2])
             (disk / "ballast").unlink()
             assert resume(run)["done"] == 4
@@ -544,7 +569,7 @@ def test_each_file_on_a_full_disk_is_one_error(
         patch.setattr(files.os, "replace", replace_all_but_one)
         if name == "metrics.jsonl":
             patch.setattr(metrics.os, "write", full)
-        with pytest.raises(TrainError, match=rf"{name}: cannot be written \(No space left on device\); free"):
+        with raises(TrainError, f"cannot-write: {name}"):
             train_online(load_resumed(run, {"steps": 6}), resume=run)  # type: ignore[arg-type]
     assert not list(run.rglob(".*"))
     summary = train_online(load_resumed(run, {"steps": 6}), resume=run)  # type: ignore[arg-type]
@@ -569,8 +594,9 @@ def test_half_a_line_of_metrics_leaves_no_trace(
 
     with monkeypatch.context() as patch:
         patch.setattr(metrics.os, "write", half)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError) as caught:
             writer.write(4, {"loss": 0.125, "reward/mean": 0.5}, evaluation=None)
+    assert caught.value.errno == errno.ENOSPC
     assert file.read_bytes() == before
     writer.write(4, {"loss": 0.125}, evaluation=None)
     writer.sync()
@@ -589,12 +615,20 @@ def test_a_step_that_needs_more_prompts_than_there_are(tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     settings = {"model.name": str(model), "data.source": str(data), "run_dir": str(tmp_path / "run")}
     cases = [
-        ("grpo", {"rollout.prompts_per_step": 11, "eval.before": False, "eval.after": False}, "10 rows;"),
-        ("grpo", {"rollout.prompts_per_step": 8, "eval.num_prompts": 3}, "3 of which are held out"),
-        ("sft", {"batch_size": 11}, "batch_size = 11 is more than .* has: 10 rows"),
+        (
+            "grpo",
+            {"rollout.prompts_per_step": 11, "eval.before": False, "eval.after": False},
+            "not-enough: rollout.prompts_per_step, 10",
+        ),
+        (
+            "grpo",
+            {"rollout.prompts_per_step": 8, "eval.num_prompts": 3},
+            "not-enough: rollout.prompts_per_step, 10, 3",
+        ),
+        ("sft", {"batch_size": 11}, "not-enough: batch_size, 10"),
     ]
     for kind, more, said in cases:
-        with pytest.raises(ConfigError, match=said) as caught:
+        with raises(ConfigError, said) as caught:
             preflight(load_run(kind=kind, overrides=settings | more), resume=None, checkpoint=None)
         assert ("rollout.prompts_per_step = " if kind == "grpo" else "batch_size = ") in str(caught.value)
     enough = settings | {"rollout.prompts_per_step": 7, "eval.num_prompts": 3}
@@ -602,23 +636,23 @@ def test_a_step_that_needs_more_prompts_than_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "settings"),
+    ("package", "settings", "about"),
     [
-        ("wandb", {"log.wandb": True}),
-        ("peft", {"model.lora.rank": 4}),
-        ("torchao", {"train.optimizer": "adamw8bit"}),
-        ("deepspeed", {"train.backend": "deepspeed"}),
+        ("wandb", {"log.wandb": True}, "log.wandb"),
+        ("peft", {"model.lora.rank": 4}, "model.lora"),
+        ("torchao", {"train.optimizer": "adamw8bit"}, "train.optimizer = 'adamw8bit'"),
+        ("deepspeed", {"train.backend": "deepspeed"}, "train.backend = 'deepspeed'"),
     ],
 )
 def test_a_missing_package_is_named_before_there_is_a_run_directory(
-    package: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, settings: dict[str, Any], about: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import importlib.util
 
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
     run = load_run("tiny", overrides=TINY | settings | {"run_dir": str(tmp_path / "run")})
-    with pytest.raises(ConfigError, match=f"needs the package {package}.*pip install"):
+    with raises(ConfigError, f"missing-package: {about}"):
         train_online(run)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
 
@@ -645,7 +679,7 @@ def test_evaluations_on_resume_never_change_the_training_data(started_with: bool
     if started_with:
         assert train_online(turned, resume=folder)["steps"] == 2  # type: ignore[arg-type]
         return
-    with pytest.raises(ConfigError, match="was started without an evaluation, so no prompts are held out"):
+    with raises(ConfigError, "contradiction: eval.before"):
         train_online(turned, resume=folder)  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from lockstep.cli.doctor import settings
 from lockstep.config.rollout import RewardConfig
@@ -354,7 +355,7 @@ def test_without_a_sandbox_an_evaluating_task_is_refused_unless_allowed_by_name(
     process = VerifierProcess()
     _, countdown = rows("countdown")
     _, plain = rows("chain_sum")
-    with pytest.raises(ConfigError, match=r"missing: .*seccomp.*set allow_unsandboxed = \['countdown'\]"):
+    with raises(ConfigError, "refused: countdown"):
         process.reasoning_gym(countdown, "1", timeout=60)
     assert process.reasoning_gym(plain, plain["answer"], timeout=60) == (1.0, None)
     answer = countdown["answer"]
@@ -408,7 +409,7 @@ OUTCOMES: list[tuple[Callable[..., Any], str]] = [
     (lambda **_: 10**400, "not a finite number"),
     (lambda **_: Spiteful(), "an object whose repr raises ValueError"),
     (raising(Unspeakable()), "raised Unspeakable: <Unspeakable whose text raises ValueError>"),
-    (raising(ValueError("\x1b]0;pwn\x07\n")), r"raised ValueError: \\x1b\]0;pwn\\x07\\n\."),
+    (raising(ValueError("\x1b]0;pwn\x07\n")), r"raised ValueError: \x1b]0;pwn\x07\n"),
 ]
 for kind in (SystemExit, KeyboardInterrupt, GeneratorExit):
     OUTCOMES += [(raising(kind(3)), f"{kind.__name__}: 3"), (raising_later(kind(3)), f"{kind.__name__}: 3")]
@@ -418,8 +419,9 @@ for kind in (SystemExit, KeyboardInterrupt, GeneratorExit):
 def test_a_reward_that_does_its_worst_is_one_error(reward: Callable[..., Any], text: str) -> None:
     rewards = RewardSet([], functions=[reward])
     for _ in range(2):  # nothing was broken by the first
-        with pytest.raises(RewardError, match=text):
+        with raises(RewardError, "reward-failed") as caught:
             rewards.score([reward_input({})])
+        assert text in caught.value.fields["reason"]
 
 
 def test_a_reward_cannot_change_the_row() -> None:
@@ -438,7 +440,7 @@ def test_a_reward_cannot_change_the_row() -> None:
     for write in ("row['answer'] = 'x'", "row.update(a=1)", "del row['answer']", "row.pop('answer')"):
         scope: dict[str, Any] = {}
         exec(f"def reward(*, row, **_):\n    {write}\n    return 1.0", scope)
-        with pytest.raises(RewardError, match="a reward's row is read-only"):
+        with raises(RewardError, "reward-failed: reward"):
             RewardSet([], functions=[scope["reward"]]).score([reward_input(row)])
     assert row == {"answer": "a", "list": [0]}
 

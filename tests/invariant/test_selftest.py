@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from invariant_models import tiny
+from raising import raises
 
 from lockstep import invariant
 from lockstep.errors import ModelError
@@ -60,12 +61,12 @@ def mass_twin(logits, scale, cap, block):
 
 
 TWINS = [
-    (linear_ops, "linear", linear_twin, r"linear 64x64 with bias"),
-    (row_ops, "rms_norm", norm_twin, r"rms_norm \d+"),
-    (row_ops, "silu_and_mul", lambda gate, up: F.silu(gate) * up, r"silu_and_mul 150"),
-    (row_ops, "token_stats", stats_twin, r"token_stats 256"),
-    (row_ops, "block_mass", mass_twin, r"block_mass 256"),
-    (row_ops, "rotary", rotary_twin, r"rotary \d+"),
+    (linear_ops, "linear", linear_twin, "linear 64x64 with bias"),
+    (row_ops, "rms_norm", norm_twin, "rms_norm "),
+    (row_ops, "silu_and_mul", lambda gate, up: F.silu(gate) * up, "silu_and_mul 150"),
+    (row_ops, "token_stats", stats_twin, "token_stats 256"),
+    (row_ops, "block_mass", mass_twin, "block_mass 256"),
+    (row_ops, "rotary", rotary_twin, "rotary "),
 ]
 
 
@@ -73,15 +74,14 @@ TWINS = [
 def test_a_twin_is_caught(place, name, twin, message, monkeypatch):
     monkeypatch.setattr(place, name, twin)
     # 150 is no multiple of a vector: the ordinary silu differs in the last elements.
-    with pytest.raises(
-        ModelError, match=f"^{message}: no form of it is row-invariant on this .*batch_invariant"
-    ):
+    with raises(ModelError, "not-batch-invariant") as caught:
         invariant.convert(tiny("llama", torch.float32, intermediate_size=150))
+    assert caught.value.fields["name"].startswith(message)
 
 
 def test_a_twin_of_gelu_is_caught(monkeypatch):
     monkeypatch.setattr(row_ops, "gelu_and_mul", lambda gate, up: F.gelu(gate, approximate="tanh") * up)
-    with pytest.raises(ModelError, match="gelu_tanh_and_mul 150"):
+    with raises(ModelError, "not-batch-invariant: gelu_tanh_and_mul 150"):
         invariant.convert(tiny("gemma3_text", torch.float32, intermediate_size=150))
 
 

@@ -86,7 +86,7 @@ def test_only_what_loading_raises_was_refused(
         cell.parts = SimpleNamespace(close=lambda: None)
 
     def broken(cell: Any) -> None:
-        raise kind("the engine has died")
+        raise kind("the engine has died", code="process-died")
 
     monkeypatch.setattr(_Cell, "load", load)
     monkeypatch.setattr(_Cell, method, broken)

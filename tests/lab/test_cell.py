@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from raising import raises
 
 from lockstep.cli.replay import cell_fields, parser
 from lockstep.errors import ConfigError, RecordingError
@@ -59,14 +60,16 @@ def test_what_is_asked_for_is_not_resolved_away() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sees 0 CUDA devices"):
+    with raises(ConfigError, "missing-device: train.device"):
         resolve_cell(header(**CPU), device="cuda")
 
 
 def test_the_support_table_refuses_with_its_reason_and_the_flags() -> None:
-    with pytest.raises(ConfigError, match=r"no backward on a CPU.*--attention"):
+    with raises(
+        ConfigError, "unsupported-combination", cell={"train.attention": "flex", "train.device": "cpu"}
+    ):
         resolve_cell(header(**CPU), device="cpu", overrides={"attention": "flex"})
-    with pytest.raises(ConfigError, match="unknown attention kernel 'flsh'"):
+    with raises(ConfigError, "unknown-name: train.attention"):
         resolve_cell(header(**CPU), device="cpu", overrides={"attention": "flsh"})
 
 
@@ -75,7 +78,7 @@ def test_the_support_table_refuses_with_its_reason_and_the_flags() -> None:
     [("dtype", "int8"), ("layout", "heap"), ("attention", 3), ("static_capacity", "yes"), ("execution", [])],
 )
 def test_a_header_that_names_what_does_not_exist_is_refused_with_the_field(field: str, value: object) -> None:
-    with pytest.raises(RecordingError, match=f"field 'axes.{field}' is"):
+    with raises(RecordingError, f"wrong-field: axes.{field}"):
         Cell.of_recording(header(**(CPU | {field: value})), device="cpu")
 
 
@@ -153,16 +156,18 @@ def test_a_recording_inside_of_the_claim_leaves_it_where_the_cell_has_to_and_say
     assert not cell.batch_invariant
     (note,) = (note for note in notes if note.startswith("batch_invariant: on -> off ("))
     assert "splits the keys" in note
-    with pytest.raises(ConfigError, match="splits the keys"):
+    with raises(
+        ConfigError, "unsupported-combination: train.batch_invariant", cell={"train.attention": "sdpa"}
+    ):
         resolve_cell(recorded, device="cpu", overrides={"attention": "sdpa", "batch_invariant": True})
-    with pytest.raises(ConfigError, match="--batch-invariant with --deepcompile"):
+    with raises(ConfigError, "unsupported-combination: --batch-invariant"):
         resolve_cell(recorded, device="cpu", overrides={"execution": "deepcompile", "batch_invariant": True})
 
 
 def test_a_joint_graph_needs_whole_weights() -> None:
     cell = resolve_cell(header(**CPU), device="cpu", overrides={"execution": "joint", "zero_stage": 2})[0]
     assert (cell.execution, cell.zero_stage) == ("joint", 2)
-    with pytest.raises(ConfigError, match="--joint with --zero-stage 3"):
+    with raises(ConfigError, "unsupported-combination: --joint"):
         resolve_cell(header(**CPU), device="cpu", overrides={"execution": "joint", "zero_stage": 3})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from raising import raises
 
 from lockstep.cli import bench, parity, parity_engines
 from lockstep.errors import ConfigError
@@ -17,9 +18,9 @@ from lockstep.lab.train_parity.job import ParityJob
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e10, 1e300])
 def test_a_time_that_nobody_can_wait_is_refused(value: float, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^timeout = .*; set seconds$"):
+    with raises(ConfigError, "out-of-range: timeout"):
         check_seconds(value, "timeout")
-    with pytest.raises(ConfigError, match="timeout"):
+    with raises(ConfigError, "out-of-range: timeout"):
         MatrixOptions(out=tmp_path, timeout=value)
     for kind in (BenchJob, ParityJob):
         for name in {"timeout", "patience", "wait"} & kind.model_fields.keys():
@@ -44,7 +45,7 @@ def test_options_are_checked_without_a_command_line_too(read: Any, make: Any, fl
     args = read().parse_args(["--device", "cpu", *flags])
     assert make(args).timeout == args.timeout
     args.timeout = 1e300
-    with pytest.raises(ConfigError, match="timeout"):
+    with raises(ConfigError, "out-of-range: timeout"):
         make(args)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.sft import SFTLoss
@@ -69,16 +70,16 @@ def test_the_recorded_loss_is_that_of_the_algorithm() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "text"),
     [
-        ({"name": "grpp"}, "field 'algorithm.name': unknown algorithm 'grpp'; did you mean 'grpo'"),
-        ({}, "field 'algorithm.name'"),
-        ({"name": "grpo", "kl": {"coef": -1}}, "field 'algorithm.kl.coef'"),
-        ({"name": "grpo", "nonsense": 1}, "field 'algorithm.nonsense'"),
+        ({"name": "grpp"}, "wrong-field: algorithm.name"),
+        ({}, "wrong-field: algorithm.name"),
+        ({"name": "grpo", "kl": {"coef": -1}}, "wrong-field: algorithm.kl.coef"),
+        ({"name": "grpo", "nonsense": 1}, "wrong-field: algorithm.nonsense"),
     ],
 )
 def test_an_algorithm_that_is_none_names_the_field_and_the_way_out(
     algorithm: dict[str, Any], text: str
 ) -> None:
-    with pytest.raises(RecordingError, match=text) as caught:
+    with raises(RecordingError, text) as caught:
         token_loss(header(algorithm), "recorded")
     assert "--loss logprob-sum" in str(caught.value)
     assert token_loss(header(algorithm), "logprob-sum") is not None

@@ -4,10 +4,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from starting import wait_for
 
 from lockstep.lab.suite.process import (
     ProcessRunner,
@@ -31,15 +31,6 @@ def gone(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state == "Z"
-
-
-def wait_for(condition: object, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_a_process_that_ends(tmp_path: Path) -> None:
@@ -154,14 +145,14 @@ def test_no_cell_outlives_a_suite_that_is_killed(words: list[str], tmp_path: Pat
     suite = subprocess.Popen([sys.executable, "-c", KILLED_SUITE, str(tmp_path), *words], cwd=tmp_path)
     try:
         logs = [tmp_path / "0.log", tmp_path / "1.log"]
-        assert wait_for(lambda: all("waiting" in read_tail(log) for log in logs), 30.0)
+        assert wait_for(lambda: all("waiting" in read_tail(log) for log in logs), seconds=30.0)
         cells = [cell for supervisor in children(suite.pid) for cell in children(supervisor)]
         assert len(cells) == 2 and not any(map(gone, cells))
     finally:
         suite.kill()
         suite.wait()
     try:
-        assert wait_for(lambda: all(map(gone, cells)), 5.0)
+        assert wait_for(lambda: all(map(gone, cells)), seconds=5.0)
     finally:
         for cell in cells:
             with contextlib.suppress(ProcessLookupError):

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lockstep.errors import ConfigError
 from lockstep.lab.replay.ranks import _rows_of_all
@@ -58,7 +59,7 @@ def test_rows_of_other_ranks_keep_numbers_that_are_not_finite(tmp_path: Path) ->
 
 def test_an_out_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--out '.*file/out': '.*/file' is no folder"):
+    with raises(ConfigError, "not-a-file: --out, out"):
         ReplayFiles(tmp_path / "file" / "out", echo=lambda _: None)
 
 

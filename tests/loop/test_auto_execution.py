@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 
 from lockstep.config.load import load_run
 from lockstep.config.run import RunConfig
@@ -140,7 +141,7 @@ def test_a_resumed_run_keeps_what_its_manifest_says() -> None:
     assert (kept.execution, kept.token_budget) == ("compile", 16384)
     explicit = sft(**{"train.execution": "eager", "train.token_budget": 2048})
     assert as_started(explicit, {"axes": {"execution": "compile", "token_budget": 16384}}) is explicit
-    with pytest.raises(ConfigError, match=r"manifest.json.*\n.*train.execution"):
+    with raises(ConfigError, "unknown-name: train.execution"):
         as_started(run, {"axes": {"execution": ["fast"]}})
 
 

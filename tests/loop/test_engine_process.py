@@ -105,7 +105,10 @@ def test_a_server_that_is_killed_in_a_batch_costs_no_bit(
                     info = self._client.get("/info", seconds=60.0).object()
                     os.kill(info["pid"], signal.SIGKILL)
                     killed.append(info["pid"])
-                    return [*events[: number + 1], (key, Unreachable("the server was killed"))]
+                    return [
+                        *events[: number + 1],
+                        (key, Unreachable("the server was killed", code="unreachable")),
+                    ]
         return events
 
     monkeypatch.setattr(EventStreams, "poll", cut)

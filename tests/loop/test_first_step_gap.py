@@ -1,6 +1,7 @@
 import math
 
 import pytest
+from raising import raises
 
 from lockstep.errors import EngineError
 from lockstep.loop.first_step_gap import gap_complaint
@@ -25,7 +26,7 @@ def test_a_larger_one_warns() -> None:
 
 @pytest.mark.parametrize("mean", [0.2, math.nan, math.inf])
 def test_other_weights_stop_the_run(mean: float) -> None:
-    with pytest.raises(EngineError, match="does not hold the trainer's weights"):
+    with raises(EngineError, "values-differ: logprob_gap_mean"):
         gap_complaint(gap(mean), dtype="float32", temperature=1.0)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from loop_runs import TINY, Commands, everything
+from raising import raises
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -248,30 +249,30 @@ def test_values_approach_the_returns() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "text"),
     [
-        ("algorithm__gamma", 1.5, r"algorithm.gamma = 1.5: .*less than or equal to 1"),
-        ("algorithm__lam", -0.1, r"algorithm.lam = -0.1: .*greater than or equal to 0"),
-        ("value__minibatches", 3, r"value.minibatches = 3 does not divide the 16 rollouts"),
-        ("value__clip", -1.0, r"value.clip = -1.0"),
-        ("value__huber_delta", 2.0, r"huber_delta = 2.0 has no effect with loss = 'squared'"),
-        ("value__warmup_batches", 4, r"value.warmup_batches = 4 is not below steps = 4"),
+        ("algorithm__gamma", 1.5, "out-of-range: algorithm.gamma"),
+        ("algorithm__lam", -0.1, "out-of-range: algorithm.lam"),
+        ("value__minibatches", 3, "not-divisible: value.minibatches"),
+        ("value__clip", -1.0, "out-of-range: value.clip"),
+        ("value__huber_delta", 2.0, "no-effect: value.huber_delta"),
+        ("value__warmup_batches", 4, "nothing-to-do: value.warmup_batches"),
         (
             "algorithm__kl",
             {"coef": 0.1, "target": 6.0, "horizon": 8},
-            r"horizon = 8 is below the 16 rollouts",
+            "out-of-range: algorithm.kl.horizon",
         ),
-        ("algorithm__advantage", "group_mean", r"advantage = 'group_mean': expected one of 'gae'"),
+        ("algorithm__advantage", "group_mean", "unknown-name: algorithm.advantage"),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(setting: str, value: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
+    with raises(ConfigError, text):
         run_of(**{setting: value})
 
 
 def test_a_value_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     run = run_of(value__name=str(tmp_path / "nowhere"))
-    with pytest.raises(ModelError, match=r"value.name = '.*nowhere'.*is not a folder"):
+    with raises(ModelError, "no-such-file: nowhere"):
         build_online(run)
-    with pytest.raises((ConfigError, ModelError), match=r"value.name = .*tiny-lama.*tiny-llama"):
+    with raises((ConfigError, ModelError), "unknown-name: value.name"):
         preflight(run_of(value__name="shape:tiny-lama"), resume=None, checkpoint=None)
 
 
@@ -294,7 +295,7 @@ def test_a_value_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> N
     ).module
     module.resize_token_embeddings(128)
     export_hf(module, None, tmp_path / "value")
-    with pytest.raises(ConfigError, match=r"reads token ids otherwise .*vocabulary has 128 ids.*'policy'"):
+    with raises(ConfigError, "other-model: value.name"):
         build_online(run_of(value__name=str(tmp_path / "value")))
 
 

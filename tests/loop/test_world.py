@@ -183,7 +183,7 @@ def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
     def losing(self: World, *args: Any, **more: Any) -> Reply:
         reply = post(self, *args, **more)
         if lost.pop(0):
-            raise Unreachable("lost")
+            raise Unreachable("lost", code="unreachable")
         return reply
 
     monkeypatch.setattr(World, "_post", losing)
@@ -222,7 +222,7 @@ def test_an_error_comes_back_as_what_it_was_with_the_roles(world: World, host: H
 def test_a_call_has_a_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(self: World, body: bytes, *, deadline: float) -> Reply:
         assert 1199 < deadline - time.monotonic() <= 1200
-        raise Silent("nothing")
+        raise Silent("nothing", code="deadline")
 
     monkeypatch.setattr(World, "_post", silent)
     with pytest.raises(TrainError, match="did not answer within") as late:
@@ -290,7 +290,7 @@ def lose_answer(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
         reply = post(self, body, deadline=deadline)
         if not lost and unpacked(body)["call"] == name:
             lost.append(name)
-            raise Unreachable("lost")
+            raise Unreachable("lost", code="unreachable")
         return reply
 
     monkeypatch.setattr(World, "_post", losing)

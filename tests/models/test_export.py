@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -109,7 +110,7 @@ def test_an_old_export_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_things_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ModelError, match="not a model folder"):
+    with raises(ModelError, "already-exists"):
         export_hf(load("tiny-llama"), None, tmp_path)
     assert (tmp_path / "thesis.tex").exists()
 
@@ -159,13 +160,13 @@ def test_tensors_that_are_not_the_models_leave_the_old_export(tmp_path: Path) ->
     old = (out / "model.safetensors").read_bytes()
     tensors = tensors_of(load("tiny-llama", seed=1))
     wrong = [
-        (tensors[1:], r"weights are missing: \['model.embed_tokens.weight'\]"),
-        ([*tensors, ("model.more", torch.ones(1))], "no weight 'model.more'"),
-        ([*tensors, tensors[0]], "came twice"),
+        (tensors[1:], "cannot-write"),
+        ([*tensors, ("model.more", torch.ones(1))], "cannot-write"),
+        ([*tensors, tensors[0]], "cannot-write"),
     ]
     for given, text in wrong:
         drained = iter(given)
-        with pytest.raises(ModelError, match=text):
+        with raises(ModelError, text):
             export_tensors(module, drained, tokenizer=None, directory=out, dtype=torch.float32)
         assert next(drained, None) is None  # other ranks have gone through all of them
         assert (out / "model.safetensors").read_bytes() == old
@@ -178,7 +179,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(export, "save_file", full)
     module = load("tiny-llama")
-    with pytest.raises(ModelError, match="No space left on device"):
+    with raises(ModelError, "cannot-write"):
         export_tensors(
             module, tensors_of(module), tokenizer=None, directory=tmp_path / "o", dtype=torch.float32
         )

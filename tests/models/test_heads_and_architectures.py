@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 from transformers import (
     Gemma2Config,
@@ -65,30 +66,33 @@ def test_head_gives_the_models_own_logits(cap):
 def test_a_wrapped_head_is_refused():
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.lm_head = nn.Sequential(model.lm_head)
-    with pytest.raises(ModelError, match="is a Sequential, not a plain linear"):
+    with raises(ModelError, "unsupported-model: Sequential"):
         head_of(model)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (GPT2Config(), "architecture 'gpt2' is not supported: its positions are learned"),
-        (Gemma2Config(), "'gemma2' is not supported: it soft-caps attention scores"),
-        (Gemma3Config(), "'gemma3' is not supported: it is the multimodal wrapper"),
-        (LlamaConfig(attention_dropout=0.1), "attention_dropout = 0.1"),
-        (Gemma3TextConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0"),
-        (LlamaConfig(is_causal=False), "is_causal = false"),
-        (LlamaConfig(rope_parameters=LONGROPE), "rope_type = 'longrope' .* depend on its neighbours"),
-        (LlamaConfig(rope_parameters=LONGROPE | {"rope_type": "dynamic"}), "'dynamic' .* its neighbours"),
+        (GPT2Config(), "unsupported-model: gpt2"),
+        (Gemma2Config(), "unsupported-model: gemma2"),
+        (Gemma3Config(), "unsupported-model: gemma3"),
+        (LlamaConfig(attention_dropout=0.1), "unsupported-model: attention_dropout"),
+        (Gemma3TextConfig(attn_logit_softcapping=50.0), "unsupported-model: attn_logit_softcapping"),
+        (LlamaConfig(is_causal=False), "unsupported-model: is_causal"),
+        (LlamaConfig(rope_parameters=LONGROPE), "unsupported-model: rope_type, longrope"),
+        (
+            LlamaConfig(rope_parameters=LONGROPE | {"rope_type": "dynamic"}),
+            "unsupported-model: rope_type, dynamic",
+        ),
         (
             LlamaConfig(rope_parameters=LONGROPE | {"rope_type": "axial"}),
-            "'axial' .* no test has run",
+            "unsupported-model: rope_type, axial",
         ),
-        (Gemma3TextConfig(rope_parameters=GEMMA_ROPES), "rope_type = 'dynamic'"),
+        (Gemma3TextConfig(rope_parameters=GEMMA_ROPES), "unsupported-model: rope_type, dynamic"),
     ],
 )
 def test_refused_by_name_with_a_reason(config, message):
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, message):
         check_architecture(config)
 
 

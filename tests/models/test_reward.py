@@ -1,5 +1,6 @@
 import pytest
 import torch
+from raising import raises
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -78,14 +79,14 @@ def test_a_model_without_a_template_reads_plain_text(tmp_path, tiny_folder):
     model = loaded(folder)
     documents = [model.document(p, c, "row") for p, c in PAIRS]
     assert model.score(documents) == pytest.approx(directly(folder, [p + c for p, c in PAIRS]), abs=1e-5)
-    with pytest.raises(DataError, match="2 messages needs a chat template"):
+    with raises(DataError, "no-chat-template"):
         model.document([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "c", "row 3")
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path, tiny_folder):
-    with pytest.raises(ModelError, match="has 3 labels, expected 1"):
+    with raises(ModelError, "wrong-shape"):
         loaded(saved(tmp_path / "three", tiny_folder, labels=3))
-    with pytest.raises(ModelError, match="2 labels, expected 1"):
+    with raises(ModelError, "wrong-shape"):
         loaded(tiny_folder)  # a causal LM
     from safetensors.torch import load_file, save_file
 
@@ -93,17 +94,17 @@ def test_what_is_no_reward_model_is_refused(tmp_path, tiny_folder):
     weights = load_file(folder / "model.safetensors")
     del weights["score.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"score\.weight"):
+    with raises(ModelError, "wrong-shape"):
         loaded(folder)
 
 
 def test_long_texts_are_refused_or_cut_at_the_left(tmp_path, tiny_folder):
     folder = saved(tmp_path / "model", tiny_folder)
-    with pytest.raises(DataError, match=r"row 7: .* tokens, the reward model takes 128"):
+    with raises(DataError, "too-long"):
         loaded(folder).document("x" * 200, "yes", "row 7")
     cut = loaded(folder, overlong="truncate_left", max_length=20).document("x" * 200, "yes", "row 7")
     assert cut.truncated and len(cut.ids) == 20
-    with pytest.raises(ModelError, match="exceeds the 128 positions"):
+    with raises(ModelError, "out-of-range: reward_model.max_length"):
         loaded(folder, max_length=129)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -132,13 +133,13 @@ def test_a_tied_weight_may_be_stored_under_either_name_or_both(folder: Path) -> 
     other = embedding.clone()
     other[-1, -1] += 1
     store(folder, weights | {"lm_head.weight": other, "model.embed_tokens.weight": embedding})
-    with pytest.raises(ModelError, match="tie_word_embeddings = false"):
+    with raises(ModelError, "values-differ"):
         load(folder, materialize=False)
 
 
-def same_error(folder: Path, match: str) -> None:
+def same_error(folder: Path, what: str) -> None:
     for materialize in (True, False):
-        with pytest.raises(ModelError, match=match) as caught:
+        with raises(ModelError, what) as caught:
             load(folder, materialize=materialize)
         assert str(folder) in str(caught.value)
 
@@ -146,15 +147,15 @@ def same_error(folder: Path, match: str) -> None:
 def test_what_load_model_refuses_is_refused_in_the_same_words(folder: Path) -> None:
     weights = one_file(folder)
     store(folder, {k: v for k, v in weights.items() if k != "model.norm.weight"})
-    same_error(folder, r"missing_keys \['model.norm.weight'\] \(1 in all\)")
+    same_error(folder, "wrong-shape: model.norm.weight")
     store(folder, weights | {"model.norm.weight": torch.ones(63)})
-    same_error(folder, r"mismatched_keys .*'model.norm.weight'")
+    same_error(folder, "wrong-shape: model.norm.weight")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    same_error(folder, "damaged")
+    same_error(folder, "damaged-file: weights")
     path.unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    same_error(folder, "pickled weights are not read")
+    same_error(folder, "cannot-read: weights")
 
 
 def test_a_weight_that_nobody_uses_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,7 +171,7 @@ def test_an_index_cannot_point_outside_the_folder(folder: Path) -> None:
     index = json.loads(path.read_text())
     index["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
     path.write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="not a file of the folder"):
+    with raises(ModelError, "cannot-read: weights"):
         load(folder, materialize=False)
 
 
@@ -203,7 +204,7 @@ def test_adapters_are_those_of_a_module_with_weights(shape: str, head: HeadKind)
 def test_adapters_of_an_embedding_are_refused_where_weights_are_sharded() -> None:
     pytest.importorskip("peft")
     lora = LoraConfig(rank=4, target_modules=("embed_tokens",))
-    with pytest.raises(ConfigError, match=r"is not beside a linear module.*choose of \['down_proj'"):
+    with raises(ConfigError, "unsupported-combination: model.lora.target_modules"):
         load("shape:tiny-llama", materialize=False, lora=lora)
 
 

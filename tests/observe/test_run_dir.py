@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.observe import files
@@ -32,26 +33,26 @@ def test_a_new_run_has_its_config_and_manifest_and_can_be_opened_again(tmp_path:
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     create(tmp_path).close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--run-dir"):
+    with raises(ConfigError, "already-exists: test_an_existing_run_is_not_ov0"):
         create(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_a_file_and_a_folder_without_a_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="is a file"):
+    with raises(ConfigError, "not-a-file: file"):
         create(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"holds no config\.toml"):
+    with raises(ConfigError, "wrong-kind-of-file: test_a_file_and_a_folder_witho0"):
         RunDir.open(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_or_written_is_refused(tmp_path: Path) -> None:
     """By what stops root as well: a file where a folder should be, a folder where the lock should be."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file/run' cannot be made \(.*directory\); name another"):
+    with raises(ConfigError, "cannot-write: run"):
         create(tmp_path / "file" / "run")
     (tmp_path / "run" / "lock").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"run: cannot be written \(Is a directory\); name another folder"):
+    with raises(ConfigError, "cannot-write: run"):
         RunLock(tmp_path / "run" / "lock")
 
 
@@ -102,10 +103,10 @@ def test_a_rewound_file_goes_on_where_it_was_cut(tmp_path: Path) -> None:
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 0}\n{"ste\n{"step": 2}\n')
-    with pytest.raises(CheckpointError, match=r"m\.jsonl, line 2: is not valid JSON"):
+    with raises(CheckpointError, "not-json: m.jsonl, line 2"):
         read_lines(tmp_path / "m.jsonl")
     (tmp_path / "m.jsonl").write_text("[1]\n")
-    with pytest.raises(CheckpointError, match="line 1: a JSON object was expected, not list"):
+    with raises(CheckpointError, "wrong-type: line 1"):
         read_lines(tmp_path / "m.jsonl")
 
 
@@ -126,7 +127,7 @@ def test_two_processes_never_write_one_run_and_a_killed_one_does_not_block(tmp_p
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"is being written by process {holder.pid} on host"):
+        with raises(ConfigError, "locked"):
             RunDir.open(tmp_path)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
@@ -146,12 +147,12 @@ def lock_text(**changes: object) -> str:
 def test_a_reused_pid_is_not_the_owner_and_another_host_is_respected(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.write_text(lock_text())
-    with pytest.raises(ConfigError, match=f"process {os.getppid()}"):
+    with raises(ConfigError, "locked"):
         RunLock(path)
     path.write_text(lock_text(started="1"))
     RunLock(path).release()
     path.write_text(lock_text(host="elsewhere", started="1"))
-    with pytest.raises(ConfigError, match=r"host 'elsewhere'.*delete"):
+    with raises(ConfigError, "locked"):
         RunLock(path)
 
 
@@ -172,7 +173,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(
         raise OSError("disk full")
 
     monkeypatch.setattr(files.os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, check=lambda error: error.args == ("disk full",)):
         files.write_atomic(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["config.toml"]

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lockstep.errors import ConfigError
 from lockstep.observe.display import Display
@@ -82,7 +83,7 @@ def test_what_is_no_file_of_its_own_is_refused(tmp_path, kind):
     victim.write_text("mine")
     {"fifo": os.mkfifo, "folder": Path.mkdir, "link": lambda p: p.symlink_to(victim)}[kind](path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if kind == "fifo" else None
-    with pytest.raises(ConfigError, match=r"rank-0\.log"):
+    with raises(ConfigError, "not-a-file: rank-0.log" if kind == "fifo" else "cannot-write: rank-0.log"):
         RunLog(path)
     if reader is not None:
         os.close(reader)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from raising import raises
 from transformers import AutoTokenizer
 
 from lockstep.errors import DataError
@@ -73,7 +74,7 @@ def test_a_child_that_does_not_read_is_late_as_one_that_does_not_reply(
     assert Renderer(seconds=60).run(job, "row 1")["text"] == ""
     renderer._process = stopped = renderer._start()
     os.killpg(stopped.pid, signal.SIGSTOP)  # also the one that stands over it
-    with pytest.raises(DataError, match=r"row 1: rendering .* was stopped: no reply .*2 s of .*1024 MiB"):
+    with raises(DataError, "deadline: row 1"):
         renderer.run(job | {"variables": {"x": "y" * 2**22}}, "row 1")
     assert stopped.closed and stopped.poll() == -signal.SIGKILL
 

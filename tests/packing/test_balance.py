@@ -3,6 +3,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from lockstep.errors import DataError
 from lockstep.packing import balance
@@ -73,5 +74,5 @@ def test_rl_32_fills_its_packs(budget, num_packs):
 
 @pytest.mark.parametrize("lengths", [[3, 0], [3, 11]])
 def test_refuses_what_no_pack_can_hold(lengths):
-    with pytest.raises(DataError, match=f"document 1 has {lengths[1]} tokens.*train.token_budget = 10"):
+    with raises(DataError, "too-long: train.token_budget"):
         balance(lengths, token_budget=10)

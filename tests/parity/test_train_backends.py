@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import socket
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starting import run_ranks
 from train_backends_worker import SCALAR, STEPS, Run, make, reference
 
 from lockstep.config.support import cells_tested_by
@@ -136,30 +133,10 @@ def launch(
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """What each rank says of each stack and run."""
     jobs = json.dumps([(stack, asdict(run)) for stack, runs in stacks for run in runs])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = []
-    for rank in range(ranks):
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(WORKER), str(folder), jobs]
-        workers.append(
-            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    try:
-        outputs = [worker.communicate(timeout=TIMEOUT) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for worker, (out, err) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, f"{out[-2000:]}\n{err[-6000:]}"
-        for line in out.splitlines():
-            if line.startswith("{"):
-                result = json.loads(line)
-                found.setdefault((result["stack"], result["run"]), []).append(result)
+    for printed in run_ranks(WORKER, str(folder), jobs, ranks=ranks, seconds=TIMEOUT):
+        for result in printed:
+            found.setdefault((result["stack"], result["run"]), []).append(result)
     return found
 
 

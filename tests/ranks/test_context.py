@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from lockstep.errors import ConfigError, RewardError
 from lockstep.ranks.context import PeerFailed, RankContext, lost_peer
@@ -26,9 +27,9 @@ def test_a_process_alone_agrees_with_itself() -> None:
     assert ranks.from_first(lambda: 6, what="x") == 6
     ranks.require_same({"a": 1}, what="x")
     ranks.at("here", step=3)
-    with pytest.raises(RewardError, match=r"^as it was$"), ranks.together("x"):
+    with raises(RewardError, "wrong-state"), ranks.together("x"):
         raise RewardError("as it was", code="wrong-state")
-    with pytest.raises(ValueError, match=r"^mine$"), ranks:
+    with pytest.raises(ValueError, check=lambda error: error.args == ("mine",)), ranks:
         ranks.each(lambda: int_or_error("mine"), what="x")
 
 

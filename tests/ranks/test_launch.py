@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from raising import raises
+from starting import wait_for
 
 import lockstep.ranks.launch
 from lockstep.errors import ConfigError
@@ -47,15 +49,6 @@ def alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def wait_for(what: Callable[[], bool], *, seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if what():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_rank_0_is_shown_and_every_rank_has_a_log(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +198,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     try:
         with lockstep.ranks.launch.signals_raised():
             os.kill(os.getpid(), signal.SIGHUP)
-            with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            with pytest.raises(KeyboardInterrupt, check=lambda error: error.args == ("SIGTERM",)):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60)
     finally:
@@ -220,12 +213,12 @@ def test_the_environment_says_whether_somebody_started_the_ranks() -> None:
 def test_ranks_do_not_start_ranks(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="rank 1 of 2 already"):
+    with raises(ConfigError, "contradiction: --ranks"):
         launch_ranks(["replay"], ranks=2, timeout=1, log_dir=out)
 
 
 def test_no_rank_is_refused(out: Path) -> None:
-    with pytest.raises(ConfigError, match="at least 1 rank"):
+    with raises(ConfigError, "out-of-range: --ranks"):
         launch_ranks(["replay"], ranks=0, timeout=1, log_dir=out)
 
 

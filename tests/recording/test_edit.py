@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import recordings
 import torch
+from raising import raises
 from recordings import assert_same, header, recorded, run_inputs, write
 from torch import nn
 
@@ -55,17 +56,17 @@ def test_what_selects_nothing_or_writes_over_something_is_refused(tmp_path: Path
     write(tmp_path / "rec", run_inputs(1))
     recording = Recording.open(tmp_path / "rec")
     for selection, named in (
-        (Selection(first_step=7), "steps 0 to 0 and ranks 0, 1"),
-        (Selection(indices=(4,)), r"inputs 0 to 3, not \[4\]"),
-        (Selection(every=0), "at least 1"),
+        (Selection(first_step=7), "nothing-left"),
+        (Selection(indices=(4,)), "out-of-range"),
+        (Selection(every=0), "out-of-range"),
     ):
-        with pytest.raises(RecordingError, match=named):
+        with raises(RecordingError, named):
             slice_recording(recording, tmp_path / "out", selection)
-    with pytest.raises(RecordingError, match="exists already"):
+    with raises(RecordingError, "already-exists"):
         slice_recording(recording, tmp_path / "rec", Selection())
     path, _ = recording.source(0)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(RecordingError, match="sha256"):
+    with raises(RecordingError, "damaged-file: shard-000000.safetensors"):
         slice_recording(Recording.open(tmp_path / "rec"), tmp_path / "out", Selection())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rec"]
 
@@ -113,9 +114,9 @@ def test_ranks_that_recorded_apart_are_merged(tmp_path: Path) -> None:
     found = assert_holds(tmp_path / "out", [unnamed(one) for one in recordings.key_order(inputs)])
     assert found.header.created == "2026-01-01T00:00:00Z" and found.header.device_name == "gpu 0, gpu 1"
     assert found.header.capacity == {"token_budget": 1} and found.ranks == (0, 1)
-    with pytest.raises(RecordingError, match="both hold the input of update 0, micro-batch 0, rank 0"):
+    with raises(RecordingError, "duplicate"):
         merge_recordings([sources[0], found], tmp_path / "twice")
-    with pytest.raises(RecordingError, match="at least two"):
+    with raises(RecordingError, "missing-argument"):
         merge_recordings(sources[:1], tmp_path / "one")
 
 

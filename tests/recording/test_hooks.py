@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_parts import gradient_error, recomputed
+from raising import raises
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -404,15 +405,15 @@ def test_nothing_seen_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"ranks": [1]}, r"ranks = \[1\]"),
-        ({"every": 0}, "every = 0"),
-        ({"temperature": 0.0}, r"temperature = 0\.0"),
-        ({"step": "never"}, "step = 'never'"),
-        ({"evry": 2}, "unknown argument 'evry'"),
+        ({"ranks": [1]}, "out-of-range: ranks"),
+        ({"every": 0}, "out-of-range: every"),
+        ({"temperature": 0.0}, "out-of-range: temperature"),
+        ({"step": "never"}, "out-of-range: step"),
+        ({"evry": 2}, "unknown-setting: evry"),
     ],
 )
 def test_bad_arguments(tmp_path: Path, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(RecordingError, match=named):
+    with raises(RecordingError, named):
         lockstep.record(model(), tmp_path / "r", **options)
     assert not (tmp_path / "r").exists()
 

@@ -190,7 +190,7 @@ def test_a_failing_forward_is_recorded_and_goes_on(case: Case) -> None:
 
     case.step(0)
     case.backend.on_forward = fail
-    with pytest.raises(RuntimeError, match="kernel"):
+    with pytest.raises(RuntimeError, check=lambda error: error.args[0].startswith("kernel ")):
         case.step(1)
     failed = [each for each in case.read() if each.meta.step == 1]
     assert [each.meta.outcome for each in failed] == ["failed"] * 2 and failed[0].outputs is None
@@ -205,7 +205,7 @@ def test_a_failing_optimizer_step_keeps_what_the_forward_gave(case: Case) -> Non
         raise ValueError("the norm is nan")
 
     case.backend.on_step = fail
-    with pytest.raises(ValueError, match="the norm"):
+    with pytest.raises(ValueError, check=lambda error: error.args == ("the norm is nan",)):
         case.step(0)
     for number, each in enumerate(case.read()):
         assert each.meta.outcome == "failed" and each.meta.error == "ValueError: the norm is nan"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import recordings
+from raising import raises
 from recordings import assert_same, batch, header, key_order, recorded, run_inputs
 
 from lockstep.errors import RecordingError
@@ -57,7 +58,7 @@ def test_inputs_are_there_before_the_forward_and_finished_ones_replace_them(tmp_
     writer.close()
     assert names(tmp_path) == ["index.json", "shard-000000.safetensors", "shard-000001.safetensors"]
     assert assert_holds(tmp_path, inputs).closed
-    with pytest.raises(RecordingError, match="closed"):
+    with raises(RecordingError, "wrong-state"):
         writer.begin(inputs)
 
 
@@ -122,6 +123,7 @@ def test_a_process_killed_in_the_forward_leaves_every_input(tmp_path: Path) -> N
         [sys.executable, "-c", CHILD, str(tmp_path / "rec"), str(Path(__file__).parent)],
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
         assert child.stdout is not None and child.stdout.readline() == "fed\n"
@@ -181,7 +183,7 @@ def test_resuming_drops_later_steps_and_goes_on(tmp_path: Path) -> None:
         resumed.finish([recorded(4, 1)])
     assert_holds(tmp_path, [*inputs[:8], recorded(4, 1)])
     one_rank(tmp_path, resume_at=0).close()
-    with pytest.raises(RecordingError, match="no input"):
+    with raises(RecordingError, "nothing-left"):
         Recording.open(tmp_path)
     one_rank(tmp_path / "new", resume_at=7).close()
 
@@ -196,15 +198,18 @@ def test_resuming_on_fewer_ranks_cuts_the_others_too(tmp_path: Path) -> None:
 def test_what_must_not_be_overwritten_is_refused(tmp_path: Path) -> None:
     recordings.write(tmp_path, run_inputs(1))
     for rank in (0, 1):
-        with pytest.raises(RecordingError, match="already holds a recording"):
+        with raises(RecordingError, "already-exists"):
             RecordingWriter(tmp_path, header(world_size=2), rank=rank)
-    with pytest.raises(RecordingError, match="vocab_size"):
+    with raises(RecordingError, "other-model"):
         RecordingWriter(tmp_path, header(world_size=2, vocab_size=7), resume_at=0)
-    with pytest.raises(RecordingError, match="none of the ranks"):
+    with raises(RecordingError, "out-of-range: rank"):
         RecordingWriter(tmp_path / "other", header(), rank=3)
-    with pytest.raises(RecordingError, match="temperature"):
+    with raises(RecordingError, "wrong-field: temperature"):
         RecordingWriter(tmp_path / "other", header(temperature=float("nan")))
-    with RecordingWriter(tmp_path / "third", header()) as opened, pytest.raises(RecordingError, match="rank"):
+    with (
+        RecordingWriter(tmp_path / "third", header()) as opened,
+        raises(RecordingError, "out-of-range: rank"),
+    ):
         opened.begin([recorded(0, rank=1)])
 
 
@@ -243,5 +248,5 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(RecordingError, match="No space left"):
+    with raises(RecordingError, "cannot-write"):
         opened.begin(run_inputs(1, 1))

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from raising import raises
 
 from lockstep.errors import DataError
 from lockstep.rollout.row_values import decoded, encoded
@@ -35,11 +36,11 @@ def test_scalars_of_numpy_become_pythons():
 
 
 def test_what_json_cannot_hold_is_told_with_its_place():
-    with pytest.raises(DataError, match=r"row 3\.seen: \{1\} \(set\) cannot be written as JSON"):
+    with raises(DataError, "wrong-type: row 3.seen"):
         encoded({"seen": {1}}, "row 3")
 
 
 @pytest.mark.parametrize("value", [{"$tuple": 3}, {"$items": [[[], 1]]}, {"$date": 3}, {"$decimal": "x"}])
 def test_what_nothing_was_encoded_to_is_an_error(value):
-    with pytest.raises(DataError, match=r"is not what .* stands for"):
+    with raises(DataError, "wrong-row: row"):
         decoded({"a": [value]}, "row")

@@ -4,6 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from raising import raises
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
@@ -149,7 +150,7 @@ def test_dropped_rollouts_leave_and_lone_ones_take_their_group_along():
     assert [list(g.rollouts) for g in out.groups] == [group for group in left if len(group) >= 2]
     assert out.counts["rollout/dropped_rollouts"] == sum(3 - len(group) for group in left) > 0
     assert out.counts["rollout/dropped_groups"] == sum(len(group) < 2 for group in left) > 0
-    with pytest.raises(RewardError, match="on_error"):
+    with raises(RewardError, "reward-failed"):
         sample(rewards=FakeRewards(drop=1))
 
 
@@ -175,7 +176,7 @@ def test_a_prompt_that_comes_again_in_a_later_round_has_new_seeds():
 
 
 def test_dynamic_sampling_gives_up_with_the_numbers():
-    with pytest.raises(RewardError, match=r"max_resample_rounds = 3 rounds only 0 of 4 .*12 were all equal"):
+    with raises(RewardError, "equal-rewards"):
         step(FakeEngine(), keep=lambda group: False, max_rounds=3)
 
 
@@ -218,7 +219,7 @@ def test_a_reward_that_fails_ends_the_generation():
             raise RewardError("row 3: no column", code="wrong-state")
 
     engine = Waiting(threading.Event())
-    with pytest.raises(RewardError, match="row 3: no column"):
+    with raises(RewardError, "wrong-state"):
         sample(engine, Rewards())
     assert engine.aborted
     assert not [thread for thread in threading.enumerate() if thread.name == "rewards"]
@@ -229,7 +230,7 @@ def test_an_engine_that_fails_leaves_no_thread():
         def generate(self, requests, *, on_completion=None):
             raise EngineError("no memory", code="wrong-state")
 
-    with pytest.raises(EngineError, match="no memory"):
+    with raises(EngineError, "wrong-state"):
         sample(Broken())
     deadline = time.monotonic() + 30
     while [thread for thread in threading.enumerate() if thread.name == "rewards"]:
@@ -247,7 +248,7 @@ def test_an_engine_that_mixes_samples_up_is_caught():
         def generate(self, requests, *, on_completion=None):
             return super().generate(requests, on_completion=on_completion)[::-1]
 
-    with pytest.raises(EngineError, match="request 0"):
+    with raises(EngineError, "wrong-result"):
         sample(Swapped())
 
 

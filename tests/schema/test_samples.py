@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from raising import raises
 
 from lockstep.errors import DataError
 from lockstep.schema.batch import policy_samples, rollout_samples
@@ -72,7 +73,7 @@ def test_an_empty_completion_trains_nothing() -> None:
 
 def test_refusals() -> None:
     good = one_turn((5,), (7,), (-1.0,))
-    with pytest.raises(DataError, match="sample 3 has an empty prompt"):
+    with raises(DataError, "empty"):
         rollout_samples([good, good, good, one_turn((), (7,), (-1.0,))])
-    with pytest.raises(DataError, match="2 completion tokens but 1 logprobs"):
+    with raises(DataError, "wrong-result"):
         rollout_samples([one_turn((5,), (7, 8), (-1.0,))])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
+from starting import run_ranks
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
@@ -27,27 +28,7 @@ TIMEOUT = 900  # DeepSpeed compiles its extensions at the first use on a machine
 def run_cases(cases: list[dict[str, Any]], *, ranks: int = 1) -> list[list[dict[str, Any]]]:
     """The results of each rank, in the order of the cases."""
     pytest.importorskip("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = []
-    for rank in range(ranks):
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        if ranks > 1:
-            environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(WORKER), json.dumps(cases)]
-        workers.append(
-            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    try:
-        outputs = [worker.communicate(timeout=TIMEOUT) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, (out, err) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, f"{out[-2000:]}\n{err[-6000:]}"
-    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
+    return run_ranks(WORKER, json.dumps(cases), ranks=ranks, seconds=TIMEOUT, alone=ranks == 1)
 
 
 def check(results: list[list[dict[str, Any]]], cases: list[dict[str, Any]]) -> None:
@@ -244,21 +225,21 @@ def test_bfloat16() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"execution": "deepcompile"}, "'deepcompile' .* needs a CUDA device"),
-        ({"execution": "joint", "zero_stage": 3}, "train.execution = 'joint' .* needs ZeRO 0, 1 or 2"),
-        ({"optimizer": "adamw8bit"}, "adamw8bit"),
+        ({"execution": "deepcompile"}, "missing-device: train.execution"),
+        ({"execution": "joint", "zero_stage": 3}, "unsupported-combination: train.zero_stage"),
+        ({"optimizer": "adamw8bit"}, "unsupported-combination: train.optimizer"),
         (
             {"optimizer_device": "cpu", "zero_stage": 0},
-            "train.optimizer_device = 'cpu' needs train.zero_stage",
+            "unsupported-combination: train.optimizer_device",
         ),
         (
             {"parameter_device": "cpu", "zero_stage": 2},
-            "train.parameter_device = 'cpu' needs train.zero_stage = 3",
+            "unsupported-combination: train.parameter_device",
         ),
-        ({"parameter_device": "cpu", "zero_stage": 3}, "train.optimizer_device = 'cpu' too"),
-        ({"tp": 2}, "AutoTP"),
-        ({"ring": 2}, "train.ring = 2"),
-        ({"dtype": "float16"}, "float16"),
+        ({"parameter_device": "cpu", "zero_stage": 3}, "unsupported-combination: train.optimizer_device"),
+        ({"tp": 2}, "unsupported-combination: train.tp"),
+        ({"ring": 2}, "unsupported-combination: train.ring"),
+        ({"dtype": "float16"}, "unsupported-combination: model.dtype"),
     ],
 )
 def test_what_cannot_work_is_refused_before_deepspeed_starts(
@@ -266,7 +247,7 @@ def test_what_cannot_work_is_refused_before_deepspeed_starts(
 ) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # importing it fails
     model = tiny_model(settings.pop("dtype", "float32"))
-    with pytest.raises(ConfigError, match=named):
+    with raises(ConfigError, named):
         DeepSpeedBackend(TrainConfig(**settings), model=model, total_steps=1)
     assert not torch.distributed.is_initialized()
 
@@ -274,7 +255,7 @@ def test_what_cannot_work_is_refused_before_deepspeed_starts(
 def test_deepspeed_is_missing(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match="--no-build-isolation deepspeed"):
+    with raises(ConfigError, "missing-package"):
         DeepSpeedBackend(TrainConfig(), model=tiny_model(), total_steps=0)
 
 
@@ -283,7 +264,7 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with (
-        pytest.raises(ConfigError, match=r"DeepSpeed compiles cpu_adam .* g\+\+ and ninja"),
+        raises(ConfigError, "missing-package"),
         announced_build(["cpu_adam"]),
     ):
         raise AssertionError("it started")
@@ -316,7 +297,7 @@ def test_the_lock_of_a_build_that_hangs_is_named(built: Path) -> None:
     with lock.open("w"):
         os.utime(lock, (0, 0))
         with (
-            pytest.raises(ConfigError, match=r"cpu_adam/lock is \d+ minutes old: .* hangs"),
+            raises(ConfigError, "locked"),
             announced_build(["cpu_adam"]),
         ):
             raise AssertionError("it waits for ever")
@@ -326,5 +307,5 @@ def test_the_lock_of_a_build_that_hangs_is_named(built: Path) -> None:
 def test_an_architecture_that_deepspeed_cannot_read_is_named() -> None:
     check_cuda_architectures("")
     check_cuda_architectures("8.0 9.0+PTX")
-    with pytest.raises(ConfigError, match=r"for 9.0a; set TORCH_CUDA_ARCH_LIST='8.0;9.0'"):
+    with raises(ConfigError, "wrong-environment"):
         check_cuda_architectures("8.0;9.0a")

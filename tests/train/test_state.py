@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from raising import raises
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -153,43 +154,43 @@ WRONG = {
     "a tensor of another shape": (
         "model.safetensors",
         change_tensors(lambda t: t.update({NORM: torch.zeros(3)})),
-        rf"model\.safetensors: tensor '{NORM}' is F32 \[3\]",
+        f"wrong-shape: {NORM}, model.safetensors",
     ),
     "a tensor of another dtype": (
         "optimizer.safetensors",
         change_tensors(lambda t: t.update({f"exp_avg/{NORM}": t[f"exp_avg/{NORM}"].double()})),
-        rf"optimizer\.safetensors: tensor 'exp_avg/{NORM}' is F64",
+        f"wrong-shape: exp_avg/{NORM}, optimizer.safetensors",
     ),
     "a missing tensor": (
         "optimizer.safetensors",
         change_tensors(lambda t: t.pop(f"exp_avg_sq/{NORM}")),
-        rf"optimizer\.safetensors: tensor 'exp_avg_sq/{NORM}' is missing; .*state\.json says",
+        f"wrong-weights: exp_avg_sq/{NORM}, optimizer.safetensors, missing",
     ),
     "one tensor too many": (
         "model.safetensors",
         change_tensors(lambda t: t.update({"surplus": torch.zeros(1)})),
-        r"model\.safetensors: tensor 'surplus' is not in .*state\.json",
+        "wrong-weights: model/surplus, model.safetensors, unknown",
     ),
     "another optimizer": (
         "state.json",
         change_json(lambda s: s["progress"].update(optimizer="sgd")),
-        r"state\.json: field 'progress\.optimizer' is 'sgd', this run has 'adamw'",
+        "other-model: progress.optimizer, sgd, adamw",
     ),
     "a later format": (
         "state.json",
         change_json(lambda s: s.update(version=99)),
-        r"state\.json: field 'version' is 99",
+        "version-differs: version, 99",
     ),
     "no step": (
         "state.json",
         change_json(lambda s: s["progress"].pop("step")),
-        r"state\.json: field 'progress\.step' is None",
+        "wrong-field: progress.step",
     ),
-    "no JSON": ("state.json", lambda p: p.write_text("{"), r"state\.json: is not valid JSON"),
+    "no JSON": ("state.json", lambda p: p.write_text("{"), "not-json: state.json"),
     "a generator of another kind": (
         "rng.safetensors",
         change_tensors(lambda t: t.update(torch_cpu=torch.zeros(4, dtype=torch.uint8))),
-        r"rng\.safetensors: generator 'torch_cpu' has a state of \[4\]",
+        "wrong-shape: torch_cpu",
     ),
 }
 
@@ -202,7 +203,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(make_backend: Any, tmp_p
     backend = make_backend()
     before = {name: t.clone() for name, t in everything(backend).items()}
     generator = torch.get_rng_state()
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, message):
         backend.load(tmp_path)
     assert all(torch.equal(t, before[name]) for name, t in everything(backend).items())
     assert torch.equal(torch.get_rng_state(), generator)
@@ -215,13 +216,13 @@ def test_a_damaged_file_is_named(make_backend: Any, tmp_path: Path, file: str) -
     before = {name: t.clone() for name, t in everything(backend).items()}
     good = shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-good")
     flip_last_byte(tmp_path / file)
-    with pytest.raises(CheckpointError, match=rf"{file} has sha256 .* it is damaged"):
+    with raises(CheckpointError, f"hash-differs: {file}"):
         backend.load(tmp_path)
     (tmp_path / file).write_bytes((good / file).read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=rf"{file} has \d+ bytes"):
+    with raises(CheckpointError, f"damaged-file: {file}"):
         backend.load(tmp_path)
     (tmp_path / file).unlink()
-    with pytest.raises(CheckpointError, match=rf"{file} is missing"):
+    with raises(CheckpointError, f"no-such-file: {file}"):
         backend.load(tmp_path)
     assert all(torch.equal(t, before[name]) for name, t in everything(backend).items())
     backend.load(good)
@@ -233,7 +234,7 @@ def test_too_little_disk_is_said_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match=r"needs \d+ bytes .* has 1000 bytes free"):
+    with raises(CheckpointError, "no-space"):
         make_backend().save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -284,7 +285,7 @@ def test_a_checkpoint_of_the_first_format_loads(make_backend: Any, tmp_path: Pat
     ours, theirs = everything(backend), everything(saved)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     path.write_text(json.dumps(first | {"files": first["files"] | {"model-00001-of-00002.safetensors": {}}}))
-    with pytest.raises(CheckpointError, match=r"state\.json: field 'files"):
+    with raises(CheckpointError, "damaged-file: files.model-00001-of-00002.safetensors"):
         backend.load(tmp_path)
 
 
@@ -365,7 +366,7 @@ def test_a_copy_that_fails_is_told_when_the_save_is_finished(
         finish = backend.save(tmp_path, background=True)
         backend._copies.wait()
     train(backend, 1, 2)
-    with pytest.raises(CheckpointError, match=r"could not be copied.* 99 bytes; set checkpoint\.background"):
+    with raises(CheckpointError, "out-of-memory: checkpoint.background"):
         finish()
 
 
@@ -381,13 +382,13 @@ def test_copies_of_a_gpu_go_to_memory_that_is_used_again() -> None:
 
 
 LACKS = {
-    "sgd to adamw": ({"optimizer": "sgd"}, {}, r"'progress\.optimizer' is 'sgd', this run has 'adamw'"),
-    "adapters to weights": ({"lora": LORA}, {}, r"'progress\.lora' is True, this run has False"),
-    "weights to adapters": ({}, {"lora": LORA}, r"'progress\.lora' is False, this run has True"),
+    "sgd to adamw": ({"optimizer": "sgd"}, {}, "other-model: progress.optimizer"),
+    "adapters to weights": ({"lora": LORA}, {}, "other-model: progress.lora"),
+    "weights to adapters": ({}, {"lora": LORA}, "other-model: progress.lora"),
     "no optimizer": (
         {"total_steps": 0},
         {},
-        r"another model, optimizer or adapter: \d\d tensors are missing \['exp_avg/model",
+        "other-model",
     ),
 }
 
@@ -396,7 +397,7 @@ LACKS = {
 def test_what_a_checkpoint_lacks_is_named(make_backend: Any, tmp_path: Path, case: str) -> None:
     saved, wanted, message = LACKS[case]
     make_backend(**saved).save(tmp_path)
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, message):
         make_backend(**wanted).load(tmp_path)
 
 
@@ -412,36 +413,36 @@ def test_a_backend_that_does_not_train_reads_the_weights_only(make_backend: Any,
 HOSTILE: dict[str, tuple[Any, str]] = {
     "a path": (
         lambda s: s["files"].update({"../model.safetensors": s["files"].pop("model.safetensors")}),
-        r"field 'files' names '\.\./model\.safetensors', which is no file of a train state",
+        "wrong-field: files, ../model.safetensors",
     ),
     "a path to a tensor": (
         lambda s: s["tensors"].update({f"model/{NORM}": "/etc/passwd"}),
-        rf"field 'tensors\.model/{NORM}' is '/etc/passwd', which is not in 'files'",
+        f"wrong-field: tensors, model/{NORM}",
     ),
-    "no list of tensors": (lambda s: s.update(tensors=[]), r"field 'tensors' is missing"),
-    "no files": (lambda s: s.update(files=3), r"field 'files' is missing"),
+    "no list of tensors": (lambda s: s.update(tensors=[]), "missing-field: tensors"),
+    "no files": (lambda s: s.update(files=3), "missing-field: files"),
     "a record without hash": (
         lambda s: s["files"].update({"model.safetensors": {"bytes": 3}}),
-        r"field 'files\.model\.safetensors' must have bytes and sha256",
+        "damaged-file: files.model.safetensors, fields",
     ),
     "a size that is none": (
         lambda s: s["files"].update({"model.safetensors": {"bytes": True, "sha256": "x"}}),
-        r"field 'files\.model\.safetensors' is \{",
+        "damaged-file: files.model.safetensors, types",
     ),
-    "ranks without end": (lambda s: s.update(world_size=10**12), r"field 'world_size' is 1000000000000"),
-    "a rank that is not there": (lambda s: s.update(world_size=2), r"files-00001-of-00002\.json is missing"),
-    "a mesh that is none": (lambda s: s.update(mesh={"dp": "2"}), r"field 'mesh' is \{'dp': '2'\}"),
-    "no backend": (lambda s: s.update(backend=None), r"field 'backend' is None"),
-    "no progress": (lambda s: s.update(progress=[]), r"field 'progress' is missing"),
+    "ranks without end": (lambda s: s.update(world_size=10**12), "wrong-field: world_size"),
+    "a rank that is not there": (lambda s: s.update(world_size=2), "no-such-file: files-00001-of-00002.json"),
+    "a mesh that is none": (lambda s: s.update(mesh={"dp": "2"}), "wrong-field: mesh"),
+    "no backend": (lambda s: s.update(backend=None), "wrong-field: backend"),
+    "no progress": (lambda s: s.update(progress=[]), "missing-field: progress"),
     "a step that counts nothing": (
         lambda s: s["progress"].update(step=-1),
-        r"field 'progress\.step' is -1",
+        "wrong-field: progress.step",
     ),
     "no file of generators": (
         lambda s: s["files"].pop("rng.safetensors"),
-        r"field 'files' lacks 'rng\.safetensors'",
+        "wrong-field: files, rng.safetensors",
     ),
-    "a list": (None, r"field 'format' is not"),
+    "a list": (None, "wrong-kind-of-file: format"),
 }
 
 
@@ -455,13 +456,13 @@ def test_a_hostile_state_is_refused_by_name(make_backend: Any, tmp_path: Path, c
     if change is not None:
         change(state)
     path.write_text(json.dumps(state if change is not None else [state]))
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, message):
         make_backend().load(tmp_path)
 
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {
-    "nesting without end": (b"[" * 100_000, r"state\.json: is not valid JSON"),
-    "no text": (b"\xff\xfe\x00", r"state\.json: is not valid JSON"),
+    "nesting without end": (b"[" * 100_000, "not-json: state.json"),
+    "no text": (b"\xff\xfe\x00", "not-json: state.json"),
 }
 
 
@@ -469,21 +470,21 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 def test_a_state_that_is_no_json_is_refused(make_backend: Any, tmp_path: Path, case: str) -> None:
     data, message = BAD_FILES[case]
     (tmp_path / "state.json").write_bytes(data)
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, message):
         make_backend().load(tmp_path)
 
 
 BAD_HEADERS: dict[str, tuple[Any, str]] = {
-    "longer than the file": ((1 << 40).to_bytes(8, "little") + b"{}", "not a readable safetensors file"),
+    "longer than the file": ((1 << 40).to_bytes(8, "little") + b"{}", "damaged-file: model.safetensors"),
     "a tensor beyond the file": (
         {NORM: {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
-        "not a readable safetensors file",
+        "damaged-file: model.safetensors",
     ),
     "an unknown type": (
         {NORM: {"dtype": "F8_E4M3", "shape": [0], "data_offsets": [0, 0]}},
-        "is F8_E4M3, which",
+        f"wrong-type: {NORM}",
     ),
-    "empty": (b"", "not a readable safetensors file"),
+    "empty": (b"", "damaged-file: model.safetensors"),
 }
 
 
@@ -495,7 +496,7 @@ def test_a_file_with_a_bad_header_is_refused(make_backend: Any, tmp_path: Path, 
         header = len(text).to_bytes(8, "little") + text
     make_backend(seed=1).save(tmp_path)
     rewrite(tmp_path / "model.safetensors", lambda path: path.write_bytes(header))
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors.* {message}"):
+    with raises(CheckpointError, message):
         make_backend().load(tmp_path)
 
 
@@ -507,7 +508,8 @@ def test_generators_that_have_no_valid_state_change_nothing(
     bad = torch.full((625,), -5) if name != "torch_cuda_0" else torch.zeros(3, dtype=torch.uint8)
     rewrite(tmp_path / "rng.safetensors", change_tensors(lambda t: t.update({name: bad})))
     before = rng_state()
-    with pytest.raises(CheckpointError, match=rf"rng\.safetensors: generator '{name}' has"):
+    code = "wrong-shape" if name == "torch_cuda_0" else "damaged-file"
+    with raises(CheckpointError, f"{code}: {name}"):
         make_backend().load(tmp_path)
     after = rng_state()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())

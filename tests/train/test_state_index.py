@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from raising import raises
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
@@ -21,13 +21,13 @@ def test_a_checkpoint_with_more_than_the_run_has_is_refused(tmp_path: Path) -> N
     layout = Layout(backend="local", mesh={})
     save_state(tmp_path, parts=LiveTensors(live), progress={"step": 0}, layout=layout)
     for gone, total_steps, message in (
-        ("exp_avg/b", 5, r"1 are not known \['exp_avg/b'\]"),
-        ("model/b", 5, r"1 are not known \['model/b'\]"),
-        ("model/b", 0, r"1 are not known \['model/b'\]"),
+        ("exp_avg/b", 5, "other-model: exp_avg/b"),
+        ("model/b", 5, "other-model: model/b"),
+        ("model/b", 0, "other-model: model/b"),
     ):
         parts = LiveTensors({name: torch.zeros(2) for name in live if name != gone})
         progress = {"total_steps": total_steps}
-        with pytest.raises(CheckpointError, match=message):
+        with raises(CheckpointError, message):
             load_state(tmp_path, parts=parts, progress=progress, layout=layout)
     weights = {name: torch.zeros(2) for name in live if name.startswith("model")}
     load_state(tmp_path, parts=LiveTensors(weights), progress={"total_steps": 0}, layout=layout)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from holder import Holder, Source, digests, some_weights
+from raising import raises
 
 from lockstep.config.engine import EngineConfig
 from lockstep.errors import EngineError
@@ -114,7 +115,7 @@ def test_files_that_are_removed_under_way_are_named(tmp_path: Path) -> None:
                 return Made()
 
         transfer._carrier = Removing(tmp_path)
-        with pytest.raises(EngineError, match=r"bucket-0.safetensors cannot be read: .*the same folder"):
+        with raises(EngineError, "wrong-state"):
             transfer.push(Source(some_weights()), engine, policy_version=1)
         assert engine.dirty
     finally:
@@ -127,15 +128,15 @@ def test_files_that_are_removed_under_way_are_named(tmp_path: Path) -> None:
     [
         (
             "die-before-2",
-            "a worker ended with exit status 7; the trainer's side: .*engine worker 1 did not come",
+            "transfer-failed",
         ),
         (
             "raise-before-2",
-            "a worker says: no room for it; the trainer's side: .*engine worker 1 did not come",
+            "transfer-failed",
         ),
         (  # a worker that waits for the hanging one may say so or not come to that
             "hang-before-2",
-            "a worker (says: .*|did not answer); the trainer's side: .*engine worker 1 did not come",
+            "transfer-failed",
         ),
     ],
 )
@@ -149,7 +150,7 @@ def test_a_receiver_that_fails_amid_a_collective_is_named_in_time(
         transfer = transfer_to(engine, tmp_path, update_seconds=seconds)
         source = Source(some_weights())
         started = time.monotonic()
-        with pytest.raises(EngineError, match=says):
+        with raises(EngineError, says):
             transfer.push(source, engine, policy_version=1)
         assert time.monotonic() - started < 60
         assert engine.dirty and engine.log[-1] == "fail"
@@ -223,5 +224,5 @@ def test_own_address() -> None:
     assert own_address(None) == own_address("http://localhost:8000") == "127.0.0.1"
     assert own_address("http://127.0.0.1:1") == "127.0.0.1"
     assert own_address("http://127.0.0.5:1").startswith("127.")
-    with pytest.raises(EngineError, match=r"no-such-host\.invalid cannot be reached"):
+    with raises(EngineError, "unreachable: engine.url"):
         own_address("http://no-such-host.invalid:8000")

@@ -8,6 +8,7 @@ from typing import Any
 import external
 import pytest
 import torch
+from raising import raises
 from test_push import engine_of, policy, transfer_to
 
 from lockstep.config.engine import EngineConfig
@@ -84,24 +85,24 @@ def test_when(when: str, probed: int, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("OneWrong", r"1 of \d+ weights are others: model.layers.1.self_attn.k_proj.weight"),
-        ("OneWrongUnreadable", "logprobs differ from the trainer's by .* it does not hold"),
-        ("NoHead", r"1 of \d+ weights are others: lm_head.weight \(values differ"),
-        ("NoHeadUnreadable", "logprobs differ from the trainer's by .* it does not hold"),
+        ("OneWrong", "values-differ"),
+        ("OneWrongUnreadable", "values-differ"),
+        ("NoHead", "values-differ"),
+        ("NoHeadUnreadable", "values-differ"),
     ],
 )
 def test_wrong_weights_stop_the_first_time(kind: str, says: str, tmp_path: Any) -> None:
     model = policy()
     engine = made(kind, model, tmp_path)
     push, _ = verifier_of(model, engine, when="first")
-    with pytest.raises(EngineError, match=says):
+    with raises(EngineError, says):
         push(1)
     assert engine.dirty
 
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("Stale", "answers from a cache"), ("SaysCached", "took 16 prompt tokens from its prefix")],
+    [("Stale", "values-differ"), ("SaysCached", "values-differ: prefix cache")],
 )
 def test_a_stale_cache_shows_at_the_second_push(kind: str, says: str, tmp_path: Any) -> None:
     model = policy()
@@ -109,7 +110,7 @@ def test_a_stale_cache_shows_at_the_second_push(kind: str, says: str, tmp_path: 
     push, _ = verifier_of(model, engine, when="always")
     push(1)
     trained(model)
-    with pytest.raises(EngineError, match=says):
+    with raises(EngineError, says):
         push(2)
     assert engine.dirty
 
