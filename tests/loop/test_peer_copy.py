@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from loop_runs import everything
+from raising import raises
 
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.online import OnlineTrainer, train_online
+from lockstep.loop.own_parts import check_own_backend
 from lockstep.loop.peer_copy import PeerCopies
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
@@ -220,3 +222,16 @@ def test_without_either_it_ends_rather_than_lose_steps(dead: GRPORun, tmp_path: 
     with pytest.raises(CheckpointError) as ended:
         train_online(dead, resume=tmp_path / "run")
     assert ended.value.code == "incomplete"
+
+
+class OldBackend:
+    """Of before copies in memory."""
+
+    def save(self, directory: Path, *, background: bool = False) -> None: ...
+
+
+def test_a_backend_that_cannot_copy_to_memory_is_refused_at_the_start() -> None:
+    own = {"train.backend": f"{__name__}:OldBackend"}
+    check_own_backend(load_run("tiny", overrides=own))
+    with raises(ConfigError, "unsupported-combination: cluster.peer_copy"):
+        check_own_backend(load_run("tiny", overrides=own | {"cluster.peer_copy": True}))

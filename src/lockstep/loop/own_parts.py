@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from lockstep.config.backends import check_own_settings
 from lockstep.config.declarations import Entry, own_rows
 from lockstep.config.run import RunConfig, record_refusal
@@ -40,7 +42,7 @@ def check_own_backend(run: RunConfig) -> None:
 
     Raises:
         ConfigError: a setting that the backend does not read, or refuses; or the run cannot be recorded,
-            because the backend says that it shards weights.
+            because the backend says that it shards weights; or its `save` cannot copy to memory.
     """
     name = run.train.backend
     if ":" in name:
@@ -54,3 +56,12 @@ def check_own_backend(run: RunConfig) -> None:
         refusal = record_refusal(run) if getattr(part, "shards_weights", False) else None
         if refusal is not None:
             raise ConfigError(refusal, code="unsupported-combination")
+        copies = run.cluster is not None and run.cluster.peer_copy
+        if copies and "in_memory" not in inspect.signature(part.save).parameters:
+            raise ConfigError(
+                f"cluster.peer_copy = true with train.backend = {name!r}, whose save has no argument "
+                "in_memory; give it one (lockstep.protocols.TrainBackend.save), or set cluster.peer_copy = "
+                "false",
+                code="unsupported-combination",
+                setting="cluster.peer_copy",
+            )
