@@ -109,9 +109,10 @@ def test_it_draws_the_models_that_a_rank_holds() -> None:
 def test_it_draws_the_worlds_of_any_number_of_ranks() -> None:
     run, _ = plan.parse([str(Path(__file__).parents[2] / "examples" / "ppo_ray" / "run.toml")])
     assert run.cluster is not None and run.cluster.ranks == 2
-    assert plan._placed(run, 2, gpus=False) is run.cluster and plan._placed(run, 3, gpus=False) is None
-    apart = run.cluster.model_copy(update={"colocate": (("policy", "ref"), ("value", "reward_model"))})
-    placed = plan._placed(run.model_copy(update={"cluster": apart}), 3, gpus=True)
+    assert plan._placed(run, 2, gpus=False) is run.cluster
+    together = run.cluster.model_copy(update={"colocate": ()})
+    assert plan._placed(run.model_copy(update={"cluster": together}), 3, gpus=False) is None
+    placed = plan._placed(run, 3, gpus=True)
     assert placed is not None and placed.draw(plan._roles(run)) == [
         "node 0: [gpu 0: rank 0] [gpu 1: rank 1] [gpu 2: rank 2]  each: policy + ref",
         "  second world: [gpu 0: beside rank 0] [gpu 1: beside rank 1] [gpu 2: beside rank 2]  "

@@ -262,6 +262,7 @@ def test_an_op_whose_sums_depend_on_the_number_of_rows_is_seen(twin, model, monk
 def test_a_run_whose_ops_disagree_stops(monkeypatch):
     parts = build(config("tiny-llama", "float32", "eager"))
     norm_twin(monkeypatch)
-    with raises(TrainError, "values-differ", step=0, name="prompt 2, sample 0", position=14, token=0):
+    with raises(TrainError, "values-differ", step=0) as caught:  # at which token depends on the CPU
         train(parts, steps=1)
+    assert caught.value.fields.keys() >= {"name", "position", "token"}
     parts.close()
