@@ -251,3 +251,11 @@ def test_a_boolean_takes_no_other_word(capsys: pytest.CaptureFixture[str]) -> No
         train.parse(["grpo", "--eval.before", "maybe"])
     assert caught.value.code == 2
     assert "maybe" in capsys.readouterr().err
+
+
+def test_cluster_none_reads_nothing_of_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('kind = "ppo"\n[cluster]\nslots = 2\ncolocate = [["policy"], ["value"]]\n')
+    assert train.parse([str(file)]).run.apart == ("value",)
+    command = train.parse([str(file), "--cluster", "none"])
+    assert command.run.cluster is None and command.run.apart == () and command.cluster is None

@@ -87,7 +87,7 @@ class General(TypedDict):
         tyro.conf.arg(
             name="cluster",
             help="Let Ray run the ranks that [cluster] says: local starts it on this machine, auto joins the "
-            "one that RAY_ADDRESS names or that runs here; none: no cluster, whatever [cluster] says.",
+            "one that RAY_ADDRESS names or that runs here; none: nothing of [cluster] is read.",
         ),
     ]
     rank_timeout: Annotated[
@@ -174,6 +174,8 @@ def parse(argv: Sequence[str]) -> TrainCommand:
             setting="--rank-timeout",
         )
     check_writable(values["json"])
+    if values["provider"] == "none":  # as if the file had no [cluster]
+        run = run.model_copy(update={"cluster": None})
     return TrainCommand(
         run=run,
         resume=early.resume,
