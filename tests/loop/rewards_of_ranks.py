@@ -3,8 +3,8 @@ one rank what the environment says.
 
     AT=RANK:CALL:ACTION      such as 1:20:kill, at the 20th completion that rank 1 scores
 
-ACTION: kill, raise, terminate (SIGTERM to the launcher). Only once in a folder, however often the run is
-started again.
+ACTION: kill, stop (SIGSTOP), raise, terminate (SIGTERM to the launcher). Only once in a folder, however often
+the run is started again.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class EvenShare:
         ours = parent(os.getppid())  # the reward's process has a supervisor, which the rank started
         if action == "kill":
             os.kill(ours, signal.SIGKILL)
+        if action == "stop":
+            os.kill(ours, signal.SIGSTOP)
         if action == "raise":
             raise ValueError(f"no reward on rank {rank}")
         if action == "terminate":

@@ -93,14 +93,22 @@ def test_kills_at_every_place_leave_no_trace(folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_command_heals_a_rank_that_is_killed(folder: Path) -> None:
-    memory = folder / "memory-of-command"
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        ("kill", "lockstep: rank 1 of 2 was killed by SIGKILL; last seen at step "),
+        ("stop", "lockstep: no rank has made progress for 15 s"),
+    ],
+)
+def test_the_command_heals_a_rank_that_is_killed_or_stopped(folder: Path, action: str, said: str) -> None:
+    memory = folder / f"memory-{action}"
     memory.mkdir()
-    flags = ("--cluster.peer-copy", "--cluster.copy-dir", str(memory))
-    ended = train(folder, "cli", *flags, AT="1:20:kill")
+    flags = ("--cluster.peer-copy", "--cluster.copy-dir", str(memory), "--rank-timeout", "15")
+    ended = train(folder, action, *flags, AT=f"1:20:{action}")
+    (folder / "acted").unlink()
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert not list(memory.iterdir())
-    assert "lockstep: rank 1 of 2 was killed by SIGKILL; last seen at step " in ended.stderr
+    assert said in ended.stderr
     assert "; the run is healed from host memory at step " in ended.stderr
-    found = assert_as_alone(folder, "cli")
+    found = assert_as_alone(folder, action)
     assert (found["restarts"], found["restored_from"], found["checkpoints_read"]) == (1, "memory", 0)

@@ -135,11 +135,15 @@ class OtherRoles:
     value: ValueRole | WorldValue | None
     world: World | None
     """Of those that are not in this process."""
+    temporary: tempfile.TemporaryDirectory[str] | None = None
+    """For the world's files, where there is no run's folder."""
 
     def close(self) -> None:
         """End the world's process."""
         if self.world is not None:
             self.world.close()
+        if self.temporary is not None:
+            self.temporary.cleanup()
 
 
 def build_others(
@@ -161,9 +165,13 @@ def build_others(
     Raises:
         ConfigError, ModelError, TrainError: one of them cannot be loaded, or the world does not start.
     """
-    apart, world, notes = run.apart, None, []
+    apart, world, notes, temporary = run.apart, None, [], None
     if apart:
-        folder = Path(tempfile.mkdtemp(prefix="lockstep-world-")) if work_dir is None else work_dir.parent
+        if work_dir is None:  # also removed when the process ends, if nobody closes
+            temporary = tempfile.TemporaryDirectory(prefix="lockstep-world-")
+            folder = Path(temporary.name)
+        else:
+            folder = work_dir.parent
         own = folder / "world" / (f"rank-{ranks.rank}" if ranks.world_size > 1 else "")
         world = World(run, axes, ranks=ranks, work_dir=own, folder=None if work_dir is None else folder)
     try:
@@ -186,7 +194,7 @@ def build_others(
             world.close()
         raise
     ref = WorldScorer(world) if world is not None and "ref" in apart else None
-    return OtherRoles(ref=ref, reward_models=models, value=value, world=world)
+    return OtherRoles(ref=ref, reward_models=models, value=value, world=world, temporary=temporary)
 
 
 def _read_by_models(sample: RewardInput) -> RewardInput:

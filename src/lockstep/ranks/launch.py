@@ -332,6 +332,7 @@ class Launch:
                 if self.heals and self.passed_on is None:
                     self.died = time.time()
                     self.death = f"no rank has made progress for {self._watchdog.seconds:g} s"
+                    self.send_signal(AT_ONCE)  # a stopped one hears nothing else
                 self._stop()
                 return self._explain_hang(self._watchdog.seconds)
             if deadline is not None and time.monotonic() > deadline:
