@@ -83,6 +83,8 @@ def test_the_last_copy_comes_back_and_older_ones_go(copies: PeerCopies) -> None:
         "gap"
     ]
     backend = Backend(0.0)
+    with raises(CheckpointError, "hash-differs"):  # nothing was hashed
+        backend.load(path, verified=False)
     backend.load(path, verified=True)
     assert backend.weight.tolist() == [3.0] * 50
     records = json.loads((path / "state.json").read_text())["files"]

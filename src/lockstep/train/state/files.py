@@ -47,7 +47,7 @@ class FileRecord:
 
     bytes: int
     sha256: str
-    """Empty: of a file in memory."""
+    """Empty: of a file in memory, whose contents are not compared (`load` with verified = True)."""
 
 
 class TensorFile:
@@ -179,7 +179,7 @@ def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
                 code="damaged-file",
                 path=path,
             )
-        if contents and record.sha256 and (now := sha256_of(path)) != record.sha256:
+        if contents and (now := sha256_of(path)) != record.sha256:
             raise CheckpointError(
                 f"{path} has sha256 {now[:16]}..., {printable(record.sha256[:16])}... was written; it is "
                 "damaged",
