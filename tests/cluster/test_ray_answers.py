@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.cluster.ray import RayProvider
-from lockstep.protocols.cluster import Answers, Placement, World
+from lockstep.cluster.ray import RayProvider, _Member
+from lockstep.protocols.cluster import Answers, Placement, RankEnded, World
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'lockstep-rl[cluster]'", allow_module_level=True)
@@ -45,3 +46,16 @@ def test_a_node_that_fails_or_is_late_is_left_out_by_name_and_reason() -> None:
     assert made.ask(world, lambda rank: rank) == Answers(
         given=[10, 13], missing={1: "the actor died: out of memory", 2: "no answer within 10 s"}
     )
+
+
+def test_an_end_is_told_until_it_has_been_heard(tmp_path: Path) -> None:
+    """A signal may raise in the launcher after it was told and before it was noted."""
+    answer: concurrent.futures.Future[tuple[bytes, bytes, int | None]] = concurrent.futures.Future()
+    answer.set_result((b"bye", b"", 3))
+    member = _Member(actor=None, local_rank=0)
+    member.answer = answer
+    made, _ = provider([])
+    world = World(placement=Placement(nodes=1, per_node=1), log_dir=tmp_path, members=[member])
+    ended = [RankEnded(rank=0, status=3)]
+    assert list(made.watch(world)) == ended and list(made.watch(world)) == ended
+    assert (tmp_path / "rank-0.log").read_bytes() == b"bye", "its text is taken once"

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from loop_runs import Commands, Ended, everything
 
+from lockstep.loop.interrupt import Interrupt
+
 GENERATE = "lockstep.engine.hf.generation:Generation._step"
 FORWARD = "lockstep.train.loss_module:LossModule.forward"
 OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
@@ -35,6 +37,18 @@ def goes_on_exactly(
     resumed = lockstep(*command, cwd=run.parent)
     assert resumed.code == 0, resumed.out + resumed.err
     assert everything(run) == (straight(*flags) if toml is None else straight(*flags, toml=toml))
+
+
+def test_a_ranks_own_signal_after_anothers_is_its_first() -> None:
+    """A launcher signals its ranks one by one, so one may hear of the stop from another rank before."""
+    asked: list[str] = []
+    with Interrupt() as interrupt, interrupt.deferred(lambda: asked.append("stop")):
+        interrupt.request(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert (interrupt.requested, interrupt.at_once, asked) == (True, False, ["stop"])
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert interrupt.at_once
 
 
 @pytest.mark.parametrize(

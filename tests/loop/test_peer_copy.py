@@ -170,6 +170,9 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GRPORun]:
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(OnlineTrainer, "update", killed)
         train_online(run)
+    for thread in threading.enumerate():  # those of a process that is killed would have ended with it
+        if thread.name.startswith("copy-"):
+            thread.join(120)
     restart = Recovery(number=1, most=3, run_dir=str(tmp_path / "run"), died=0.0)
     for name, value in restart.environment().items():
         monkeypatch.setenv(name, value)

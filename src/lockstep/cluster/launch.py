@@ -101,13 +101,13 @@ class _ProviderLaunch(Launch):
         return 0 if self.world is None else self.ranks
 
     def ended_now(self) -> dict[int, int]:
-        """The status of each rank that has ended since the last call."""
+        """The status of each rank that has ended."""
         if self.world is None:
             return {}
         ended = {}
         for event in self.provider.watch(self.world):
             ended[event.rank] = event.status
-            if event.why:
+            if event.why and event.rank not in self.ended:
                 echo(f"lockstep: rank {event.rank}: {event.why}", file=sys.stderr)
         for shown in self.shown:
             shown.wake()

@@ -32,7 +32,6 @@ class LocalProvider:
 
     def __init__(self, *, log_dir: Path) -> None:
         self.log_dir = log_dir
-        self._told: set[tuple[int, int]] = set()
 
     def nodes(self) -> list[Node]:
         """This machine; its GPUs are not counted, as no torch is loaded here."""
@@ -55,10 +54,9 @@ class LocalProvider:
         return world
 
     def watch(self, world: World) -> Iterator[RankEnded]:
-        """Yield what has happened since the last call; does not wait."""
+        """Yield every rank that has ended; does not wait."""
         for rank, child in enumerate(world.members):
-            if (child.pid, rank) not in self._told and (status := child.poll()) is not None:
-                self._told.add((child.pid, rank))
+            if (status := child.poll()) is not None:
                 yield RankEnded(rank=rank, status=status)
 
     def wait(self, world: World, seconds: float) -> None:

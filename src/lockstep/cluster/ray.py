@@ -282,16 +282,16 @@ class RayProvider:
         return world
 
     def watch(self, world: World) -> Iterator[RankEnded]:
-        """Yield what has happened since the last call, and append what the ranks wrote to their logs."""
+        """Yield every rank that has ended, and append what the ranks wrote to their logs."""
         for rank, member in enumerate(world.members):
-            while member.answer is not None and member.answer.done():
-                if (event := self._take(world, rank, member)) is not None:
-                    yield event
+            while member.ended is None and member.answer is not None and member.answer.done():
+                self._take(world, rank, member)
+            if member.ended is not None:
+                yield member.ended
 
     def wait(self, world: World, seconds: float) -> None:
         """Wait for an answer about a rank."""
-        answers = [member.answer for member in world.members if member.answer is not None]
-        concurrent.futures.wait(answers, seconds, return_when=concurrent.futures.FIRST_COMPLETED)
+        concurrent.futures.wait(_awaited(world), seconds, return_when=concurrent.futures.FIRST_COMPLETED)
 
     def ask(self, world: World, question: Callable[[int], T]) -> Answers[T]:
         """Call a function with the number of each rank on that rank's node."""
@@ -319,7 +319,7 @@ class RayProvider:
         if number is not None:
             return
         deadline = time.monotonic() + _END_SECONDS
-        while any(member.answer is not None for member in world.members) and time.monotonic() < deadline:
+        while _awaited(world) and time.monotonic() < deadline:
             self.wait(world, deadline - time.monotonic())
             for _ in self.watch(world):
                 pass
@@ -374,24 +374,28 @@ class RayProvider:
                 f"Ray started no process for a rank: {str(error).splitlines()[0]}", code="refused"
             ) from error
 
-    def _take(self, world: World, rank: int, member: _Member) -> RankEnded | None:
+    def _take(self, world: World, rank: int, member: _Member) -> None:
         """Take an answer, and ask again unless the rank has ended."""
         assert member.answer is not None
         try:
             out, err, status = member.answer.result()
         except self._ray.exceptions.RayError as error:
-            member.answer = None
             why = f"Ray lost the process that runs it: {_short(error)}"
-            return RankEnded(rank=rank, status=-signal.SIGKILL, why=why)
+            member.ended = RankEnded(rank=rank, status=-signal.SIGKILL, why=why)
+            return
         for text, path in zip((out, err), self.logs(world)[2 * rank :], strict=False):
             if text:
                 with path.open("ab") as file:
                     file.write(text)
         if status is None:
             member.follow()
-            return None
-        member.answer = None
-        return RankEnded(rank=rank, status=status)
+        else:
+            member.ended = RankEnded(rank=rank, status=status)
+
+
+def _awaited(world: World) -> list[concurrent.futures.Future[Any]]:
+    """The answers about ranks that have not ended."""
+    return [each.answer for each in world.members if each.answer is not None and each.ended is None]
 
 
 def _is_job() -> bool:
@@ -417,11 +421,13 @@ class _NodeActor:
 
 
 class _Member:
-    """A rank: the actor of its node, and the answer that is awaited; None: the rank has ended."""
+    """A rank: the actor of its node, the answer that is awaited, and the rank's end once it has come."""
 
     def __init__(self, actor: Any, local_rank: int) -> None:
         self.actor, self._local_rank = actor, local_rank
         self.answer: concurrent.futures.Future[tuple[bytes, bytes, int | None]] | None = None
+        """None: it was not started."""
+        self.ended: RankEnded | None = None
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Start a call of its host."""

@@ -32,6 +32,8 @@ class Interrupt:
         """A second signal came, or one outside `deferred`."""
         self.signal: signal.Signals | None = None
         """The last one that came."""
+        self._came = False
+        """This process got one, inside `deferred`; `requested` may stem from another rank's."""
         self._on_request: Callable[[], None] | None = None
         self._previous: dict[signal.Signals, object] = {}
 
@@ -57,10 +59,13 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        if self.requested or self._on_request is None:
+        if self._came or self._on_request is None:
             self.at_once = True
             raise KeyboardInterrupt
-        self.request(self.signal)
+        self._came = True
+        # A launcher signals its ranks one by one: this rank may know of the request from another already.
+        if not self.requested:
+            self.request(self.signal)
 
     def request(self, number: signal.Signals) -> None:
         """Do what the first signal does; also called when another rank got it."""

@@ -124,7 +124,8 @@ class Provider(Protocol):
         ...
 
     def watch(self, world: World) -> Iterator[RankEnded]:
-        """Yield what has happened since the last call; does not wait."""
+        """Yield every rank that has ended so far; does not wait. Those of earlier calls come again: a signal
+        may raise in the caller at any point, and no end is lost."""
         ...
 
     def wait(self, world: World, seconds: float) -> None:
