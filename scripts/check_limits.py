@@ -33,7 +33,7 @@ BUDGETS = {
     "recording": 5_220,
     "cli": 4_660,
     "train": 4_470,
-    "loop": 4_852,
+    "loop": 4_855,
     "rollout": 3_170,
     "models": 2_890,
     "config": 2_760,
