@@ -37,7 +37,7 @@ BUDGETS = {
     "rollout": 3_170,
     "models": 2_890,
     "config": 2_760,
-    "ranks": 2_066,
+    "ranks": 2_069,
     "observe": 1_800,
     "invariant": 1_190,
     "data": 1_330,
