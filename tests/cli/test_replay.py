@@ -108,7 +108,7 @@ def test_a_real_run_is_replayed_to_the_bit_at_every_step(tmp_path: Path, train: 
     assert {row["step"] for row in rows} == {0, 1, 2}
     for row in rows:
         assert (row["weights"], row["loss_difference"], row["logprob_max_difference"]) == ("match", 0.0, 0.0)
-    assert summary["verdict"].endswith("equal to the recording, to the bit")
+    assert summary["verdict"].endswith("equal to the recording, bit for bit")
     assert summary["compile"]["recompiles"] == 0
 
 
@@ -141,7 +141,7 @@ def test_adapters_are_replayed_to_the_bit_with_their_dropout(tmp_path: Path) -> 
 def test_what_is_printed_and_written(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(run_dir), "--max-inputs", "3", "--json", "result.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "replay: 3 of 3 inputs replayed; equal to the recording, to the bit"
+    assert lines[-1] == "replay: 3 of 3 inputs replayed; equal to the recording, bit for bit"
     text = "\n".join(lines)
     assert "cell: sdpa + eager + shared, float32 on cpu" in text and "the recorded one" in text
     assert "[3/3] input 2: step" in text and "tokens/s" in text and "forward: median" in text
@@ -150,7 +150,7 @@ def test_what_is_printed_and_written(run_dir: Path, capsys: pytest.CaptureFixtur
     assert json.loads(Path("result.json").read_text()) == json.loads((out / "summary.json").read_text())
     assert "input 2: step" in (out / "replay.log").read_text()
     assert main(["replay", str(run_dir), "--max-inputs", "1", "--quiet"]) == 0
-    assert capsys.readouterr().out == "replay: 1 of 1 inputs replayed; equal to the recording, to the bit\n"
+    assert capsys.readouterr().out == "replay: 1 of 1 inputs replayed; equal to the recording, bit for bit\n"
 
 
 def test_a_recording_directory_is_a_recording_too(run_dir: Path) -> None:

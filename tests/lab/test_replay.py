@@ -74,7 +74,7 @@ def test_the_same_configuration_gives_the_recording_to_the_bit(
         assert row.loss == row.loss_recorded and row.loss != 0.0
     # The second step saw other weights: without its checkpoint there would be a difference (next test).
     assert result.summary["weights"]["matches"] is True
-    assert result.summary["verdict"] == "replay: 6 of 6 inputs replayed; equal to the recording, to the bit"
+    assert result.summary["verdict"] == "replay: 6 of 6 inputs replayed; equal to the recording, bit for bit"
     assert result.summary["compile"]["recompiles"] == 0
 
 

@@ -49,7 +49,7 @@ def test_a_batch_invariant_recording_has_the_same_bits_in_every_layout_and_mode(
 def test_a_replay_says_whether_it_computes_by_the_recorded_kernels(record: Callable[..., Any]) -> None:
     recording = record(attention="varlen", batch_invariant=True, num_updates=1)
     here = Replayer(recording, options(recording))
-    assert opening(here)[-1].endswith("the recorded one: logprobs must be equal to the bit")
+    assert opening(here)[-1].endswith("the recorded one: logprobs must be bitwise equal")
     contract = KernelContract.from_json(recording.header.contract)
     other = dataclasses.replace(contract, torch="1.0").as_json()
     header = dataclasses.replace(recording.header, contract=other)

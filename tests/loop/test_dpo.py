@@ -77,4 +77,4 @@ def test_a_recorded_run_replays_to_the_bit(
     )
     ended = lockstep("replay", run, "--steps", "0:1", "--out", tmp_path / "out", cwd=tmp_path)
     assert ended.code == 0, ended.out + ended.err
-    assert ended.verdict.endswith("equal to the recording, to the bit")
+    assert ended.verdict.endswith("equal to the recording, bit for bit")

@@ -1,4 +1,4 @@
-"""Attention of one new token per document, faster than torch's flash attention and to the bit the same.
+"""Attention of one new token per document, faster than torch's flash attention and bit for bit the same.
 
 `decode.cu` says how. It is compiled when an engine takes its first step, in about a second, by NVRTC, which
 comes with torch, and with headers of a CUDA toolkit, which do not: without them the engine goes on with flash

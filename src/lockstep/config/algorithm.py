@@ -54,7 +54,8 @@ class KLConfig(Config):
     """The KL is multiplied by this, then added to the loss or subtracted from the reward."""
     estimator: Literal["k1", "k2", "k3"] | None = None
     """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, with x = ref - policy of the token. None: k1 in the reward,
-    k3 in the loss. k1 in the loss, and k2 or k3 in the reward, are refused: they are no KL penalty there."""
+    k3 in the loss. k1 in the loss, and k2 or k3 in the reward, are refused: they are not a KL penalty
+    there."""
     place: Literal["loss", "reward"] = "loss"
     """loss: added per token. reward: the KL of the whole completion is subtracted before advantages are
     computed."""
@@ -85,7 +86,7 @@ class KLConfig(Config):
 
 
 class RolloutCorrectionConfig(Config):
-    """What corrects for an engine whose logprobs are not the trainer's: rollout_is_weight = exp(old -
+    """Correction for an engine whose logprobs are not the trainer's: rollout_is_weight = exp(old -
     rollout)."""
 
     kind: Literal["none", "tis", "mask", "icepop"] = "none"
@@ -98,10 +99,10 @@ class RolloutCorrectionConfig(Config):
     high: float = Field(2.0, gt=0.0)
     """Upper bound of tis, mask and icepop."""
     geometric_high: float | None = Field(None, gt=1.0)
-    """Whatever the kind, a completion is masked whose old / rollout has a geometric mean over its tokens
+    """Under every kind, a completion is masked if the geometric mean of old / rollout over its tokens is
     above this; verl's rollout_rs = seq_mean_k1, which does not grow with length. None: off."""
     geometric_low: float | None = Field(None, gt=0.0, lt=1.0)
-    """Or below this. None: 1 / geometric_high."""
+    """A completion is also masked if that mean is below this. None: 1 / geometric_high."""
 
     @property
     def whole_sequences(self) -> bool:
@@ -152,8 +153,8 @@ class GRPOConfig(Config):
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: sum_then_normalize makes advantages of their weighted sum. normalize_then_sum
     (GDPO, arXiv 2601.05242) makes them of each reward by itself, adds them with the rewards' weights and
-    whitens them over the rollouts of the step, so that no reward counts more for its range. TRL's name and
-    values."""
+    whitens them over the rollouts of the step, so that no reward counts more because of its range. TRL's name
+    and values."""
     aggregation: Aggregation | None = None
     """sequence_mean: tokens are averaged per sequence, then sequences. sequence_sum: tokens are added up per
     sequence, then sequences averaged. token_mean: over all tokens of the step. constant: divided by
@@ -177,7 +178,7 @@ class GRPOConfig(Config):
     """sapo: temperature of tokens with a positive advantage; the higher, the sooner a token far from the old
     policy loses its gradient. None: 1, published and TRL's sapo_temperature_pos."""
     tau_neg: PositiveFloat | None = None
-    """sapo: of the other tokens. None: 1.05, published and TRL's sapo_temperature_neg."""
+    """sapo: temperature of the other tokens. None: 1.05, published and TRL's sapo_temperature_neg."""
     dynamic_sampling: bool | None = None
     """Groups whose rewards are all equal are replaced by newly sampled ones."""
     max_resample_rounds: PositiveInt = 10
@@ -340,7 +341,7 @@ PreferenceName = Literal["dpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"]
 
 
 class DPOConfig(Config):
-    """Direct preference optimisation on pairs of answers, and the losses that came after it."""
+    """Direct preference optimisation on pairs of answers, and later losses of its kind."""
 
     name: PreferenceName = "dpo"
     """Name of a published loss: options below that are left out take its published values. simpo and orpo
@@ -350,7 +351,7 @@ class DPOConfig(Config):
     nearer to the reference. simpo: how much a nat of the mean logprob counts. orpo: weight of the odds ratio
     beside the cross-entropy of the chosen answer."""
     label_smoothing: float | None = Field(None, ge=0.0, lt=0.5)
-    """dpo, robust_dpo: share of the pairs that are taken to be the wrong way round."""
+    """dpo, robust_dpo: share of the pairs that are assumed to be the wrong way round."""
     average: bool | None = None
     """Divide an answer's log-probability by its number of trained tokens, so that length does not count."""
     margin: float | None = Field(None, ge=0.0)
@@ -444,7 +445,7 @@ class RewardModelLossConfig(Config):
     name: Literal["bradley_terry"] = "bradley_terry"
     """The only value."""
     center_coef: float = Field(0.0, ge=0.0)
-    """Weight of the square of both scores' sum, which holds their mean at 0 (arXiv 2312.09244); TRL's
+    """Weight of the squared sum of both scores, a term that holds their mean at 0 (arXiv 2312.09244); TRL's
     center_rewards_coefficient, 0.01 in that paper."""
 
 

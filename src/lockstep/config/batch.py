@@ -82,25 +82,25 @@ class RewardModelConfig(Config):
     token_budget: PositiveInt = 8192
     """Tokens of one forward pass, pads included."""
     max_length: PositiveInt | None = None
-    """Longest prompt and completion together, in tokens; none: what the model was made for."""
+    """Longest prompt and completion together, in tokens; none: the model's own limit."""
     overlong: Literal["error", "truncate_left"] = "error"
-    """What happens to a longer one; truncations are counted."""
+    """What happens to a longer conversation; truncations are counted."""
     chat_template: Literal["auto", "none"] | str = "auto"
     """auto: the reward model's own template when it has one; none: prompt and completion as plain text; or a
     jinja template."""
     weight: float = 1.0
-    """Times the logit, in the total."""
+    """Factor of the logit in the total reward."""
 
 
 class RewardRoleConfig(RewardModelConfig):
-    """A reward model of an RL run, or several: it scores every rollout, as `lockstep score` does, beside
-    `rewards`. `rewards = []` leaves it alone."""
+    """A reward model of an RL run, or several: it scores every rollout, as `lockstep score` does, in
+    addition to `rewards`; with `rewards = []` it is the only reward."""
 
     others: tuple[Name, ...] = ()
     """Further models, folders or hub names, with the same settings: an ensemble. Each has its own tokenizer
     and chat template."""
     aggregation: Literal["mean", "min"] = "mean"
-    """others: what the models' scores of a rollout become; min is the most careful one (arXiv 2310.02743)."""
+    """others: how the models' scores are combined; min is the most conservative (arXiv 2310.02743)."""
 
     @property
     def sources(self) -> list[tuple[str, str | None]]:

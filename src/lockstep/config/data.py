@@ -29,24 +29,25 @@ class DataConfig(Config):
     seed: Seed = 1
     """Seed of generated rows."""
     prompt_column: str = "prompt"
-    """Text, or a list of {role, content} messages. reasoning_gym rows have `question`, which is found by
-    itself."""
+    """Text, or a list of {role, content} messages. For reasoning_gym rows, `question` is used
+    automatically."""
     messages_column: str = "messages"
     """SFT: a whole conversation; used when the rows have it."""
     completion_column: str = "completion"
     """SFT: the answer to train on, when there are no messages."""
     chosen_column: str = "chosen"
-    """Pairs: the better answer, text or a list of messages; with the prompt in it when there is no
+    """Pairs: the better answer, text or a list of messages; it includes the prompt when there is no
     prompt_column."""
     rejected_column: str = "rejected"
     """Pairs: the worse answer, likewise."""
     margin_column: str = "margin"
-    """Reward models: by how much the chosen answer's score should be the larger one, a number >= 0; where the
-    rows have no such column, 0."""
+    """Reward models: by how much the chosen answer's score should exceed the other, a number >= 0; 0 where
+    the rows have no such column."""
     label_column: str = "label"
-    """KTO: whether the completion is a desirable one: true or false, 1 or 0."""
+    """KTO: whether the completion is desirable: true or false, 1 or 0."""
     equal_answers: Literal["error", "drop"] = "error"
-    """DPO: what happens to a pair whose answers are the same token ids: there is nothing to prefer."""
+    """DPO: what happens to a pair whose answers are the same token ids, so that there is nothing to
+    prefer."""
     text_column: str = "text"
     """SFT: plain text, when there are neither messages nor completions; every token is trained on."""
     answer_column: str = "answer"
@@ -56,8 +57,8 @@ class DataConfig(Config):
     system_prompt: str | None = None
     """A system message in front of conversations without one."""
     prompt_template: str = "{prompt}"
-    """Wraps the user's (last) text; `{prompt}` and any column name may stand in it, `{{` and `}}` are
-    literal braces."""
+    """Wraps the user's (last) text; it may contain `{prompt}` and any column name; `{{` and `}}` are literal
+    braces."""
     chat_template: Literal["auto", "none"] | str = "auto"
     """auto: the tokenizer's template when it has one; none: plain text; or a jinja template (or a .jinja
     file)."""
@@ -71,9 +72,9 @@ class DataConfig(Config):
     """SFT: tokens of one document; longer ones follow `overlong_documents`."""
     overlong_documents: Literal["error", "drop", "truncate"] = "truncate"
     """SFT: what happens to a longer document; drops and truncations are counted. truncate keeps the
-    beginning, and of a reward model's document the end, where it is scored."""
+    beginning; for a reward model it keeps the end, where the document is scored."""
     untrained_documents: Literal["error", "drop"] = "error"
-    """SFT: what happens to a document without a token to train on (also one that truncation left so)."""
+    """SFT: what happens to a document without a token to train on (truncation may have removed them)."""
     train_on: Literal["assistant", "all"] = "assistant"
     """SFT: which tokens carry loss."""
     shuffle: bool = True

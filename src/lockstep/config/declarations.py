@@ -159,7 +159,7 @@ class EngineDeclaration(Declaration):
     external: bool
     """It has weights of its own, which are sent to it; not: it is embedded in the trainer's process."""
     keeps_bits: bool = False
-    """Its logprobs can be the trainer's own, to the bit."""
+    """Its logprobs can be the trainer's own, bit for bit."""
     keeps_cache: bool = False
     """Its KV cache, and its CUDA graphs, stay between rollouts."""
     settings: dict[str, tuple[str, ...]]

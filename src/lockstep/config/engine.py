@@ -67,13 +67,13 @@ class EngineConfig(Config):
     name: Name = "auto"
     """native, hf, vllm, sglang, `module:Class` for your own, or auto: native on CUDA, hf on a CPU."""
     process: Literal["auto", "own"] = "auto"
-    """native and hf. own: a process of their own, which Lockstep starts and sends weights to, as to a server
-    of vLLM; auto: the trainer's process, where they read its weights."""
+    """native and hf. own: a process of their own, which Lockstep starts and sends weights to, as to a vLLM
+    server; auto: the trainer's process, where they read its weights."""
     max_batch: PositiveInt = 256
     """Samples decoded together."""
     kv_cache_tokens: PositiveInt | None = None
-    """native: tokens that its KV cache holds, of all samples together; where they do not fit, samples wait.
-    None: what max_batch samples can need, as far as memory_fraction allows."""
+    """native: tokens that its KV cache holds, for all samples together; samples that do not fit wait. None:
+    as many as max_batch samples can need, as far as memory_fraction allows."""
     prefill_chunk: PositiveInt = 2048
     """native: prompt tokens of one forward; longer prompts take several."""
     python: FilePath | None = None
@@ -81,8 +81,8 @@ class EngineConfig(Config):
     url: Name | None = None
     """A server that is already running, such as http://127.0.0.1:8000; it is never stopped."""
     token_env: Name | None = None
-    """Name of the environment variable that holds the token (API key) of the server at url; none: it asks for
-    none. A server that Lockstep starts gets one by itself."""
+    """Name of the environment variable that holds the token (API key) of the server at url; none: the server
+    needs no token. A server that Lockstep starts gets one automatically."""
     replicas: PositiveInt = Field(1, le=1024)
     """Engines behind one dispatcher, each with the whole model."""
     cuda_devices: tuple[NonNegativeInt, ...] = ()
@@ -92,15 +92,15 @@ class EngineConfig(Config):
     max_model_len: PositiveInt | None = None
     """Longest prompt and completion together, in tokens; none: the longest that the run can have."""
     memory_fraction: float | None = Field(None, gt=0.0, lt=1.0)
-    """Of the GPU's memory for one engine; vLLM counts everything, SGLang weights and KV cache, native its KV
-    cache (on a CPU, of the host's memory). None: 0.45 of a GPU that the trainer uses too (native on a CPU:
-    0.25), else the engine's own default."""
+    """Share of the GPU's memory for one engine; vLLM counts everything, SGLang weights and KV cache, native
+    its KV cache (on a CPU, a share of the host's memory). None: 0.45 of a GPU that the trainer uses too
+    (native on a CPU: 0.25), else the engine's own default."""
     prefix_caching: bool = True
-    """Keep keys and values of prompts that come again."""
+    """Keep keys and values of prompts, to reuse them when a prompt comes again."""
     eager: bool = False
     """No CUDA graphs and no compilation in the engine."""
     batch_invariant: bool = False
-    """The engine's own mode in which a sample does not depend on its batch, to the bit."""
+    """The engine's own mode in which a sample does not depend on its batch, bit for bit."""
     unseeded: bool = False
     """Accept an engine whose samples do not follow from the seed: sglang without batch_invariant."""
     sleep: bool = False
@@ -114,11 +114,11 @@ class EngineConfig(Config):
     start_seconds: Seconds = 600.0
     """Deadline of an engine's start."""
     request_seconds: Seconds = 600.0
-    """How long a generating engine may give no sign of progress."""
+    """How long a generating engine may show no progress."""
     update_seconds: Seconds = 300.0
     """Deadline of one weight update."""
     max_restarts: NonNegativeInt = 2
-    """How many times in one run a server that died is started again."""
+    """How often in one run a server that died is started again."""
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """More arguments for the engine's constructor, under its own names, such as attention_backend."""
     env: dict[str, str] = Field(default_factory=dict)

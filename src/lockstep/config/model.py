@@ -27,7 +27,7 @@ class LoraConfig(Config):
         "up_proj",
         "down_proj",
     )
-    """Names of linear modules; ["all-linear"] means every linear but the head."""
+    """Names of linear modules; ["all-linear"] means every linear module except the head."""
 
 
 class ModelConfig(Config):

@@ -54,19 +54,20 @@ class PPOConfig(GRPOConfig):
     gamma: float = Field(1.0, ge=0.0, le=1.0)
     """Discount per token of the policy; 1 in verl, OpenRLHF and TRL."""
     lam: float = Field(1.0, ge=0.0, le=1.0)
-    """Lambda of the advantages: 1 counts what came, less trusts the value model more. 1 in verl and OpenRLHF,
-    0.95 in TRL."""
+    """Lambda of the advantages: 1 relies on the rewards, less relies more on the value model. 1 in verl and
+    OpenRLHF, 0.95 in TRL."""
     lam_length_alpha: PositiveFloat | None = None
-    """In place of `lam`, 1 - 1 / (alpha * n) for a rollout of n tokens of the policy, at least 0: the longer,
-    the less is lost of its reward on the way; 0.05 in VAPO (arXiv 2504.05118, section 4.2). None: `lam`."""
+    """In place of `lam`, 1 - 1 / (alpha * n) for a rollout of n tokens of the policy, at least 0: the longer
+    the rollout, the less of its reward is lost on the way back; 0.05 in VAPO (arXiv 2504.05118, section 4.2).
+    None: `lam`."""
     lam_value: float | None = Field(None, ge=0.0, le=1.0)
     """Lambda of the returns that the value model is trained towards; 1 in VAPO. None: `lam`."""
     bootstrap_truncated: bool = False
     """A rollout that max_tokens cut off is worth, after its last token, the value of the state there. Off, as
-    in verl, OpenRLHF and TRL: it has ended, with value 0."""
+    in verl, OpenRLHF and TRL: it counts as ended, with value 0."""
     normalize_rewards: bool = False
     """Rewards are shifted and scaled by mean and deviation of all rollouts of the run so far; a checkpoint
-    has both. A peer's reward normalisation is of its reward model's training set instead."""
+    has both. OpenRLHF's normalisation uses statistics of the reward model's training set instead."""
     reward_clip: tuple[float, float] | None = None
     """Bounds of rewards, after normalize_rewards; (-10, 10) in OpenRLHF. None: no bound."""
     missing_end_penalty: NonNegativeFloat = 0.0
@@ -115,9 +116,9 @@ class ValueConfig(Config):
     schedule: Literal["constant", "linear", "cosine"] | None = None
     """Of the learning rate after warm-up."""
     warmup_steps: NonNegativeInt | None = None
-    """Optimizer steps of the value model until `lr`."""
+    """Optimizer steps of the value model until `lr` is reached."""
     min_lr_ratio: float | None = Field(None, ge=0.0, le=1.0)
-    """What a decay ends at, as a share of lr."""
+    """Learning rate at the end of a decay, as a share of lr."""
     betas: tuple[float, float] | None = None
     """AdamW's."""
     eps: PositiveFloat | None = None
@@ -131,7 +132,7 @@ class ValueConfig(Config):
     optimizer_device: Literal["model", "cpu"] | None = None
     """cpu: master weights and optimizer states live in host memory."""
     grad_accum_dtype: Literal["float32", "model"] | None = None
-    """What gradients of several micro-batches are added up in."""
+    """Dtype in which the gradients of several micro-batches are added up."""
     activation_checkpointing: bool | None = None
     """Compute the inside of each block again in backward."""
     minibatches: PositiveInt | None = None
@@ -140,7 +141,7 @@ class ValueConfig(Config):
     """Passes over a rollout batch."""
 
     warmup_batches: NonNegativeInt = 0
-    """Rollout batches at the start of the run in which the value model alone is trained; verl's critic_warmup
+    """Rollout batches at the start of the run in which only the value model is trained; verl's critic_warmup
     (0 there)."""
 
     loss: Literal["squared", "huber"] = "squared"
@@ -148,8 +149,8 @@ class ValueConfig(Config):
     huber_delta: PositiveFloat = 1.0
     """In units of reward."""
     clip: NonNegativeFloat = 0.5
-    """A value that has moved further than this from where it was before the update counts as having moved so
-    far, if that is the larger loss; 0.5 in verl and OpenRLHF, 0.2 in TRL. 0: no bound."""
+    """A value that has moved further than this from its value before the update counts as if it had moved
+    only this far, if that gives the larger loss; 0.5 in verl and OpenRLHF, 0.2 in TRL. 0: no bound."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """token_mean: over all tokens of an optimizer step. sequence_mean: per sequence, then over sequences."""
 

@@ -15,7 +15,7 @@ class SamplingConfig(Config):
     generation_config.json."""
 
     max_tokens: PositiveInt = 128
-    """Tokens of a completion, at most."""
+    """Longest completion, in tokens."""
     min_tokens: NonNegativeInt = 0
     """Before this many tokens no stop id is sampled and no stop string ends a completion."""
     temperature: Temperature = 1.0
@@ -86,8 +86,8 @@ class RewardConfig(Config):
     """Weight of this reward in the total."""
     on_error: Literal["fail", "drop"] = "fail"
     """When a reward raises, times out or returns anything but a finite number. fail: the run stops and names
-    the row and the exception. drop: the rollout leaves the step and is counted. An answer that a verifier
-    cannot parse is no such error: it scores 0 and is counted as junk."""
+    the row and the exception. drop: the rollout is dropped and counted. An answer that a verifier cannot
+    parse is not such an error: it scores 0 and is counted as junk."""
     timeout_seconds: Seconds = 60.0
     """Deadline of one call; http: of one attempt. A verifier that misses it is killed and the answer scores
     0; any other reward's process is killed, and on_error says what follows."""
@@ -99,15 +99,15 @@ class RewardConfig(Config):
     token_env: Name | None = None
     """http: the environment variable with the token that is sent as `Authorization: Bearer TOKEN`."""
     batch_size: PositiveInt = 64
-    """http: samples of one request, at most."""
+    """http: most samples in one request."""
     retries: int = Field(2, ge=0, le=20)
-    """http: how often a request is sent again that was not answered in time, or with a status such as 503."""
+    """http: how often a request is sent again that got no answer in time, or a status such as 503."""
     answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"
     """verifier, math: which part of the completion is the answer; tags is the last <answer>...</answer>. A
     completion without that part scores 0 and is counted."""
     allow_unsandboxed: tuple[Name, ...] = ()
     """verifier: reasoning_gym tasks, such as "countdown", that may evaluate completions on a machine whose
-    kernel gives no sandbox (`lockstep doctor` says). Elsewhere they are sandboxed all the same."""
+    kernel offers no sandbox (see `lockstep doctor`). On other machines they are still sandboxed."""
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
     """Keyword arguments of length, format and `module:attribute`."""
 

@@ -240,13 +240,13 @@ class GRPORun(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     reward_model: RewardRoleConfig | None = None
-    """None: functions and verifiers alone."""
+    """None: only functions and verifiers."""
     engine: EngineConfig = EngineConfig()
     sleep: tuple[SleepingRole, ...] = ()
-    """Roles whose memory on the GPU others have while they do not work, for a step that takes longer: it is
-    copied to host memory and back. policy: the optimizer's states. value: the value model's weights and
-    states. ref, reward_model: all of it. With train.backend local and fsdp2; numbers stay the same, to the
-    bit. The engine has engine.sleep."""
+    """Roles that give up their GPU memory to others while they do not work: it is copied to host memory and
+    back, so a step takes longer. policy: the optimizer's states. value: the value model's weights and states.
+    ref, reward_model: everything. With train.backend local and fsdp2; numbers stay the same, bit for bit. For
+    the engine, see engine.sleep."""
     eval: EvalConfig = EvalConfig()
 
     @property

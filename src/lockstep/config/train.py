@@ -44,33 +44,33 @@ class TrainConfig(Config):
     one graph (not with ZeRO 3 or ring attention). deepcompile: DeepSpeed's. auto: compile on CUDA, where a
     parity test covers it and the run's steps save more time than compiling takes; else eager."""
     layout: Layout = "auto"
-    """packed: documents end to end in one row. padded: one document a row, pads computed. shared: packed, and
-    what documents begin with in common, such as a group's prompt, is computed once. auto: shared where that
-    is tested and the run has groups or pairs, else packed."""
+    """packed: documents end to end in one row. padded: one document per row, pads computed. shared: packed,
+    and a common prefix of documents, such as a group's prompt, is computed once. auto: shared where that is
+    tested and the run has groups or pairs, else packed."""
     padding_side: Literal["left", "right"] = "right"
     """Side on which the layout padded adds padding."""
     device: Name = "auto"
     """auto: cuda where there is one, else cpu."""
 
     token_budget: PositiveInt | Literal["auto"] = "auto"
-    """Token slots of one micro-batch, in layout shared those that are computed: what decides activation
-    memory. auto: 4096 on a CPU; on CUDA the largest of a few up to 32768 that the memory plan has room for;
-    never below the longest document."""
+    """Token slots of one micro-batch (in layout shared, those that are computed); decides activation memory.
+    auto: 4096 on a CPU; on CUDA the largest of a few up to 32768 that the memory plan has room for; never
+    below the longest document."""
     static_capacity: bool | None = None
     """Pad every pack to one of a few static capacities (one graph per bucket). None: on for compiled
     modes, else off."""
     max_recompiles: NonNegativeInt | None = None
-    """Compiled modes: a run that recompiles more often after its first step stops. None: no limit."""
+    """Compiled modes: a run stops after more recompiles than this (after its first step). None: no limit."""
     batch_invariant: bool | None = None
-    """A row of every forward, and so a logprob, does not depend on what else is in the batch, to the bit;
+    """A row of every forward, and so a logprob, does not depend on what else is in the batch, bit for bit;
     with engine.name = 'native' the rollout's logprobs are then the trainer's own. None: on with that engine
     on CUDA in bfloat16 under varlen attention, else off."""
     reuse_rollout_logprobs: bool | None = None
     """Take the rollout's logprobs as old_logprobs instead of a forward over every sample; a few micro-batches
-    of each step are computed again and must be equal to the bit. None: where trainer and engine have the same
+    of each step are computed again and must be bitwise equal. None: where trainer and engine have the same
     kernel contract."""
     deterministic: bool = Field(False, json_schema_extra={"alias": "--deterministic"})
-    """The same run twice on the same machine gives the same weights, to the bit; their hash is logged each
+    """The same run twice on the same machine gives the same weights, bit for bit; their hash is logged each
     step. Slower on CUDA. Also written `--deterministic`."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a rollout batch."""
@@ -79,17 +79,17 @@ class TrainConfig(Config):
     one sample (with DPO one pair) at a time, which needs the activation memory of one; the gradients are the
     same."""
     score_all_every: PositiveInt = 10
-    """Steps from one that computes every group to the next, starting with step 0. The steps between leave out
-    groups whose advantages are all zero, if the loss has no KL or entropy term. Gradients stay the same;
-    metrics such as entropy then cover scored_share of the tokens. Counts as 1 when the run is recorded, and
-    in compiled modes when max_recompiles is set."""
+    """Every how many steps all groups are computed, starting with step 0. The steps between leave out groups
+    whose advantages are all zero, if the loss has no KL or entropy term. Gradients stay the same; metrics
+    such as entropy then cover scored_share of the tokens. Counts as 1 when the run is recorded, and in
+    compiled modes when max_recompiles is set."""
     cuda_graph: bool = False
     """execution joint on CUDA: the decoder's forward and its backward are one CUDA graph each, with static
     buffers; the head and the loss run between them."""
     epochs_per_batch: PositiveInt = 1
     """PPO epochs: passes over a rollout batch."""
     activation_checkpointing: bool = False
-    """Keep the input of each block and compute its inside again in backward: less memory, more time."""
+    """Keep only the input of each block and compute the rest again in backward: less memory, more time."""
 
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
@@ -115,7 +115,7 @@ class TrainConfig(Config):
     """Dtype in which the gradients of several micro-batches are added up. deepspeed always uses the
     model's."""
     num_threads: PositiveInt | None = Field(None, le=4096)
-    """CPU threads of torch; None leaves OMP_NUM_THREADS alone."""
+    """CPU threads of torch. None: OMP_NUM_THREADS, else torch's own default."""
 
     @field_validator("device")
     @classmethod
@@ -172,11 +172,11 @@ class EvalConfig(Config):
     max_tokens: PositiveInt | None = None
     """Longest completion in an evaluation. None: rollout.sampling.max_tokens."""
     before_max_tokens_factor: PositiveInt = 2
-    """The run before training may use this many times the tokens, so that learning to stop does not count
-    as learning."""
+    """The evaluation before training may use this many times the tokens, so that learning to stop does not
+    count as learning."""
     kinds: dict[Name, str] = Field(default_factory=dict)
-    """Kinds of problems whose lenient accuracy is reported apart, as eval/lenient_accuracy/NAME: by name, a
-    regular expression that is searched in the rendered prompt."""
+    """Kinds of problems whose lenient accuracy is reported separately, as eval/lenient_accuracy/NAME: for
+    each name, a regular expression that is searched for in the rendered prompt."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalConfig:
@@ -200,14 +200,15 @@ class EvalConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """Exact-resume checkpoints under checkpoints/."""
+    """Checkpoints under checkpoints/, from which a run resumes exactly."""
 
     every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep, newest first."""
     keep_best: NonNegativeInt = 0
-    """Also keep the best k by `metric`, which is known where checkpoint and evaluation fall on one step."""
+    """Also keep the best k by `metric`, which is known when checkpoint and evaluation fall on the same
+    step."""
     metric: Name = "eval/lenient_accuracy"
     """eval/strict_accuracy, eval/lenient_accuracy, eval/mean_reward or eval/mean_completion_tokens; SFT:
     eval/loss or eval/perplexity."""
@@ -216,8 +217,8 @@ class CheckpointConfig(Config):
     save_at_end: bool = True
     """Write a checkpoint after the last step."""
     background: bool = True
-    """Write while training goes on: a save costs a step only the copy, and counts once it is whole. The last
-    save is written at once. false: every save is, and none needs host memory for a copy."""
+    """Write while training goes on: a save delays a step only by the copy, and counts once it is complete.
+    The last save is written at once. false: every save is written at once, without host memory for a copy."""
     export_at_end: bool = True
     """Write a Hugging Face folder under export/."""
 

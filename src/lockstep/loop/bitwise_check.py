@@ -176,7 +176,7 @@ class BitwiseCheck:
             f"completion, id {int(batch.labels[slot])}): the engine's logprob is {theirs!r}, the trainer's "
             f"{ours!r}, at the same weights; {count} of {tokens} compared tokens differ. Under "
             f"train.batch_invariant = true both keep the kernel contract {self.contract.hash[:12]} and must "
-            "be equal to the bit. No weight was changed. Set train.batch_invariant = false to go on with a "
+            "be bitwise equal. No weight was changed. Set train.batch_invariant = false to go on with a "
             "gap, and report this with the run's manifest.json",
             code="values-differ",
             step=self._step,

@@ -42,7 +42,7 @@ def value_loss(
     free = _penalty(values - returns, kind=kind, huber_delta=huber_delta)
     if clip == 0.0:
         return TokenValueLoss(free, torch.zeros_like(free, dtype=torch.bool))
-    # Not old + clamp(V - old): within the bounds this is V to the bit, so rounding does not count as clipped.
+    # Not old + clamp(V - old): within the bounds this is exactly V, so rounding does not count as clipped.
     near = torch.clamp(values, old_values - clip, old_values + clip)
     bounded = _penalty(near - returns, kind=kind, huber_delta=huber_delta)
     return TokenValueLoss(torch.maximum(free, bounded), bounded.detach() > free.detach())

@@ -176,7 +176,7 @@ class RestingBackend(TrainBackend, Protocol):
 
     def rest(self, *parts: RestPart) -> None:
         """Keep these parts in host memory from now on, but for the calls that use them. Nothing else may read
-        them between calls. Numbers stay the same, to the bit."""
+        them between calls. Numbers stay the same, bit for bit."""
         ...
 
 

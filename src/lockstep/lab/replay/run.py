@@ -128,7 +128,7 @@ def _contract_lines(replayer: Replayer) -> list[str]:
         return []
     difference = here.difference(KernelContract.from_json(recorded))
     if not difference:
-        return [f"kernel contract {here.hash[:12]}, the recorded one: logprobs must be equal to the bit"]
+        return [f"kernel contract {here.hash[:12]}, the recorded one: logprobs must be bitwise equal"]
     return [f"kernel contract {here.hash[:12]}, not the recorded one: {'; '.join(difference)}"]
 
 

@@ -97,11 +97,11 @@ def compared(summary: Mapping[str, Any]) -> str:
 def _distance(differences: Mapping[str, Any]) -> str:
     worst, loss = differences["logprob_max"], differences["loss_max"]
     if worst == 0.0 and loss in (0.0, None):
-        return f"{'logprobs ' if loss is None else ''}equal to the recording, to the bit"
+        return f"{'logprobs ' if loss is None else ''}equal to the recording, bit for bit"
     text = f"logprobs within {worst:.2g} nats of the recording"
     if loss is None:
         return text
-    return text + (f", loss within {loss:.2g}" if loss else ", the loss to the bit")
+    return text + (f", loss within {loss:.2g}" if loss else ", the loss bit for bit")
 
 
 def counted(number: int, noun: str) -> str:
