@@ -204,7 +204,7 @@ class Flags:
             "it, by its run directory or its job's id",
         )
 
-    def results(self, command: str, json: str = "the result once more") -> None:
+    def results(self, command: str, json: str = "write the result to this file too") -> None:
         """--out, --json and --quiet of a command that writes a folder of results."""
         self.value("--out", path, f"new folder (runs/{command}-TIME)", metavar="DIR")
         self.value("--json", path, json)

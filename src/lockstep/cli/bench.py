@@ -72,9 +72,10 @@ def parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep bench step`."""
     parser = arguments.command_parser(
         "lockstep bench step",
-        "Measure one RL step of the same work in several ways: each in processes of its own, in "
-        "turns, beside\nthe first of them.\n\nA cell is a name such as fsdp2+compile+native+invariant: "
-        "words of backend, execution and engine, and\n`invariant`, joined by +.",
+        "Measure one RL step, with the same work, in several configurations. Each runs in its own "
+        "processes, they\ntake turns, and times are relative to the first.\n\n"
+        "A cell is a name such as fsdp2+compile+native+invariant: words of backend, "
+        "execution and\nengine, and `invariant`, joined by +.",
         epilog="Exit status 0: the first cell was measured, and every other one measured or refused. 1: a "
         "cell failed, ran\nout of memory or hung, or the first one was refused. 2: a wrong setting, or all "
         "cells were refused before a\nprocess was started; then nothing is written.",
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     cells.value("--cells", "LIST", "cells joined by commas, in this order (eager+hf)")
     for axis, values in AXES.items():
         cells.value(f"--{axis}", "LIST", f"of {', '.join(values)}; every combination ({values[0]})")
-    cells.value("--ranks", ranks, "of backends with ranks (all GPUs, or 2)")
+    cells.value("--ranks", ranks, "ranks of backends that have them (all GPUs, or 2)")
     cells.choice("--device", ["auto", "cpu", "cuda"], default="auto")
     _work_flags(Flags(parser, "of what work"))
     _output_flags(Flags(parser, "measuring and output"))
@@ -96,15 +97,17 @@ def _work_flags(work: Flags) -> None:
     work.choice("--dtype", ["auto", "float32", "bfloat16"], "as model.dtype", "auto")
     work.value("--attention", "NAME", "as train.attention; auto: varlen if any cell is invariant", "auto")
     work.value("--prompts", positive, "of a step", 8)
-    work.value("--group", positive, "samples each", 4)
-    work.value("--prompt-tokens", positive, "of each prompt", 32)
+    work.value("--group", positive, "samples of each prompt", 4)
+    work.value("--prompt-tokens", positive, "tokens of each prompt", 32)
     work.value(
         "--longest",
         positive,
-        "tokens of prompt and completion, at most; lengths are lognormal, as in RL",
+        "longest prompt and completion together, in tokens; lengths are lognormal, as in RL",
         512,
     )
-    work.value("--token-budget", positive, "of a micro-batch (all of a step, up to 8192, or --longest)")
+    work.value(
+        "--token-budget", positive, "tokens of a micro-batch (the whole step, up to 8192, or --longest)"
+    )
     work.value("--seed", seed, default=0)
     work.many(
         "--set",
@@ -117,10 +120,10 @@ def _output_flags(output: Flags) -> None:
     output.value("--repeats", positive, "measured steps of each cell", 5)
     output.value("--warmup", positive, "steps before them", 2)
     output.switch(
-        "--one-at-a-time", "each cell to its end before the next one starts, where two do not fit into memory"
+        "--one-at-a-time", "run each cell to its end before the next starts, where two do not fit into memory"
     )
-    output.switch("--fresh-cache", "compile everything anew, whatever this machine has compiled")
-    output.value("--timeout", seconds, "seconds of a cell's start, and of each of its steps", 600.0)
+    output.switch("--fresh-cache", "compile everything again, even what this machine has compiled before")
+    output.value("--timeout", seconds, "seconds for a cell's start, and for each of its steps", 600.0)
     output.results("bench")
 
 

@@ -34,11 +34,11 @@ class ChatArguments:
     model: Annotated[str, tyro.conf.Positional]
     """A run directory, or what model.name takes: a folder, a hub name, bundled:NAME."""
     checkpoint: str | None = None
-    """Of a run: export, last, or a step. None: the export if there is one, else the last."""
+    """Checkpoint of a run: export, last, or a step. None: the export if there is one, else the last."""
     temperature: float | None = None
     """None: as the run samples; 0 is greedy."""
     max_tokens: int = 512
-    """Of one answer."""
+    """Longest answer, in tokens."""
     seed: int = 0
     """Another seed gives other answers."""
 

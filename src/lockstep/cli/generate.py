@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 USAGE = """usage: lockstep generate [FILE.toml] --model MODEL --data DATA --out FILE [OPTIONS]
 
-Samples of many prompts, into a .jsonl or .parquet file. The same command again goes on where it was stopped.
+Samples of many prompts, into a .jsonl or .parquet file. The same command, given again, continues where
+it was stopped.
 
   --model MODEL       a folder, a hub name, bundled:NAME, or a run directory (--checkpoint export|last|STEP)
   --engine NAME       native, hf, vllm, sglang (--engine.python PATH starts a server, --engine.url uses one)

@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep hang",
         "Say what every rank of a run is doing: its phase, its last collective, its stack. "
-        "The run may be going on, hang, be stopped, or have ended; it is not disturbed.",
+        "The run may be running, hang, be stopped, or have ended; it is not disturbed.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)

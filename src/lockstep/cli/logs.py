@@ -1,4 +1,4 @@
-"""`lockstep logs`: the log of a rank, and what it says from now on.
+"""`lockstep logs`: the end of a rank's log; with --follow also what comes.
 
 lockstep logs runs/demo-20260101-120000
 lockstep logs runs/demo-20260101-120000 --rank 1 --follow
@@ -59,7 +59,9 @@ def _of_job(arguments: argparse.Namespace) -> int:
 
 def _follow(file: TextIO, run: Path) -> None:
     while True:
-        running = look(run).state == "running"  # asked first: what it says before it ends is shown
+        running = (
+            look(run).state == "running"
+        )  # asked before reading, so that the last lines before its end are shown
         while line := file.readline():
             echo(line.rstrip("\n"))
         if not running:
@@ -70,12 +72,12 @@ def _follow(file: TextIO, run: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep logs",
-        "Print the end of a rank's log; what libraries printed is under logs/ranks/ of the run.",
+        "Print the end of a rank's log; the output of libraries is under logs/ranks/ of the run.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)
     flags.cluster()
-    flags.value("--rank", values.count, "whose", 0)
-    flags.value("--lines", values.positive, "how many of the last lines", 40)
-    flags.switch("--follow", "go on until the run has ended")
+    flags.value("--rank", values.count, "which rank's log", 0)
+    flags.value("--lines", values.positive, "how many lines from the end", 40)
+    flags.switch("--follow", "show new lines until the run has ended")
     return parser

@@ -31,7 +31,7 @@ _PASSED_ON = {
     "--capacity": ("TOKENS", "static capacity of compiled packs"),
     "--loss": ("NAME", "recorded, logprob-sum or cross-entropy (recorded)"),
     "--warmup": ("N", "first run N inputs unmeasured (0)"),
-    "--gradient-inputs": ("G", "of how many inputs gradients are compared (8)"),
+    "--gradient-inputs": ("G", "number of inputs whose gradients are compared (8)"),
     "--gradient-entries": ("N", "entries compared of one parameter's gradient (1048576)"),
 }
 """Flags of `lockstep replay` that all cells share."""
@@ -69,9 +69,9 @@ def _cell_flags(cells: Flags) -> None:
         default="",
     )
     cells.value("--model", "NAME", "instead of the recorded one")
-    cells.choice("--dtype", ["float32", "bfloat16", "float16"], "of the cells")
+    cells.choice("--dtype", ["float32", "bfloat16", "float16"], "dtype of the cells")
     cells.value("--num-layers", positive, "only the first N layers")
-    cells.choice("--padding-side", ["left", "right"], "of padded cells")
+    cells.choice("--padding-side", ["left", "right"], "side on which padded cells pad")
     cells.on_off("--activation-checkpointing", "less memory, more time")
     cells.value("--device", "NAME", "auto, cpu, cuda or cuda:N", "auto")
 
@@ -79,8 +79,8 @@ def _cell_flags(cells: Flags) -> None:
 def _work_flags(work: Flags) -> None:
     work.value("--timeout", seconds, "seconds per cell", 600.0)
     work.value("--jobs", positive, "N cells at a time, without comparable times", 1)
-    work.switch("--resume", "go on in --out: what is done is not run again")
-    work.switch("--retry", "with --resume: run again what did not work")
+    work.switch("--resume", "continue in --out: finished cells are not run again")
+    work.switch("--retry", "with --resume: run cells again that did not work")
     work.switch("--keep-outputs", "keep every cell's logprobs and gradients")
     work.value("--tolerance-logprob", above_zero, "largest difference (1e-4 in float32)", metavar="NATS")
     work.value("--tolerance-gradient", above_zero, "relative error (1e-4 in float32)")
@@ -153,7 +153,7 @@ def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
         )
     if args.retry and not args.resume:
         raise ConfigError(
-            "--retry runs again what did not work in an earlier matrix; it needs --resume",
+            "--retry runs cells again that did not work in an earlier matrix; it needs --resume",
             code="missing-setting",
             setting="--resume",
         )
@@ -180,15 +180,15 @@ def diff_parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep matrix diff`."""
     parser = arguments.command_parser(
         "lockstep matrix diff",
-        "What changed from matrix A to matrix B. Exit status 1: a cell that worked does not, or one that "
-        "agreed with its reference does not.",
+        "What changed from matrix A to matrix B. Exit status 1: a cell no longer works, or no longer "
+        "agrees with its reference.",
     )
     parser.add_argument("a", type=path, metavar="A", help="folder or matrix.json, the older one")
     parser.add_argument("b", type=path, metavar="B", help="the newer one")
     flags = Flags(parser)
-    flags.value("--threshold", above_zero, "tell a change of speed above this", 0.1)
-    flags.value("--grew", above_zero, "tell differences X times as large", 2.0)
-    flags.switch("--all", "show cells that are as they were, too")
+    flags.value("--threshold", above_zero, "report a change of speed above this", 0.1)
+    flags.value("--grew", above_zero, "report differences that grew by this factor", 2.0)
+    flags.switch("--all", "show unchanged cells too")
     flags.value("--json", path, "write the changes to this file")
     return parser
 

@@ -118,12 +118,14 @@ def _work_flags(work: Flags) -> None:
     )
     work.value("--dataset", "SOURCE", "as data.source of lockstep train sft (made-up documents)")
     work.many("--data", "NAME=VALUE", "another setting of data; repeatable")
-    work.value("--recording", path, "of --algorithm grpo or ppo (the shipped corpus)", metavar="PATH")
+    work.value(
+        "--recording", path, "recording for --algorithm grpo or ppo (the shipped corpus)", metavar="PATH"
+    )
     work.value("--max-samples", positive, "documents (160)")
-    work.value("--batch-size", positive, "documents of a step", 8)
+    work.value("--batch-size", positive, "documents per step", 8)
     work.value("--steps", positive, "optimizer steps (sft: one pass; grpo, ppo: 20)")
     work.value("--max-length", positive, "tokens of a document", 1024)
-    work.value("--token-budget", positive, "of a micro-batch", 4096)
+    work.value("--token-budget", positive, "tokens of a micro-batch", 4096)
     work.value("--lr", above_zero, "(1e-3 for shape: models, else 2e-5)")
     work.choice("--optimizer", ["adamw", "sgd"], default="adamw")
     work.value("--seed", seed, default=0)
@@ -131,10 +133,10 @@ def _work_flags(work: Flags) -> None:
 
 def _output_flags(output: Flags) -> None:
     output.value("--threshold", above_zero, "largest relative difference of a loss", 0.05)
-    output.switch("--allow-flat", "a loss that does not fall does not count")
+    output.switch("--allow-flat", "report losses that do not fall, but do not fail because of them")
     output.switch("--gradients", "compare gradients of the first and last step")
     output.value("--timeout", seconds, "seconds per stack", 600.0)
-    output.value("--log-dir", path, "of NAME_test.log (OUT/logs)", metavar="DIR")
+    output.value("--log-dir", path, "folder for NAME_test.log (OUT/logs)", metavar="DIR")
     output.results("parity")
 
 

@@ -26,9 +26,9 @@ def parser() -> argparse.ArgumentParser:
     """Every flag."""
     parser = arguments.command_parser(
         "lockstep parity engines",
-        "Ask several inference engines the same, each in a process of its own beside a trainer, "
+        "Give several inference engines the same requests, each in its own process beside a trainer, "
         "and compare:\ngreedy tokens with the first engine's, logprobs with the trainer's, ids, stops, seeds "
-        "and n; then\nonce more after an update of the weights.\n\nAn engine is hf, vllm, sglang or "
+        "and n; then\neverything again after an update of the weights.\n\nAn engine is hf, vllm, sglang or "
         "module:Class; NAME=ENGINE gives it a name, so that one can come twice.",
         epilog="Exit status 1: an engine failed or differs.",
     )
@@ -43,7 +43,7 @@ def _engine_flags(engines: Flags) -> None:
     engines.many(
         "--python", "NAME=VALUE", "engine.python: the interpreter that starts its server; repeatable"
     )
-    engines.many("--url", "NAME=VALUE", "engine.url: a server that is running already; repeatable")
+    engines.many("--url", "NAME=VALUE", "engine.url: a server that is already running; repeatable")
     engines.many(
         "--option",
         "NAME.KEY=VALUE",
@@ -70,9 +70,9 @@ def _work_flags(work: Flags) -> None:
         "(reasoning_gym:chain_sum; shape: models: ids)",
     )
     work.value("--max-prompts", positive, "half of them longer than a cache block", 8)
-    work.value("--max-tokens", positive, "of a completion", 32)
-    work.value("--samples", positive, "of each prompt", 4)
-    work.value("--temperature", above_zero, "of samples", 0.7, metavar="T")
+    work.value("--max-tokens", positive, "longest completion, in tokens", 32)
+    work.value("--samples", positive, "samples of each prompt", 4)
+    work.value("--temperature", above_zero, "sampling temperature", 0.7, metavar="T")
     work.switch("--ignore-eos", "completions do not end by themselves")
     work.choice(
         "--weights",
@@ -80,11 +80,11 @@ def _work_flags(work: Flags) -> None:
         "the engine's first ones: pushed by the trainer, or read by itself (pushed; folder without "
         "an update)",
     )
-    work.on_off("--update", "change the weights, push them, ask everything again (on)", default=True)
+    work.on_off("--update", "change the weights, push them, and ask everything again (on)", default=True)
     work.value(
         "--update-scale",
         above_zero,
-        "of the noise, in units of a matrix's root mean square (float32 0.1, else 0.3)",
+        "size of the noise, in units of a matrix's root mean square (float32 0.1, else 0.3)",
     )
     work.value("--seed", seed, default=0)
 

@@ -1,4 +1,4 @@
-"""`lockstep recording`: what a recording holds, whether it is whole, parts of it.
+"""`lockstep recording`: what a recording holds, whether it is valid, and parts of it as a new one.
 
 lockstep recording info
 lockstep recording validate runs/demo
@@ -81,20 +81,20 @@ class Show:
     """One input: its documents as text, the trained tokens marked."""
 
     index: Annotated[int, tyro.conf.Positional]
-    """Of the input, as `list` prints it; -1 is the last."""
+    """Index of the input, as `list` prints it; -1 is the last."""
     path: RecordingPath = None
     """A recording or a run directory. None: the shipped corpus."""
     tokens: bool = False
     """One line per token, with its logprobs, advantage and weight."""
     ids: bool = False
-    """Ids, even where the model's tokenizer is at hand."""
+    """Show ids, even if the model's tokenizer is available."""
     json: Path | None = None
     """Write ids, mask, figures and metadata to this file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Some inputs, with the weights that they need, as a recording of its own."""
+    """Some inputs, with the weights that they need, as a new recording."""
 
     path: RecordingPath = None
     """A recording or a run directory. None: the shipped corpus."""
@@ -107,7 +107,7 @@ class Slice:
     rank: str | None = None
     """Ranks: 0 or 0,2-3."""
     every: int = 1
-    """Of what is left, the first and then every k-th."""
+    """Of the inputs selected so far, keep the first and then every k-th."""
     weights: bool = True
     """Copy the weights that the inputs need."""
     json: Path | None = None
@@ -116,7 +116,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Recordings of one run as one: of ranks that recorded apart, or of parts of its steps."""
+    """Merge recordings of one run: of ranks that recorded separately, or of different steps."""
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Recordings or run directories."""
@@ -137,9 +137,9 @@ class Import:
     out: Path
     """A directory that does not exist yet."""
     model: str | None = None
-    """What model.name takes: the policy that was fed. None: not known."""
+    """The policy that was fed, as for model.name. None: not known."""
     timeout: float = 3600.0
-    """Seconds after which it ends, with nothing written."""
+    """Seconds after which the import ends, with nothing written."""
     json: Path | None = None
     """Write what was made to this file."""
 

@@ -53,23 +53,23 @@ def _input_flags(inputs: Flags) -> None:
         "in random order; several ranks get inputs of different lengths in the same step (2 simulated "
         "ones unless --ranks says how many)",
     )
-    inputs.value("--random-seed", arguments.seed, "of that order", 0)
+    inputs.value("--random-seed", arguments.seed, "seed of the random order", 0)
 
 
 def _cell_flags(cell: Flags) -> None:
-    cell.choice("--preset", ["all-off"], "all-off: padded, sdpa, eager; other flags still count")
+    cell.choice("--preset", ["all-off"], "all-off: padded, sdpa, eager; other flags still apply")
     cell.on_off("--flash-attn", "--attention varlen, or --attention sdpa")
     cell.value("--attention", "KERNEL", "sdpa, varlen, flex or hf:NAME")
     cell.on_off("--compile", "every block of layers by torch.compile")
     cell.switch("--joint", "the whole decoder as one graph")
     cell.switch("--deepcompile", "DeepSpeed's compiler")
-    cell.on_off("--packing", "documents end to end, or one a row with pads")
+    cell.on_off("--packing", "documents end to end, or one per row with pads")
     cell.choice(
         "--layout",
         ["packed", "padded", "shared"],
         "--packing, --no-packing, or packed with common prefixes computed once",
     )
-    cell.choice("--padding-side", ["left", "right"], "of --no-packing")
+    cell.choice("--padding-side", ["left", "right"], "side on which --no-packing pads")
     cell.value("--capacity", positive, "static capacity of compiled packs", metavar="TOKENS")
     cell.choice("--dtype", ["float32", "bfloat16", "float16"], "of the model")
     cell.value("--device", "NAME", "auto, cpu, cuda or cuda:N", "auto")
@@ -79,7 +79,7 @@ def _cell_flags(cell: Flags) -> None:
     cell.on_off("--batch-invariant", "as train.batch_invariant")
     cell.value("--model", "NAME", "instead of the recorded one: folder, hub name, shape:NAME")
     cell.switch("--trust-remote-code", "run Python code that comes with a hub model")
-    cell.value("--ranks", arguments.ranks, "so many processes, started here (1)")
+    cell.value("--ranks", arguments.ranks, "start this many processes on this machine (1)")
     cell.switch("--simulate", "the ranks of --ranks in this one process")
     cell.switch("--no-guard", "ranks do not agree before a step: those without an input skip it")
     cell.value("--rank-timeout", seconds, "how long a rank waits for another (300; 20)")
@@ -88,21 +88,21 @@ def _cell_flags(cell: Flags) -> None:
 def _work_flags(work: Flags) -> None:
     work.choice("--loss", ["recorded", "logprob-sum", "cross-entropy"], default="recorded")
     work.on_off("--backward", "compute gradients", default=True)
-    work.switch("--optimizer-step", "a real one after each input: the weights move")
+    work.switch("--optimizer-step", "take a real step after each input, which changes the weights")
     work.value("--warmup", count, "first run N inputs unmeasured", 0)
     work.value("--timeout", seconds, "end the replay when one input takes longer, in the warm-up too")
     work.value(
         "--max-memory",
         arguments.above_zero,
-        "refuse an input that would take more, by estimate (all memory of the device)",
+        "refuse an input whose estimated memory is larger (all memory of the device)",
         metavar="GIB",
     )
 
 
 def _output_flags(output: Flags) -> None:
-    output.results("replay", json="the summary, once more")
+    output.results("replay", json="write the summary to this file too")
     output.switch("--keep-outputs", "write logprobs and gradients to DIR/outputs.safetensors")
-    output.value("--gradient-inputs", count, "of how many inputs gradients are kept", 8)
+    output.value("--gradient-inputs", count, "number of inputs whose gradients are kept", 8)
     output.value("--gradient-entries", positive, "entries kept of one parameter's gradient", 2**20)
 
 

@@ -42,9 +42,9 @@ class SampleArguments:
     prompt: str | None = None
     """The user's text; the chat template is applied to it. None: held-out prompts of the run."""
     num_prompts: int = 4
-    """Held-out prompts, without --prompt."""
+    """Number of held-out prompts, if there is no --prompt."""
     checkpoint: str | None = None
-    """Of a run: export, last, or a step. None: the export if there is one, else the last."""
+    """Checkpoint of a run: export, last, or a step. None: the export if there is one, else the last."""
     temperature: float | None = None
     """None: as the run samples; 0 is greedy."""
     max_tokens: int | None = None

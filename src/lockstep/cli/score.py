@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 USAGE = """usage: lockstep score [FILE.toml] --data FILE --reward NAME... --out FILE [OPTIONS]
        lockstep score --data FILE --reward-model MODEL --out FILE [OPTIONS]
 
-Adds `reward` to the rows of `lockstep generate`, or of any file with prompt and completion. The same command
-again goes on where it was stopped.
+Adds `reward` to the rows of `lockstep generate`, or of any file with prompt and completion. The same command,
+given again, continues where it was stopped.
 
   --data FILE            samples, .jsonl or .parquet
   --reward NAME...       format, ids, length, math, verifier or module:attribute; NAME=WEIGHT, or a TOML table

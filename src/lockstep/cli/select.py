@@ -197,12 +197,17 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const=1,
         metavar="K",
-        help="a chosen and a rejected answer, at most K pairs of each prompt (1), of similar length",
+        help="make pairs of a chosen and a rejected answer of similar length, at most K per prompt (1)",
     )
     flags = Flags(result)
-    flags.value("--min-reward", number, "leave out samples below it; of pairs, as chosen ones", metavar="X")
-    flags.value("--min-gap", number, "pairs: least difference of the rewards (any)", metavar="X")
-    flags.value("--by", "NAME", "pairs: go by the reward of this name, not by the total")
+    flags.value(
+        "--min-reward",
+        number,
+        "leave out samples with a lower reward; pairs: as chosen answers only",
+        metavar="X",
+    )
+    flags.value("--min-gap", number, "pairs: smallest difference of the rewards (any)", metavar="X")
+    flags.value("--by", "NAME", "pairs: use the reward of this name instead of the total")
     flags.switch("--ends-in-number", "pairs: leave out answers that do not end in a number")
     flags.switch("--finished", "leave out samples that were cut off")
     flags.switch("--unique", "leave out repeated answers to a prompt")

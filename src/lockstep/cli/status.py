@@ -1,4 +1,4 @@
-"""`lockstep status`: whether a run goes on, and what it is doing, from another shell.
+"""`lockstep status`: whether a run is still running, and what it is doing, from another shell.
 
 lockstep status runs/demo-20260101-120000
 lockstep status runs/* --json status.json
@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep status",
-        "Say whether runs go on, how many steps are done, and what each rank is doing. Reads the "
-        "run directory only; the run is not disturbed.",
+        "Say whether runs are still running, how many steps are done, and what each rank is doing. "
+        "Only the run directory is read; the run is not disturbed.",
     )
     parser.add_argument("run", type=values.path, nargs="*", metavar="RUN_DIR", help="run directories")
     flags = values.Flags(parser)

@@ -63,9 +63,7 @@ class General(TypedDict):
     """Flags of `lockstep train` that are not settings of the run."""
 
     recipe: Annotated[str | None, tyro.conf.arg(help="Start from this recipe.", metavar="NAME")]
-    resume: Annotated[
-        Path | None, tyro.conf.arg(help="Go on with the run in this folder.", metavar="RUN_DIR")
-    ]
+    resume: Annotated[Path | None, tyro.conf.arg(help="Continue the run in this folder.", metavar="RUN_DIR")]
     checkpoint_step: Annotated[
         int | None,
         tyro.conf.arg(
@@ -77,8 +75,8 @@ class General(TypedDict):
     ranks: Annotated[
         int | None,
         tyro.conf.arg(
-            help="Start so many processes on this machine, which train together (train.backend fsdp2 or "
-            "deepspeed). Under torchrun and deepspeed, which start them, leave it out.",
+            help="Start this many processes on this machine, which train together (train.backend fsdp2 or "
+            "deepspeed). Leave it out under torchrun and deepspeed, which start the processes.",
             metavar="N",
         ),
     ]
@@ -86,8 +84,8 @@ class General(TypedDict):
         Literal["none", "local", "auto"] | None,
         tyro.conf.arg(
             name="cluster",
-            help="Let Ray run the ranks that [cluster] says: local starts it on this machine, auto joins the "
-            "one that RAY_ADDRESS names or that runs here; none: nothing of [cluster] is read.",
+            help="Let Ray run the ranks as [cluster] says: local starts Ray on this machine, auto joins the "
+            "one that RAY_ADDRESS names or that runs here. none: [cluster] is not read.",
         ),
     ]
     rank_timeout: Annotated[
