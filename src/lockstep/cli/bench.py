@@ -105,9 +105,7 @@ def _work_flags(work: Flags) -> None:
         "longest prompt and completion together, in tokens; lengths are lognormal, as in RL",
         512,
     )
-    work.value(
-        "--token-budget", positive, "tokens of a micro-batch (the whole step, up to 8192, or --longest)"
-    )
+    work.value("--token-budget", positive, "per micro-batch (the whole step, up to 8192, or --longest)")
     work.value("--seed", seed, default=0)
     work.many(
         "--set",

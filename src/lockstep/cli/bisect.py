@@ -106,10 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     flags.switch("--crash", "find the smallest input on which b crashes")
     flags.value("--max-trials", positive, "of --crash", 200)
     flags.value(
-        "--trial-timeout",
-        seconds,
-        "a trial of --crash that takes longer counts as a hang, which is a crash too",
-        300.0,
+        "--trial-timeout", seconds, "a slower trial of --crash counts as a hang, and so as a crash", 300.0
     )
     flags.results("bisect")
     return parser

@@ -59,9 +59,8 @@ def _of_job(arguments: argparse.Namespace) -> int:
 
 def _follow(file: TextIO, run: Path) -> None:
     while True:
-        running = (
-            look(run).state == "running"
-        )  # asked before reading, so that the last lines before its end are shown
+        # Asked before reading: a run that ends in between still has its last lines shown.
+        running = look(run).state == "running"
         while line := file.readline():
             echo(line.rstrip("\n"))
         if not running:

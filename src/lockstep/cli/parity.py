@@ -118,9 +118,7 @@ def _work_flags(work: Flags) -> None:
     )
     work.value("--dataset", "SOURCE", "as data.source of lockstep train sft (made-up documents)")
     work.many("--data", "NAME=VALUE", "another setting of data; repeatable")
-    work.value(
-        "--recording", path, "recording for --algorithm grpo or ppo (the shipped corpus)", metavar="PATH"
-    )
+    work.value("--recording", path, "for --algorithm grpo or ppo (the shipped corpus)", metavar="PATH")
     work.value("--max-samples", positive, "documents (160)")
     work.value("--batch-size", positive, "documents per step", 8)
     work.value("--steps", positive, "optimizer steps (sft: one pass; grpo, ppo: 20)")

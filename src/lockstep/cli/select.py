@@ -200,12 +200,7 @@ def parser() -> argparse.ArgumentParser:
         help="make pairs of a chosen and a rejected answer of similar length, at most K per prompt (1)",
     )
     flags = Flags(result)
-    flags.value(
-        "--min-reward",
-        number,
-        "leave out samples with a lower reward; pairs: as chosen answers only",
-        metavar="X",
-    )
+    flags.value("--min-reward", number, "leave out samples below it; pairs: as chosen answers", metavar="X")
     flags.value("--min-gap", number, "pairs: smallest difference of the rewards (any)", metavar="X")
     flags.value("--by", "NAME", "pairs: use the reward of this name instead of the total")
     flags.switch("--ends-in-number", "pairs: leave out answers that do not end in a number")

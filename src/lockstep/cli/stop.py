@@ -40,7 +40,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)
     flags.cluster()
-    flags.value(
-        "--timeout", values.above_zero, "how long to wait for the run to end", 600.0, metavar="SECONDS"
-    )
+    flags.value("--timeout", values.above_zero, "how long to wait for its end", 600.0, metavar="SECONDS")
     return parser
