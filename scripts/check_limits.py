@@ -29,7 +29,7 @@ MAX_P99_LINES = 50
 
 BUDGETS = {
     "lab": 11_790,
-    "engine": 7_800,
+    "engine": 7_610,
     "recording": 5_220,
     "cli": 4_660,
     "train": 4_470,

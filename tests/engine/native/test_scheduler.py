@@ -6,6 +6,7 @@ position. So a key that is missing, stale, moved wrongly or another sample's cha
 
 import random
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -15,14 +16,14 @@ from raising import raises
 from lockstep.engine.native.generation import Counts, Generation, Mode
 from lockstep.engine.native.kv_cache import KVCache, KVShape
 from lockstep.engine.native.runner import POSITION, SEED, SLOT, SOURCE, START, TOKEN, USED
-from lockstep.engine.native.scheduler import Group, Sample, Scheduler
-from lockstep.engine.sampling import SampleState
+from lockstep.engine.native.scheduler import Sample, Scheduler
 from lockstep.engine.streaming import Turn
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import Handle
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
 EOS = 5
+MODEL = types.SimpleNamespace(eos_token_ids=(EOS,), tokenizer=None, max_positions=1 << 20)
 SHAPE = KVShape(layers=1, heads=1, head_dim=1, dtype=torch.float64, device=torch.device("cpu"))
 
 
@@ -89,10 +90,10 @@ def samples_of(requests, first=0):
         sampling = SamplingParams(max_tokens=max_tokens)
         request = GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seeds=seeds)
         handle = Handle(request=request, index=first + index)
-        group = Group(turn=Turn(handle=handle, request=request, samples=tuple(range(len(seeds)))))
-        for i, seed in enumerate(seeds):
-            state = SampleState(params=sampling, seed=seed, prompt_token_ids=prompt, end_ids=(EOS,))
-            yield Sample(group=group, index=i, state=state, stops=None, end=len(prompt) + max_tokens)
+        turn = Turn(handle=handle, request=request, samples=tuple(range(len(seeds))))
+        owners = []
+        for i in range(len(seeds)):
+            yield Sample.of(turn, i, model=MODEL, owners=owners)
 
 
 def run(requests, *, capacity, max_rows, ahead, abort=None, **how):
@@ -110,8 +111,8 @@ def run(requests, *, capacity, max_rows, ahead, abort=None, **how):
             more = joining.pop(0)[1]
             samples += more
             generation.add(more, mode=how.get("mode", generation.mode), roomy=False)
-        for sample, reason, _ in generation.abort() if abort.is_set() else generation.step(abort):
-            key = sample.group.turn.index, sample.index
+        for sample, (reason, _) in generation.abort() if abort.is_set() else generation.step(abort):
+            key = sample.turn.index, sample.index
             assert key not in seen
             seen[key] = (sample.state.token_ids, reason)
             assert sample.state.token_ids == [] or len(sample.logprobs) == len(sample.state.token_ids)

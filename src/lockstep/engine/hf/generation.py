@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lockstep.engine.base import Ending
+from lockstep.engine.embedded import EndedSample, Sample
 from lockstep.engine.hf.kv_cache import Decode, Prefill, SampleCache, move
 from lockstep.engine.hf.skeleton import Skeleton
-from lockstep.engine.requests import StopStrings
-from lockstep.engine.sampling import Sampler, SampleState
+from lockstep.engine.sampling import Sampler
 from lockstep.engine.streaming import OnToken, Turn
-from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
-from lockstep.schema.rollout import FinishReason
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens of one prefill forward: bounds its activations."""
@@ -38,26 +37,11 @@ class Group:
     """[C]: the last hidden state of the prompt, while samples wait for it."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Row:
+@dataclass(kw_only=True, slots=True, eq=False)
+class Row(Sample):
     """One running sample."""
 
     group: Group
-    sample: int
-    state: SampleState
-    stops: StopStrings | None
-    logprobs: list[float] = field(default_factory=list)
-    done: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndedRow:
-    """A sample that has ended."""
-
-    row: Row
-    reason: FinishReason
-    stop: int | str | None
-    """The stop token or string that ended it."""
 
 
 class Generation:
@@ -83,7 +67,7 @@ class Generation:
         self._model = model
         self._max_batch = max_batch
         self._on_token = on_token
-        self._ended: list[EndedRow] = []
+        self._ended: list[EndedSample] = []
         self._queue: deque[Group] = deque()
         self._groups: list[Group] = []
         self._rows: list[Row] = []
@@ -91,7 +75,7 @@ class Generation:
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=skeleton.device)
         self._plan: Decode | None = None
 
-    def advance(self, inbox: deque[Turn], *, abort: threading.Event) -> list[EndedRow]:
+    def advance(self, inbox: deque[Turn], *, abort: threading.Event) -> list[EndedSample]:
         """Run until a sample has ended, and take what comes into `inbox` meanwhile. Returns nothing when
         nothing is left."""
         while not self._ended:
@@ -157,20 +141,8 @@ class Generation:
     def _take(self, group: Group, count: int) -> list[Row]:
         taken = [group.waiting.popleft() for _ in range(min(count, len(group.waiting)))]
         group.running += len(taken)
-        request, sampling = group.turn.request, group.turn.request.sampling
-        ends = (() if sampling.ignore_eos else self._model.eos_token_ids) + sampling.stop_token_ids
         return [
-            Row(
-                group=group,
-                sample=i,
-                state=SampleState(
-                    params=sampling,
-                    seed=request.seeds[i],
-                    prompt_token_ids=request.prompt_token_ids,
-                    end_ids=ends,
-                ),
-                stops=StopStrings(self._model.tokenizer, sampling.stop) if sampling.stop else None,
-            )
+            Row.of(group.turn, i, model=self._model, group=group, cached_tokens=group.length if i else 0)
             for i in taken
         ]
 
@@ -220,48 +192,23 @@ class Generation:
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.done:
                 continue
-            turn = row.group.turn
-            if logprob != logprob:
-                raise EngineError(
-                    f"request {turn.index}: the logits of token {len(row.state.token_ids)} of sample "
-                    f"{turn.samples[row.sample]} are not finite; the weights have diverged or the compute "
-                    "dtype overflows (model.dtype)",
-                    code="not-finite",
-                    request=turn.index,
-                )
-            row.state.token_ids.append(token)
-            row.logprobs.append(logprob)
-            if self._on_token is not None:
-                self._on_token(turn.index, turn.samples[row.sample], row.state.token_ids)
-            ended = self._finish_reason(row, token)
-            if ended is not None:
-                self._finish(row, *ended)
+            ending = row.add(token, logprob, self._on_token)
+            if ending is not None:
+                self._finish(row, ending)
         return tokens
 
-    def _finish_reason(self, row: Row, token: int) -> tuple[FinishReason, int | str | None] | None:
-        state, params = row.state, row.state.params
-        if token in state.end_ids:
-            return "stop", token
-        if row.stops is not None:
-            stop_string = row.stops.find(state.token_ids)
-            if stop_string is not None and len(state.token_ids) >= params.min_tokens:
-                return "stop", stop_string
-        if len(state.token_ids) >= params.max_tokens or state.position >= self._model.max_positions:
-            return "length", None
-        return None
-
-    def _finish(self, row: Row, reason: FinishReason, stop: int | str | None) -> None:
+    def _finish(self, row: Row, ending: Ending) -> None:
         row.done = True
         row.group.running -= 1
-        self._ended.append(EndedRow(row=row, reason=reason, stop=stop))
+        self._ended.append((row, ending))
 
     def _abort_all(self) -> None:
         for row in self._rows:
             if not row.done:
-                self._finish(row, "abort", None)
+                self._finish(row, ("abort", None))
         for group in (*self._groups, *self._queue):
             for row in self._take(group, len(group.waiting)):
-                self._finish(row, "abort", None)
+                self._finish(row, ("abort", None))
         self._queue.clear()
         self._groups, self._rows, self._counts, self._plan = [], [], [], None
         self._last = self._last[:0].clone()

@@ -18,49 +18,40 @@ from typing import NoReturn
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.native.generation import Counts, EndedSample, Generation, Mode
+from lockstep.engine.embedded import EmbeddedEngine, EndedSample, end_of
+from lockstep.engine.native.generation import Counts, Generation, Mode
 from lockstep.engine.native.kv_cache import KVCache, most_tokens
 from lockstep.engine.native.layers import Layers
 from lockstep.engine.native.runner import Runner
-from lockstep.engine.native.scheduler import Group, Sample, Scheduler
-from lockstep.engine.requests import RequestCheck, StopStrings, completion_text
-from lockstep.engine.sampling import SampleState, is_shaped
-from lockstep.engine.streaming import Ended, OnToken, Streaming, Turn
-from lockstep.engine.weights import copy_weights
+from lockstep.engine.native.scheduler import Sample, Scheduler
+from lockstep.engine.sampling import is_shaped
+from lockstep.engine.streaming import Turn
 from lockstep.errors import EngineError
 from lockstep.models.contract import kernel_contract
 from lockstep.models.load import LoadedModel
-from lockstep.observe.memory import is_out_of_memory
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest, SamplingParams
-from lockstep.schema.weights import WeightUpdate
+from lockstep.schema.rollout import SamplingParams
 
 NAME = "native"
 
 
-class NativeEngine(Streaming):
-    """Implements lockstep.protocols.SharesWeights over the module of `model`, whose Parameters it shares.
-
-    It computes in the thread that calls `generate`, or that iterates `finished`. The KV cache is sized for
-    the samples that are there when the first of them begins, and grows when nothing runs: later turns, whose
-    context is longer, may wait for room. `engine.kv_cache_tokens` says how much the last turns need.
-    """
-
-    external = False
+class NativeEngine(EmbeddedEngine):
+    """See EmbeddedEngine. The KV cache is sized for the samples that are there when the first of them begins,
+    and grows when nothing runs: later turns, whose context is longer, may wait for room.
+    `engine.kv_cache_tokens` says how much the last turns need."""
 
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
-        super().__init__(NAME)
         device = next(model.module.parameters()).device
         _check_device(device, model.dtype)
-        self._config = config
-        self._model = model
         as_trainer = model.execution != "eager"
         compiled = not config.eager and as_trainer
         self._layers = Layers(model.module, dtype=model.dtype, compiled=compiled)
+        self._module = self._layers.module
+        super().__init__(NAME, config, model=model, vocab_size=self._layers.vocab_size)
         self._compiled, self._graphs = compiled, device.type == "cuda" and not config.eager
         self.contract: KernelContract | None = kernel_contract(
-            self._layers.module,
+            self._module,
             attention="varlen",
             execution=model.execution if compiled else "eager",
             dtype=model.dtype,
@@ -71,13 +62,6 @@ class NativeEngine(Streaming):
         """Number of steps that are launched before the previous one is read."""
         self._kv_cache: KVCache | None = None
         self._runner: Runner | None = None
-        self._check_request = RequestCheck(
-            vocab_size=self._layers.vocab_size,
-            max_positions=model.max_positions,
-            tokenizer=model.tokenizer,
-        )
-        self.on_token: OnToken | None = None
-        """Called after each token, in the thread that computes; set it while nothing runs."""
         self._generation: Generation | None = None
         self._later: list[Sample] = []
         """Samples that wait until nothing runs, so that the KV cache may grow."""
@@ -85,32 +69,16 @@ class NativeEngine(Streaming):
         """Of all samples of the generation."""
         self._most: int | None = None
         """Tokens of KV cache that memory allows, as of the beginning of the stream."""
-        self._policy_version = 0
-        self._state = "awake"
-        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
-        self._peak_bytes = 0
 
     # a stream
 
     def _check(self, turn: Turn) -> None:
-        self._check_request(turn.request, index=turn.index)
-        most = self._most_keys(self._end_of(turn.request) - 1)
+        super()._check(turn)
+        most = self._most_keys(end_of(turn.request, self._model) - 1)
         if most is not None:
             self._refuse(turn, most)
 
-    def _advance(self) -> list[Ended]:
-        try:
-            with torch.no_grad():
-                ended = self._run()
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self._give_back()
-            raise EngineError(
-                self._out_of_memory(), code="out-of-memory", setting="engine.memory_fraction"
-            ) from error
-        return [(one[0].group.turn, one[0].index, self._completion(*one)) for one in ended]
-
+    @torch.no_grad()
     def _run(self) -> list[EndedSample]:
         """Steps until one ends a sample; turns that come meanwhile join."""
         ended: list[EndedSample] = []
@@ -119,7 +87,7 @@ class NativeEngine(Streaming):
                 self._take_inbox()
             if self._abort.is_set():
                 running = [] if self._generation is None else self._generation.abort()
-                ended = [*running, *((sample, "abort", None) for sample in self._later)]
+                ended = [*running, *((sample, ("abort", None)) for sample in self._later)]
                 self._retire()
                 self._later = []
                 return ended
@@ -140,70 +108,9 @@ class NativeEngine(Streaming):
                 generation.drain()
             self.counts.preemptions += generation.scheduler.preemptions
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Sample from this version from now on.
-
-        Raises:
-            EngineError: samples are running, the update is not for this module, or its tensors do not fit;
-                nothing was changed.
-        """
-        self._require_open()
-        self._require_idle("update_weights")
-        if update.shared_module is None:
-            copy_weights(self._layers.module, update.tensors, engine=NAME)
-        elif update.shared_module is not self._model.module:
-            raise EngineError(
-                f"engine {NAME} reads the Parameters of the module it was built with, and the update names "
-                "another module; build the engine with the trainer's model, or send tensors",
-                code="other-model",
-                name="module",
-            )
-        self._policy_version = update.policy_version
-
-    def sleep(self) -> None:
-        """Free KV cache, buffers and CUDA graphs. The Parameters are the trainer's and stay."""
-        self._require_open()
-        self._require_idle("sleep")
-        self._give_back()
-        if self._layers.shape.device.type == "cuda":
-            torch.cuda.empty_cache()  # until then torch keeps the memory of the CUDA graphs
-        self._state = "asleep"
-
-    def wake(self) -> None:
-        self._require_open()
-        self._state = "awake"
-
     def stats(self) -> EngineStats:
-        generation = self._generation
-        return EngineStats(
-            policy_version=self._policy_version,
-            requests=self._requests,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
-            generate_seconds=self._seconds,
-            kv_cache_bytes=self._peak_bytes,
-            queued=self._open,
-            kv_cache_use=0.0 if generation is None else generation.scheduler.use,
-        )
-
-    def close(self) -> None:
-        """Idempotent; every other call but `stats` is an error afterwards."""
-        self._close_stream()
-        self._give_back()
-        self._state = "closed"
-
-    def _require_open(self) -> None:
-        if self._state == "closed":
-            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state", state="closed")
-
-    def _require_ready(self) -> None:
-        if self._state != "awake":
-            raise EngineError(
-                f"engine {NAME} is {self._state}; call wake() before generate",
-                code="wrong-state",
-                state=self._state,
-            )
+        use = 0.0 if self._generation is None else self._generation.scheduler.use
+        return self._stats(kv_cache_bytes=self._peak_bytes, kv_cache_use=use)
 
     def _give_back(self) -> None:
         self._kv_cache = self._runner = None
@@ -213,7 +120,10 @@ class NativeEngine(Streaming):
     def _take_inbox(self) -> None:
         """Let the turns of the inbox run: at once, or when nothing runs if the KV cache is too small."""
         while self._inbox:
-            self._later += self._samples(self._inbox.popleft())
+            turn, owners = self._inbox.popleft(), list[Sample]()
+            self._later += [
+                Sample.of(turn, i, model=self._model, owners=owners) for i in range(len(turn.samples))
+            ]
         generation = self._generation
         if generation is None or generation.idle:
             return
@@ -224,31 +134,6 @@ class NativeEngine(Streaming):
         if joining:
             together = [*generation.scheduler.unfinished(), *joining]
             generation.add(joining, mode=self._mode(joining), roomy=self._needed(together) <= capacity)
-
-    def _samples(self, turn: Turn) -> list[Sample]:
-        request, model = turn.request, self._model
-        sampling, end = request.sampling, self._end_of(request)
-        group = Group(turn=turn)
-        ends = (() if sampling.ignore_eos else model.eos_token_ids) + sampling.stop_token_ids
-        return [
-            Sample(
-                group=group,
-                index=i,
-                state=SampleState(
-                    params=sampling,
-                    seed=seed,
-                    prompt_token_ids=request.prompt_token_ids,
-                    end_ids=ends,
-                ),
-                stops=StopStrings(model.tokenizer, sampling.stop) if sampling.stop else None,
-                end=end,
-            )
-            for i, seed in enumerate(request.seeds)
-        ]
-
-    def _end_of(self, request: GenerationRequest) -> int:
-        """Tokens of prompt and completion at most."""
-        return min(len(request.prompt_token_ids) + request.sampling.max_tokens, self._model.max_positions)
 
     def _start(self) -> None:
         """Start a generation of all samples that wait; nothing runs now."""
@@ -308,7 +193,7 @@ class NativeEngine(Streaming):
             self._grow_kv_cache(tokens)
         longest = max(samples, key=lambda sample: sample.end)
         if self._kv_cache is None or longest.end - 1 > self._kv_cache.capacity:  # memory was taken meanwhile
-            self._refuse(longest.group.turn, 0 if self._kv_cache is None else self._kv_cache.capacity)
+            self._refuse(longest.turn, 0 if self._kv_cache is None else self._kv_cache.capacity)
         return self._kv_cache, self._runner
 
     def _grow_kv_cache(self, tokens: int) -> None:
@@ -327,7 +212,7 @@ class NativeEngine(Streaming):
             self._peak_bytes = max(self._peak_bytes, self._kv_cache.num_bytes)
 
     def _refuse(self, turn: Turn, capacity: int) -> NoReturn:
-        request = turn.request
+        request, needed = turn.request, end_of(turn.request, self._model) - 1
         remedy = (
             "raise engine.kv_cache_tokens"
             if self._config.kv_cache_tokens is not None
@@ -335,44 +220,21 @@ class NativeEngine(Streaming):
         )
         raise EngineError(
             f"request {turn.index}: a sample with a prompt of {len(request.prompt_token_ids)} tokens "
-            f"and max_tokens = {request.sampling.max_tokens} can need {self._end_of(request) - 1} tokens of "
+            f"and max_tokens = {request.sampling.max_tokens} can need {needed} tokens of "
             f"KV cache, which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens",
             code="too-long",
             request=turn.index,
-            needed=self._end_of(request) - 1,
+            needed=needed,
             capacity=max(0, capacity),
         )
 
-    def _out_of_memory(self) -> str:
+    def _out_of_memory(self) -> tuple[str, str]:
         config = self._config
         return (
+            "engine.memory_fraction",
             f"engine {NAME} ran out of memory with a KV cache of {self._peak_bytes} bytes, engine.max_batch "
             f"= {config.max_batch} and engine.prefill_chunk = {config.prefill_chunk}; lower "
-            "engine.memory_fraction or engine.kv_cache_tokens, or one of these"
-        )
-
-    def _completion(self, sample: Sample, reason: FinishReason, stop: int | str | None) -> Completion:
-        state, request = sample.state, sample.group.turn.request
-        cached = sample.cached_tokens or 0
-        self._prompt_tokens += len(request.prompt_token_ids)
-        self._cached_tokens += cached
-        self._completion_tokens += len(state.token_ids)
-        return Completion(
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=tuple(state.token_ids),
-            logprobs=tuple(sample.logprobs),
-            finish_reason=reason,
-            stop_reason=stop,
-            text=completion_text(
-                self._model.tokenizer,
-                state.token_ids,
-                stop=stop if isinstance(stop, str) else None,
-                keep=request.sampling.keep_stop,
-            ),
-            seed=state.seed,
-            engine=NAME,
-            policy_version=self._policy_version,
-            cached_tokens=cached,
+            "engine.memory_fraction or engine.kv_cache_tokens, or one of these",
         )
 
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from lockstep.engine.embedded import EndedSample
 from lockstep.engine.native.runner import Pending, Runner
 from lockstep.engine.native.scheduler import Admission, Sample, Scheduler
 from lockstep.engine.streaming import OnToken
-from lockstep.errors import EngineError
 from lockstep.observe.spans import Spans
-from lockstep.schema.rollout import FinishReason
-
-EndedSample = tuple[Sample, FinishReason, int | str | None]
-"""A sample, the reason of its end, and the stop token or string that ended it."""
 
 
 @dataclass(slots=True)
@@ -92,7 +86,7 @@ class Generation:
 
     def abort(self) -> list[EndedSample]:
         """End all samples; it cannot go on afterwards."""
-        return [*self._ended, *((sample, "abort", None) for sample in self.scheduler.unfinished())]
+        return [*self._ended, *((sample, ("abort", None)) for sample in self.scheduler.unfinished())]
 
     def drain(self) -> None:
         """Read the steps that were launched for samples that have ended since, so that they are counted."""
@@ -139,50 +133,16 @@ class Generation:
 
     def _read(self) -> None:
         """Append the tokens of the oldest unread step, and note the samples that they end."""
-        on_token = self._on_token
         rows, pending = self._pending.popleft()
         with self._counts.spans("wait"):
             tokens, logprobs = pending.read()
-        if np.isnan(logprobs).any():
-            self._refuse_nan(rows, logprobs)
         with self._counts.spans("record"):
             for sample, token, logprob in zip(rows, tokens, logprobs, strict=True):
                 sample.in_flight -= 1
                 if sample.done:
                     self._counts.wasted_rows += 1
                     continue
-                sample.state.token_ids.append(token)
-                sample.logprobs.append(logprob)
-                if on_token is not None:
-                    turn = sample.group.turn
-                    on_token(turn.index, turn.samples[sample.index], sample.state.token_ids)
-                ended = _finish_reason(sample, token)
-                if ended is not None:
+                ending = sample.add(token, logprob, self._on_token)
+                if ending is not None:
                     self.scheduler.finish(sample)
-                    self._ended.append((sample, *ended))
-
-    def _refuse_nan(self, rows: Sequence[Sample], logprobs: Sequence[float]) -> None:
-        for sample, logprob in zip(rows, logprobs, strict=True):
-            if logprob != logprob and not sample.done:
-                turn = sample.group.turn
-                raise EngineError(
-                    f"request {turn.index}: the logits of token {len(sample.state.token_ids)} of "
-                    f"sample {turn.samples[sample.index]} are not finite; the weights have diverged or the "
-                    "compute dtype overflows (model.dtype)",
-                    code="not-finite",
-                    request=turn.index,
-                    token=len(sample.state.token_ids),
-                )
-
-
-def _finish_reason(sample: Sample, token: int) -> tuple[FinishReason, int | str | None] | None:
-    state, params = sample.state, sample.state.params
-    if token in state.end_ids:
-        return "stop", token
-    if sample.stops is not None:
-        stop_string = sample.stops.find(state.token_ids)
-        if stop_string is not None and len(state.token_ids) >= params.min_tokens:
-            return "stop", stop_string
-    if state.position >= sample.end:
-        return "length", None
-    return None
+                    self._ended.append((sample, ending))

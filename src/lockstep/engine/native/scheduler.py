@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.engine import embedded
 from lockstep.engine.native.kv_blocks import KVBlock, KVBlockAllocator
 from lockstep.engine.native.kv_cache import SCRATCH, KVCache, Move
 from lockstep.engine.native.runner import (
@@ -32,9 +33,6 @@ from lockstep.engine.native.runner import (
     Chunk,
     Columns,
 )
-from lockstep.engine.requests import StopStrings
-from lockstep.engine.sampling import SampleState
-from lockstep.engine.streaming import Turn
 
 _ROOM, _LAST = 7, 8
 """Two more columns, for the host: keys that fit into the sample's block, and the position whose successor
@@ -47,30 +45,13 @@ _ADMIT_SHARE = 8
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Group:
-    """A prompt, and the samples that own a copy of its keys and values."""
-
-    turn: Turn
-    owners: list[Sample] = field(default_factory=list)
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Sample:
+class Sample(embedded.Sample):
     """One sample, from the request to its end."""
 
-    group: Group
-    index: int
-    """In the request of the group's turn."""
-    state: SampleState
-    stops: StopStrings | None
-    end: int
-    """Tokens of prompt and completion at most."""
-    logprobs: list[float] = field(default_factory=list)
+    owners: list[Sample]
+    """Samples of the turn that own a copy of its prompt's keys and values."""
     in_flight: int = 0
     """Tokens that were launched and not read yet."""
-    done: bool = False
-    cached_tokens: int | None = None
-    """Prompt tokens whose keys and values were copied when it first ran; None: it has not."""
 
     @property
     def known(self) -> int:
@@ -316,7 +297,7 @@ class Scheduler:
     def _release(self, sample: Sample) -> None:
         self._settle()
         self._allocator.release(self._blocks.pop(sample))
-        sample.group.owners.remove(sample)
+        sample.owners.remove(sample)
 
     def _settle(self) -> None:
         """Do the pending moves, then free the blocks that were left."""
@@ -355,9 +336,9 @@ class Scheduler:
 
 def _bring_up(sample: Sample, admission: Admission) -> None:
     """Add to `admission` how the sample gets the keys and values of all its tokens but the last."""
-    group, shared, wanted = sample.group, sample.prompt_length - 1, sample.known - 1
-    if group.owners and shared:
-        admission.copies.append((group.owners[0], sample))
+    shared, wanted = sample.prompt_length - 1, sample.known - 1
+    if sample.owners and shared:
+        admission.copies.append((sample.owners[0], sample))
         if wanted > shared:
             admission.rest.append(Part(sample=sample, first=shared, stop=wanted))
     else:
@@ -365,7 +346,7 @@ def _bring_up(sample: Sample, admission: Admission) -> None:
         admission.prompts.append(Part(sample=sample, first=0, stop=wanted))
     if sample.cached_tokens is None:
         sample.cached_tokens = shared
-    group.owners.append(sample)
+    sample.owners.append(sample)
 
 
 def _column(sample: Sample) -> list[int]:

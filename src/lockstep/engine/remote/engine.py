@@ -16,19 +16,19 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
+from lockstep.engine.base import ReceivingEngine
 from lockstep.engine.remote.driver import Driver, Job, Sample, check_sample
 from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.remote.stall import StallDetector
-from lockstep.engine.requests import RequestCheck, completion_text
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.streaming import Ended, Streaming, Turn
+from lockstep.engine.streaming import Ended, Turn
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion
@@ -67,14 +67,12 @@ class Flow(Protocol):
     def close(self) -> None: ...
 
 
-class RemoteEngine(Streaming):
+class RemoteEngine(ReceivingEngine):
     """Implements lockstep.protocols.ReceivesWeights over a server.
 
     One thread runs a stream or updates; a second stream is refused, and `begin_update` waits for the end of
     another thread's.
     """
-
-    external = True
 
     def __init__(
         self,
@@ -93,17 +91,10 @@ class RemoteEngine(Streaming):
         Raises:
             EngineError: it does not start, or is not the server that this run needs.
         """
-        super().__init__(driver.name)
+        super().__init__(driver.name, spec=spec)
         self.transports = driver.transports
-        self.dirty = spec.weights == "pushed"
-        self.recover: Callable[..., None] | None = None
-        """Sends the current weights to a restarted server; set by the sender of the weights."""
-        self._config, self._spec = config, spec
+        self._config = config
         self._client, self._driver, self._server = client, driver, server
-        self._state = "awake"
-        self._check_request = RequestCheck(
-            vocab_size=spec.vocab_size, max_positions=spec.max_model_len, tokenizer=spec.tokenizer
-        )
         self._new: deque[tuple[Job, dict[str, Any]]] = deque()
         """Samples that the flow does not know yet."""
         self._jobs: dict[str, tuple[Job, dict[str, Any]]] = {}
@@ -112,11 +103,8 @@ class RemoteEngine(Streaming):
         self._finished_jobs: list[Ended] = []
         self._recovering: int | None = None
         """The thread that sends weights to a restarted server in the middle of a stream."""
-        self._session: UpdateSession | None = None
-        self._policy_version = 0
         self._pushed = False
         self._restarts = 0
-        self._count = dict.fromkeys(("prompt", "cached", "completion"), 0)
         self._kv_use: float | None = None
         self._kv_bytes, self._kv_peak = 0, 0.0
         self.request_seconds = config.request_seconds
@@ -190,26 +178,10 @@ class RemoteEngine(Streaming):
             flow.close()
 
     def _require_ready(self) -> None:
-        self._require_awake("generate")
         if self._running:  # a restart in the middle of it heals itself
-            return
-        if self._session is not None:
-            raise EngineError(
-                f"engine {self.name} is being updated to policy version {self._session.policy_version}; "
-                "generate after finish_update",
-                code="wrong-state",
-                state="in-update",
-            )
-        self._require_clean()
-
-    def _require_clean(self) -> None:
-        if self.dirty:
-            raise EngineError(
-                f"engine {self.name} is dirty: it holds no whole version of the policy (no update yet, or "
-                "the last one failed, or its server was started again); send it a whole update first",
-                code="wrong-state",
-                state="dirty",
-            )
+            self._require_awake("generate")
+        else:
+            super()._require_ready()
 
     def _sample(self, job: Job, reply: Reply | HttpError) -> Sample | None:
         """The sample of a reply; None: request it again, the connection broke though the server runs."""
@@ -235,27 +207,14 @@ class RemoteEngine(Streaming):
         return self._driver.read(job, reply.object())
 
     def _checked(self, job: Job, sample: Sample) -> Completion:
-        spec, request = self._spec, job.request
-        stop = check_sample(sample, request, spec, engine=self.name)
-        count = self._count
-        count["prompt"] += len(request.prompt_token_ids)
-        count["cached"] += sample.cached_tokens
-        count["completion"] += len(sample.token_ids)
-        return Completion(
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=tuple(sample.token_ids),
-            logprobs=tuple(sample.logprobs),
-            finish_reason="stop" if stop is not None else sample.finish_reason,
-            stop_reason=stop,
-            text=completion_text(
-                spec.tokenizer,
-                sample.token_ids,
-                stop=stop if isinstance(stop, str) else None,
-                keep=request.sampling.keep_stop,
-            ),
-            seed=job.seed,
-            engine=self.name,
-            policy_version=self._policy_version,
+        request = job.request
+        stop = check_sample(sample, request, self._spec, engine=self.name)
+        return self._completion(
+            request,
+            job.seed,
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            ending=(sample.finish_reason if stop is None else "stop", stop),
             cached_tokens=sample.cached_tokens,
         )
 
@@ -365,12 +324,7 @@ class RemoteEngine(Streaming):
     def begin_update(self, session: UpdateSession) -> None:
         with self._turn:
             self._require_awake("update")
-            if self._session is not None:
-                raise EngineError(
-                    f"engine {self.name} is being updated already; finish or fail that first",
-                    code="wrong-state",
-                    state="in-update",
-                )
+            self._require_no_session("begin another update")
             recovering = self._recovering == threading.get_ident()
             if not recovering:
                 self._wait_until_idle("update", deadline=session.deadline)
@@ -448,15 +402,6 @@ class RemoteEngine(Streaming):
         self._require_open()
         return self._driver.memory()
 
-    def _open_session(self) -> UpdateSession:
-        if self._session is None:
-            raise EngineError(
-                f"engine {self.name}: no update is open; call begin_update first",
-                code="wrong-state",
-                state="no-update",
-            )
-        return self._session
-
     def _left(self, session: UpdateSession) -> float:
         left = session.deadline - time.monotonic()
         if left <= 0:
@@ -485,16 +430,8 @@ class RemoteEngine(Streaming):
 
     def stats(self) -> EngineStats:
         """Totals; without the KV cache's use if the server does not answer."""
-        count = self._count
-        return EngineStats(
-            policy_version=self._policy_version,
-            requests=self._requests,
-            prompt_tokens=count["prompt"],
-            cached_tokens=count["cached"],
-            completion_tokens=count["completion"],
-            generate_seconds=self._seconds,
+        return self._stats(
             kv_cache_bytes=int(self._kv_bytes * self._kv_peak),
-            queued=self._open,
             kv_cache_use=self._kv_use,
             restarts=self._restarts,
         )
@@ -517,21 +454,6 @@ class RemoteEngine(Streaming):
         self._kv_use = load.kv_cache_use
         self._kv_peak = max(self._kv_peak, load.kv_cache_use or 0.0)
         return load.progress
-
-    def _require_open(self) -> None:
-        if self._state == "closed":
-            raise EngineError(
-                f"engine {self.name} is closed; build a new one", code="wrong-state", state="closed"
-            )
-
-    def _require_awake(self, what: str) -> None:
-        self._require_open()
-        if self._state != "awake":
-            raise EngineError(
-                f"engine {self.name} is {self._state}; call wake() before {what}",
-                code="wrong-state",
-                state=self._state,
-            )
 
 
 class _PostFlow:

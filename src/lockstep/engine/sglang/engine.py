@@ -76,10 +76,7 @@ class SGLangServer(RemoteEngine):
         self._require_open()
         with self._turn:
             self._require_idle("sleep")
-            if self._session is not None:
-                raise EngineError(
-                    f"engine {NAME} cannot sleep while it is updated", code="wrong-state", state="in-update"
-                )
+            self._require_no_session("sleep")
         super().sleep()
 
     def wake(self) -> None:

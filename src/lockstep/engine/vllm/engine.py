@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.requests import RequestCheck, completion_text
+from lockstep.engine.base import ReceivingEngine
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.streaming import Ended, Streaming, Turn
+from lockstep.engine.streaming import Ended, Turn
 from lockstep.engine.vllm.core import NAME, Core, claim, release, same_threads
 from lockstep.engine.vllm.translate import vllm_environment, vllm_logprobs_mode, vllm_sampling
 from lockstep.engine.vllm.worker_thread import OwnThread, same_noise
@@ -41,38 +41,26 @@ _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", 
 _Result = TypeVar("_Result")
 
 
-class VLLMEngine(Streaming):
+class VLLMEngine(ReceivingEngine):
     """Implements lockstep.protocols.ReceivesWeights with vLLM in this process, one at a time.
 
     Methods may be called from any thread; one of them works and the others wait for it, `submit`,
     `continue_`, `abort` and `stats` excepted. A second stream is refused.
     """
 
-    external = True
-
     def __init__(self, config: EngineConfig, *, spec: EngineSpec) -> None:
-        super().__init__(NAME)
+        super().__init__(NAME, spec=spec)
         _check_spec(config, spec)
-        self._config, self._spec = config, spec
+        self._config = config
         self._device = torch.device(spec.device)
         self._logprobs_mode = vllm_logprobs_mode(spec.temperatures)
-        self._check_request = RequestCheck(
-            vocab_size=spec.vocab_size, max_positions=spec.max_model_len, tokenizer=spec.tokenizer
-        )
         self._new: deque[tuple[tuple[Turn, int], dict[str, Any]]] = deque()
         """Samples that vLLM does not know yet, with the keyword arguments of vllm.SamplingParams."""
         self._at_core = 0
         """Samples that vLLM has."""
         self._working: str | None = None
-        self._state = "awake"
-        self._session: UpdateSession | None = None
-        self._policy_version = 0
-        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
         self.transports: tuple[Transport, ...] = ("memory", "disk")
         self.receivers = 1
-        self.recover: Callable[..., None] | None = None
-        self.dirty = spec.weights == "pushed"
-        """Whether the weights are not a complete update: the engine then refuses to generate."""
         self._thread = OwnThread(f"engine {NAME}")
         # Before the thread imports vLLM, which reads its variables once.
         claim(self, vllm_environment(config, spec, in_process=True))
@@ -125,7 +113,7 @@ class VLLMEngine(Streaming):
                 if not outputs and not self._new:
                     break
             self._at_core -= len(outputs)
-        return [(*key, self._completion(key[0].request, key[1], output)) for key, output in outputs]
+        return [(*key, self._checked(key[0].request, key[1], output)) for key, output in outputs]
 
     def _end(self) -> None:
         left, self._at_core = self._at_core, 0
@@ -134,7 +122,7 @@ class VLLMEngine(Streaming):
             with contextlib.suppress(EngineError):  # the reason that brought us here is raised
                 self._in_thread(self._core.abort_all, what="abort", until=time.monotonic() + _CLOSE_SECONDS)
 
-    def _completion(self, request: GenerationRequest, sample: int, output: Any) -> Completion:
+    def _checked(self, request: GenerationRequest, sample: int, output: Any) -> Completion:
         answer = output.outputs[0]
         token_ids = tuple(answer.token_ids)
         flat = answer.logprobs
@@ -164,27 +152,13 @@ class VLLMEngine(Streaming):
                 code="wrong-result",
                 name="prompt_token_ids",
             )
-        cached = int(output.num_cached_tokens or 0)
-        self._prompt_tokens += len(request.prompt_token_ids)
-        self._cached_tokens += cached
-        self._completion_tokens += len(token_ids)
-        stop = answer.stop_reason
-        return Completion(
-            prompt_token_ids=request.prompt_token_ids,
+        return self._completion(
+            request,
+            request.seeds[sample],
             token_ids=token_ids,
             logprobs=logprobs,
-            finish_reason=_FINISH_REASONS[answer.finish_reason],
-            stop_reason=stop,
-            text=completion_text(
-                self._spec.tokenizer,
-                token_ids,
-                stop=stop if isinstance(stop, str) else None,
-                keep=request.sampling.keep_stop,
-            ),
-            seed=request.seeds[sample],
-            engine=NAME,
-            policy_version=self._policy_version,
-            cached_tokens=cached,
+            ending=(_FINISH_REASONS[answer.finish_reason], answer.stop_reason),
+            cached_tokens=int(output.num_cached_tokens or 0),
         )
 
     # weights
@@ -196,24 +170,14 @@ class VLLMEngine(Streaming):
             EngineError: it sleeps or is closed, another session is open, or samples are running that do not
                 end before the session's deadline.
         """
-        self._check_open()
+        self._require_open()
         with self._turn:
             self._wait_until_idle("update", deadline=session.deadline)
         with self._turn_for("begin_update", until=session.deadline):
-            self._check_open()
+            self._require_open()
             self._require_idle("begin_update")
-            if self._state == "asleep":
-                raise EngineError(
-                    f"engine {NAME} is asleep; call wake() before an update",
-                    code="wrong-state",
-                    state="asleep",
-                )
-            if self._session is not None:
-                raise EngineError(
-                    f"engine {NAME} has an open session already; call fail_update first",
-                    code="wrong-state",
-                    state="in-update",
-                )
+            self._require_awake("an update")
+            self._require_no_session("begin another update")
             self._rpc("lockstep_begin", {}, until=session.deadline)
             self._session = session
 
@@ -291,7 +255,7 @@ class VLLMEngine(Streaming):
         in a packed form only (matrices on a CPU) are left out."""
         until = time.monotonic() + self._config.update_seconds
         with self._turn_for("read_back", until=until):
-            self._check_open()
+            self._require_open()
             weights = self._rpc("lockstep_read", list(names), until=until)
         return {
             name: torch.frombuffer(bytearray.fromhex(entry["hex"]), dtype=named_dtype(entry["dtype"]))
@@ -305,14 +269,9 @@ class VLLMEngine(Streaming):
         only refuses to work until `wake`."""
         until = time.monotonic() + self._config.update_seconds
         with self._turn_for("sleep", until=until):
-            self._check_open()
+            self._require_open()
             self._require_idle("sleep")
-            if self._session is not None:
-                raise EngineError(
-                    f"engine {NAME} cannot sleep while an update is open",
-                    code="wrong-state",
-                    state="in-update",
-                )
+            self._require_no_session("sleep")
             if self._state == "awake" and self._config.sleep:
                 self._in_thread(self._core.sleep, what="sleep", until=until)
             self._state = "asleep"
@@ -320,22 +279,15 @@ class VLLMEngine(Streaming):
     def wake(self) -> None:
         until = time.monotonic() + self._config.update_seconds
         with self._turn_for("wake", until=until):
-            self._check_open()
+            self._require_open()
             if self._state == "asleep" and self._config.sleep:
                 self._in_thread(self._core.wake, what="wake", until=until)
             self._state = "awake"
 
     def stats(self) -> EngineStats:
         open_now = self._state in ("awake", "asleep")
-        return EngineStats(
-            policy_version=self._policy_version,
-            requests=self._requests,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
-            generate_seconds=self._seconds,
+        return self._stats(
             kv_cache_bytes=self._kv_cache_bytes,
-            queued=self._open,
             kv_cache_use=self._core.kv_cache_use() if open_now else None,
         )
 
@@ -395,46 +347,6 @@ class VLLMEngine(Streaming):
             with self._turn:
                 self._working = None
                 self._turn.notify_all()
-
-    def _check_open(self) -> None:
-        if self._state == "closed":
-            raise EngineError(f"engine {NAME} is closed; build a new one", code="wrong-state", state="closed")
-        if self._state == "broken":
-            raise EngineError(
-                f"engine {NAME} failed earlier and cannot go on; build a new one",
-                code="wrong-state",
-                state="failed",
-            )
-
-    def _require_ready(self) -> None:
-        self._check_open()
-        if self._state == "asleep":
-            raise EngineError(
-                f"engine {NAME} is asleep; call wake() before generate", code="wrong-state", state="asleep"
-            )
-        if self._session is not None:
-            raise EngineError(
-                f"engine {NAME} is in the middle of a weight update; finish it before generate",
-                code="wrong-state",
-                state="in-update",
-            )
-        if self.dirty:
-            raise EngineError(
-                f"engine {NAME} does not hold the trainer's weights (none came yet, or the last update "
-                "failed); push them before generate",
-                code="wrong-state",
-                state="dirty",
-            )
-
-    def _open_session(self) -> UpdateSession:
-        self._check_open()
-        if self._session is None:
-            raise EngineError(
-                f"engine {NAME} has no open weight session; call begin_update first",
-                code="wrong-state",
-                state="no-update",
-            )
-        return self._session
 
     def _in_thread(
         self, work: Callable[[], _Result], *, what: str, until: float | Callable[[], float]

@@ -1,0 +1,157 @@
+"""Bases of the engines: what does not depend on who computes the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.engine.requests import RequestCheck, completion_text
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.streaming import Streaming, Turn
+from lockstep.errors import EngineError
+from lockstep.protocols.engine import EngineStats
+from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
+from lockstep.schema.weights import UpdateSession
+
+Ending = tuple[FinishReason, int | str | None]
+"""Why a sample ended, and the stop token or string that ended it."""
+
+
+class ModelEngine(Streaming):
+    """An engine of one model: awake, asleep, closed or broken; it checks requests and counts tokens."""
+
+    def __init__(self, name: str, *, vocab_size: int, max_positions: int, tokenizer: Any | None) -> None:
+        super().__init__(name)
+        self._tokenizer = tokenizer
+        self._check_request = RequestCheck(
+            vocab_size=vocab_size, max_positions=max_positions, tokenizer=tokenizer
+        )
+        self._state = "awake"
+        self._policy_version = 0
+        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+
+    def _check(self, turn: Turn) -> None:
+        self._check_request(turn.request, index=turn.index)
+
+    def _require_open(self) -> None:
+        if self._state == "closed":
+            raise EngineError(
+                f"engine {self.name} is closed; build a new one", code="wrong-state", state="closed"
+            )
+        if self._state == "broken":
+            raise EngineError(
+                f"engine {self.name} failed earlier and cannot go on; build a new one",
+                code="wrong-state",
+                state="failed",
+            )
+
+    def _require_awake(self, what: str) -> None:
+        self._require_open()
+        if self._state != "awake":
+            raise EngineError(
+                f"engine {self.name} is {self._state}; call wake() before {what}",
+                code="wrong-state",
+                state=self._state,
+            )
+
+    def _require_ready(self) -> None:
+        self._require_awake("generate")
+
+    def _completion(  # the request, the sample's seed, and what was sampled
+        self,
+        request: GenerationRequest,
+        seed: int,
+        *,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        ending: Ending,
+        cached_tokens: int,
+    ) -> Completion:
+        """Count a sample that has ended; returns it."""
+        reason, stop = ending
+        self._prompt_tokens += len(request.prompt_token_ids)
+        self._cached_tokens += cached_tokens
+        self._completion_tokens += len(token_ids)
+        return Completion(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            finish_reason=reason,
+            stop_reason=stop,
+            text=completion_text(
+                self._tokenizer,
+                token_ids,
+                stop=stop if isinstance(stop, str) else None,
+                keep=request.sampling.keep_stop,
+            ),
+            seed=seed,
+            engine=self.name,
+            policy_version=self._policy_version,
+            cached_tokens=cached_tokens,
+        )
+
+    def _stats(
+        self, *, kv_cache_bytes: int, kv_cache_use: float | None = None, restarts: int = 0
+    ) -> EngineStats:
+        return EngineStats(
+            policy_version=self._policy_version,
+            requests=self._requests,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+            generate_seconds=self._seconds,
+            kv_cache_bytes=kv_cache_bytes,
+            queued=self._open,
+            kv_cache_use=kv_cache_use,
+            restarts=restarts,
+        )
+
+
+class ReceivingEngine(ModelEngine):
+    """An engine with weights of its own, which come in sessions."""
+
+    external = True
+
+    def __init__(self, name: str, *, spec: EngineSpec) -> None:
+        super().__init__(
+            name, vocab_size=spec.vocab_size, max_positions=spec.max_model_len, tokenizer=spec.tokenizer
+        )
+        self._spec = spec
+        self._session: UpdateSession | None = None
+        self.dirty = spec.weights == "pushed"
+        """Whether the weights are not a whole update: the engine then refuses to generate."""
+        self.recover: Callable[..., None] | None = None
+        """Sends the current weights to a restarted server; set by the sender of the weights."""
+
+    def _require_no_session(self, what: str) -> None:
+        if self._session is not None:
+            raise EngineError(
+                f"engine {self.name} is being updated to policy version {self._session.policy_version}; "
+                f"{what} after finish_update or fail_update",
+                code="wrong-state",
+                state="in-update",
+            )
+
+    def _require_clean(self) -> None:
+        if self.dirty:
+            raise EngineError(
+                f"engine {self.name} is dirty: it holds no whole version of the policy (no update yet, or "
+                "the last one failed, or its server was started again); send it a whole update first",
+                code="wrong-state",
+                state="dirty",
+            )
+
+    def _require_ready(self) -> None:
+        super()._require_ready()
+        self._require_no_session("generate")
+        self._require_clean()
+
+    def _open_session(self) -> UpdateSession:
+        self._require_open()
+        if self._session is None:
+            raise EngineError(
+                f"engine {self.name}: no update is open; call begin_update first",
+                code="wrong-state",
+                state="no-update",
+            )
+        return self._session

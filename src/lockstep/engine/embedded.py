@@ -1,0 +1,201 @@
+"""Base of the engines that compute in this process, over the trainer's Parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.base import Ending, ModelEngine
+from lockstep.engine.requests import StopStrings
+from lockstep.engine.sampling import SampleState
+from lockstep.engine.streaming import Ended, OnToken, Turn
+from lockstep.engine.weights import copy_weights
+from lockstep.errors import EngineError
+from lockstep.models.load import LoadedModel
+from lockstep.observe.memory import is_out_of_memory
+from lockstep.protocols.engine import EngineStats
+from lockstep.schema.rollout import GenerationRequest
+from lockstep.schema.weights import WeightUpdate
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sample:
+    """One sample of a turn, from the request to its end."""
+
+    turn: Turn
+    index: int
+    """In the turn's request."""
+    state: SampleState
+    stops: StopStrings | None
+    end: int
+    """Tokens of prompt and completion at most."""
+    logprobs: list[float] = field(default_factory=list)
+    done: bool = False
+    cached_tokens: int | None = None
+    """Prompt tokens whose keys and values another sample had computed; None: it has not run."""
+
+    @classmethod
+    def of(cls, turn: Turn, index: int, *, model: LoadedModel, **own: Any) -> Self:
+        """Sample `index` of a turn, before its first token."""
+        request, sampling = turn.request, turn.request.sampling
+        ends = (() if sampling.ignore_eos else model.eos_token_ids) + sampling.stop_token_ids
+        return cls(
+            turn=turn,
+            index=index,
+            state=SampleState(
+                params=sampling,
+                seed=request.seeds[index],
+                prompt_token_ids=request.prompt_token_ids,
+                end_ids=ends,
+            ),
+            stops=StopStrings(model.tokenizer, sampling.stop) if sampling.stop else None,
+            end=end_of(request, model),
+            **own,
+        )
+
+    def add(self, token: int, logprob: float, on_token: OnToken | None) -> Ending | None:
+        """Add the next token; returns how it ends the sample, if it does.
+
+        Raises:
+            EngineError: its logprob is NaN.
+        """
+        state, turn = self.state, self.turn
+        if logprob != logprob:
+            raise EngineError(
+                f"request {turn.index}: the logits of token {len(state.token_ids)} of sample "
+                f"{turn.samples[self.index]} are not finite; the weights have diverged or the compute dtype "
+                "overflows (model.dtype)",
+                code="not-finite",
+                request=turn.index,
+                token=len(state.token_ids),
+            )
+        state.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if on_token is not None:
+            on_token(turn.index, turn.samples[self.index], state.token_ids)
+        if token in state.end_ids:
+            return "stop", token
+        if self.stops is not None:
+            stop_string = self.stops.find(state.token_ids)
+            if stop_string is not None and len(state.token_ids) >= state.params.min_tokens:
+                return "stop", stop_string
+        return ("length", None) if state.position >= self.end else None
+
+
+def end_of(request: GenerationRequest, model: LoadedModel) -> int:
+    """Tokens of prompt and completion at most."""
+    return min(len(request.prompt_token_ids) + request.sampling.max_tokens, model.max_positions)
+
+
+EndedSample = tuple[Sample, Ending]
+
+
+class EmbeddedEngine(ModelEngine):
+    """Implements lockstep.protocols.SharesWeights over the module of `model`, whose Parameters it shares.
+
+    It computes in the thread that calls `generate`, or that iterates `finished`. An engine says how:
+
+        _run()              works until something has ended, see Streaming._advance
+        _module             where weights that are sent are copied into
+        _give_back()        frees what can be made again: caches, buffers
+        _weights_changed()  drops what was computed with the old weights
+        _out_of_memory()    the setting to lower first, and the error's text
+    """
+
+    external = False
+    _module: nn.Module
+
+    def __init__(self, name: str, config: EngineConfig, *, model: LoadedModel, vocab_size: int) -> None:
+        super().__init__(
+            name, vocab_size=vocab_size, max_positions=model.max_positions, tokenizer=model.tokenizer
+        )
+        self._config, self._model = config, model
+        self.on_token: OnToken | None = None
+        """Called after each token, in the thread that computes; set it while nothing runs."""
+        self._peak_bytes = 0
+        """Of the KV cache."""
+
+    def _run(self) -> Sequence[EndedSample]:
+        raise NotImplementedError
+
+    def _give_back(self) -> None:
+        raise NotImplementedError
+
+    def _out_of_memory(self) -> tuple[str, str]:
+        raise NotImplementedError
+
+    def _weights_changed(self) -> None:
+        """Nothing is kept by default."""
+
+    def _advance(self) -> list[Ended]:
+        try:
+            ended = self._run()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            setting, text = self._out_of_memory()
+            self._give_back()
+            raise EngineError(text, code="out-of-memory", setting=setting) from error
+        return [
+            (
+                sample.turn,
+                sample.index,
+                self._completion(
+                    sample.turn.request,
+                    sample.state.seed,
+                    token_ids=sample.state.token_ids,
+                    logprobs=sample.logprobs,
+                    ending=ending,
+                    cached_tokens=sample.cached_tokens or 0,
+                ),
+            )
+            for sample, ending in ended
+        ]
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Sample from this version from now on.
+
+        Raises:
+            EngineError: samples are running, the update is not for this module, or its tensors do not fit;
+                nothing was changed.
+        """
+        self._require_open()
+        self._require_idle("update_weights")
+        if update.shared_module is None:
+            copy_weights(self._module, update.tensors, engine=self.name)
+        elif update.shared_module is not self._model.module:
+            raise EngineError(
+                f"engine {self.name} reads the Parameters of the module it was built with, and the update "
+                "names another module; build the engine with the trainer's model, or send tensors",
+                code="other-model",
+                name="module",
+            )
+        self._weights_changed()
+        self._policy_version = update.policy_version
+
+    def sleep(self) -> None:
+        """Free KV cache, buffers and CUDA graphs. The Parameters are the trainer's and stay."""
+        self._require_open()
+        self._require_idle("sleep")
+        self._give_back()
+        if next(self._module.parameters()).is_cuda:
+            torch.cuda.empty_cache()  # until then torch keeps the memory of the CUDA graphs
+        self._state = "asleep"
+
+    def wake(self) -> None:
+        self._require_open()
+        self._state = "awake"
+
+    def stats(self) -> EngineStats:
+        return self._stats(kv_cache_bytes=self._peak_bytes)
+
+    def close(self) -> None:
+        """Idempotent; every other call but `stats` is an error afterwards."""
+        self._close_stream()
+        self._give_back()
+        self._state = "closed"
