@@ -1,8 +1,9 @@
 """Reads what torch.save and pickle wrote without executing any of it.
 
-A pickle is a program, so none is handed to pickle or torch.load. Its instructions are interpreted here over
-plain values: a global is a symbol of a short list, never an imported object; "call" picks a branch of
-`symbols.call`. What is built are containers, numbers, text and tensors over copies of the file's own bytes.
+A pickle is a program, so none is handed to pickle or torch.load. pickletools reads its instructions, which
+are interpreted here over plain values: a global is a symbol of a short list, never an imported object; "call"
+picks a branch of `symbols.call`. What is built are containers, numbers, text and tensors over copies of the
+file's own bytes.
 
 Limits on steps, nesting and bytes hold for a file and everything nested in it, so that time and memory are
 bounded by its size.
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import io
 import os
+import pickletools
 import stat
-import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,13 +41,12 @@ MAX_FILE_BYTES = 8 * 2**30
 MAX_NESTING = 24
 _MAX_ARCHIVES = 3
 """torch.save inside pickle inside ...: pickled tensors are one level."""
-_MAX_LINE = 512
 # MAGIC_NUMBER and PROTOCOL_VERSION of torch/serialization.py.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _ZIP = b"PK\x03\x04"
 
-_DAMAGE = (IndexError, KeyError, ValueError, TypeError, OverflowError, AttributeError, struct.error)
+_DAMAGE = (IndexError, KeyError, ValueError, TypeError, OverflowError, AttributeError)
 """What a damaged program does to the interpreter; each is reported as damage."""
 _ZIP_DAMAGE = (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, *_DAMAGE)
 
@@ -110,10 +110,10 @@ def _load(data: bytes, where: str, budget: Budget, *, level: int) -> tuple[Any, 
         )
     if data[:4] == _ZIP:
         return _load_zip(data, where, budget, level=level), "torch"
-    first = _Machine(data, 0, where, budget, level=level)
+    first = _Machine(io.BytesIO(data), where, budget, level=level)
     value = first.run()
     if type(value) is int and value == _LEGACY_MAGIC:
-        return _load_legacy(data, first.at, where, budget, level=level), "torch"
+        return _load_legacy(first.file, where, budget, level=level), "torch"
     return value, "pickle"
 
 
@@ -149,7 +149,7 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
             known[key].fill(raw, budget)
         return known[key].viewed(kind.dtype, count)
 
-    return _Machine(entries[programs[0]], 0, where, budget, level=level, storage=storage).run()
+    return _Machine(io.BytesIO(entries[programs[0]]), where, budget, level=level, storage=storage).run()
 
 
 def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
@@ -189,7 +189,7 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
     return members
 
 
-def _load_legacy(data: bytes, at: int, where: str, budget: Budget, *, level: int) -> Any:
+def _load_legacy(file: io.BytesIO, where: str, budget: Budget, *, level: int) -> Any:
     """torch.save before zip files, and what pickle makes of a tensor: pickles in a row, then the bytes."""
     waiting: dict[str, Storage] = {}
 
@@ -198,12 +198,9 @@ def _load_legacy(data: bytes, at: int, where: str, budget: Budget, *, level: int
             waiting[key] = Storage(kind.dtype, count)
         return waiting[key].viewed(kind.dtype, count)
 
-    parts = []
-    for _ in range(4):
-        machine = _Machine(data, at, where, budget, level=level, storage=storage)
-        parts.append(machine.run())
-        at = machine.at
-    protocol, system, value, keys = parts
+    protocol, system, value, keys = (
+        _Machine(file, where, budget, level=level, storage=storage).run() for _ in range(4)
+    )
     if protocol != _LEGACY_PROTOCOL or type(system) is not dict or system.get("little_endian") is not True:
         raise RecordingError(
             f"{where}: of an unknown version of torch.save, or of a big-endian machine",
@@ -214,14 +211,13 @@ def _load_legacy(data: bytes, at: int, where: str, budget: Budget, *, level: int
             f"{where}: damaged: its list of tensor data is not that of its tensors", code="damaged-file"
         )
     for key in keys:
-        count = int.from_bytes(data[at : at + 8], "little", signed=True)
-        size = waiting[key].size_bytes
-        if count != waiting[key].count or len(data) - at - 8 < size:
+        count = int.from_bytes(file.read(8), "little", signed=True)
+        raw = file.read(waiting[key].size_bytes)
+        if count != waiting[key].count or len(raw) != waiting[key].size_bytes:
             raise RecordingError(
                 f"{where}: damaged: the tensor data {key[:60]!r} is cut short", code="damaged-file"
             )
-        waiting[key].fill(data[at + 8 : at + 8 + size], budget)
-        at += 8 + size
+        waiting[key].fill(raw, budget)
     return value
 
 
@@ -257,92 +253,72 @@ def _plain(value: Any, budget: Budget, *, depth: int) -> Any:
 
 
 class _Machine:
-    """One pickle from `at` to its STOP. After `run`, `at` is behind it."""
+    """The pickle that `file` is at, up to its STOP, behind which the file is after `run`."""
 
     def __init__(
         self,
-        data: bytes,
-        at: int,
+        file: io.BytesIO,
         where: str,
         budget: Budget,
         *,
         level: int,
         storage: Callable[[StorageKind, str, int], Storage] | None = None,
     ) -> None:
-        self.data, self.at, self.where, self.budget, self.level = data, at, where, budget, level
-        self.storage = storage
+        self.file, self.where, self.budget, self.level, self.storage = file, where, budget, level, storage
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        code, begin = 0, self.at
+        name = "nothing"
         try:
-            while True:
+            for opcode, argument, _ in pickletools.genops(self.file):
                 self.budget.step()
-                begin, code = self.at, self.data[self.at]
-                self.at += 1
-                if code == _STOP:
-                    (value,) = self.stack
-                    if self.marks:
-                        self._bad("an open mark")
-                    return value
+                name = opcode.name
                 # A table of what is known and not Python's Unpickler with a find_class: that one still runs
                 # instructions that call and set state, and has no budget.
-                step = _STEPS.get(code)
-                if step is None:
-                    self._refuse(code)
-                step(self)
+                if name in _STEPS:
+                    _STEPS[name](self, argument)
+                elif name != "STOP":
+                    self._refuse(name)
+            (value,) = self.stack
+            if self.marks:
+                self._bad("an open mark")
+            return value
         except RecordingError:
             raise
         except _DAMAGE as error:
             raise RecordingError(
-                f"{self.where}: no pickle, or a damaged one: instruction {code:#04x} at byte {begin} "
+                f"{self.where}: no pickle, or a damaged one: {name} before byte {self.file.tell()} "
                 f"({type(error).__name__}: {str(error)[:100]}); copy the file again",
                 code="damaged-file",
             ) from error
 
     def _bad(self, what: str) -> NoReturn:
         raise RecordingError(
-            f"{self.where}: no pickle, or a damaged one: {what} at byte {self.at}",
+            f"{self.where}: no pickle, or a damaged one: {what} before byte {self.file.tell()}",
             code="damaged-file",
             reason=what,
         )
 
-    def _refuse(self, code: int) -> NoReturn:
-        what = _REFUSED.get(code)
-        if what is None:
-            self._bad(f"unknown instruction {code:#04x}")
+    def _refuse(self, name: str) -> NoReturn:
+        what = _REFUSED.get(name, _OLD)
         raise RecordingError(
-            f"{self.where}: {what}, which this loader does not do (byte {self.at - 1})",
+            f"{self.where}: {what}, which this loader does not do ({name} before byte {self.file.tell()})",
             code="forbidden-content",
             name=what,
         )
-
-    # bytes
-
-    def take(self, count: int) -> bytes:
-        if not 0 <= count <= len(self.data) - self.at:
-            self._bad(f"{count} bytes are claimed behind the end")
-        self.at += count
-        return self.data[self.at - count : self.at]
-
-    def number(self, width: int, *, signed: bool = False) -> int:
-        return int.from_bytes(self.take(width), "little", signed=signed)
-
-    def block(self, width: int) -> bytes:
-        return self.take(self.number(width))
-
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.at, self.at + _MAX_LINE)
-        text = self.data[self.at : end].decode("utf-8")
-        self.at = end + 1
-        return text
 
     # stack
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.marked()
 
     def marked(self) -> list[Any]:
         items, self.stack = self.stack, self.marks.pop()
@@ -366,7 +342,11 @@ class _Machine:
     def memoize(self, number: int) -> None:
         self.memo[number] = self.stack[-1]
 
-    def put_items(self, target: dict[Any, Any], items: list[Any]) -> None:
+    def extend(self, items: list[Any]) -> None:
+        self.top(list).extend(items)
+
+    def put_items(self, items: list[Any]) -> None:
+        target = self.top(dict)
         if len(items) % 2:
             self._bad("a key without a value")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -378,6 +358,11 @@ class _Machine:
                     name=type(key).__name__,
                 )
             target[key] = value
+
+    def new_dict(self) -> None:
+        items = self.marked()
+        self.push({})
+        self.put_items(items)
 
     # what could execute, and does not
 
@@ -425,130 +410,62 @@ class _Machine:
         self.push(self.storage(kind, key, count))
 
 
-def _binget(m: _Machine, width: int) -> None:
-    m.push(m.memo[m.number(width)])
-
-
-def _append(m: _Machine) -> None:
-    value = m.stack.pop()
-    m.top(list).append(value)
-
-
-def _appends(m: _Machine) -> None:
-    items = m.marked()
-    m.top(list).extend(items)
-
-
-def _setitem(m: _Machine) -> None:
-    value, key = m.stack.pop(), m.stack.pop()
-    m.put_items(m.top(dict), [key, value])
-
-
-def _setitems(m: _Machine) -> None:
-    items = m.marked()
-    m.put_items(m.top(dict), items)
-
-
-def _dict(m: _Machine) -> None:
-    items, mapping = m.marked(), dict[Any, Any]()
-    m.put_items(mapping, items)
-    m.push(mapping)
-
-
-def _global(m: _Machine) -> None:
-    module = m.line()
-    m.find(module, m.line())
-
-
-def _stack_global(m: _Machine) -> None:
-    name, module = m.stack.pop(), m.stack.pop()
-    m.find(module, name)
-
-
-def _pop(m: _Machine) -> None:
-    if m.stack:
-        m.stack.pop()
-    else:
-        m.marked()
-
-
-def _proto(m: _Machine) -> None:
-    version = m.number(1)
-    if version > 5:
-        m._bad(f"pickle protocol {version}")
-
-
-def _text(m: _Machine, width: int) -> None:
-    m.push(m.block(width).decode("utf-8", "replace"))
-
-
-_STOP = ord(".")
-_STEPS: Mapping[int, Callable[[_Machine], object]] = {
-    0x80: _proto,
-    0x95: lambda m: m.take(8),  # FRAME: a hint about reading
-    ord("("): _Machine.mark,
-    ord("0"): _pop,
-    ord("1"): lambda m: m.marked(),
-    ord("2"): lambda m: m.push(m.stack[-1]),
-    ord("N"): lambda m: m.push(None),
-    0x88: lambda m: m.push(True),
-    0x89: lambda m: m.push(False),
-    ord("J"): lambda m: m.push(m.number(4, signed=True)),
-    ord("K"): lambda m: m.push(m.number(1)),
-    ord("M"): lambda m: m.push(m.number(2)),
-    0x8A: lambda m: m.push(int.from_bytes(m.block(1), "little", signed=True)),
-    ord("G"): lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    ord("X"): lambda m: _text(m, 4),
-    0x8C: lambda m: _text(m, 1),
-    0x8D: lambda m: _text(m, 8),
-    ord("U"): lambda m: m.push(m.block(1)),
-    ord("T"): lambda m: m.push(m.block(4)),
-    ord("C"): lambda m: m.push(m.block(1)),
-    ord("B"): lambda m: m.push(m.block(4)),
-    0x8E: lambda m: m.push(m.block(8)),
-    0x96: lambda m: m.push(m.block(8)),  # BYTEARRAY8
-    ord("]"): lambda m: m.push([]),
-    0x8F: lambda m: m.push([]),  # a set, of which only the members matter
-    ord("}"): lambda m: m.push({}),
-    ord(")"): lambda m: m.push(()),
-    ord("t"): lambda m: m.push(tuple(m.marked())),
-    ord("l"): lambda m: m.push(m.marked()),
-    0x91: lambda m: m.push(m.marked()),  # a frozenset
-    ord("d"): _dict,
-    0x85: lambda m: m.last(1),
-    0x86: lambda m: m.last(2),
-    0x87: lambda m: m.last(3),
-    ord("a"): _append,
-    ord("e"): _appends,
-    0x90: _appends,  # ADDITEMS
-    ord("s"): _setitem,
-    ord("u"): _setitems,
-    ord("q"): lambda m: m.memoize(m.number(1)),
-    ord("r"): lambda m: m.memoize(m.number(4)),
-    0x94: lambda m: m.memoize(len(m.memo)),
-    ord("h"): lambda m: _binget(m, 1),
-    ord("j"): lambda m: _binget(m, 4),
-    ord("c"): _global,
-    0x93: _stack_global,
-    ord("R"): _Machine.reduce,
-    ord("b"): _Machine.build,
-    ord("Q"): _Machine.persistent,
+_STEPS: Mapping[str, Callable[[_Machine, Any], object]] = {
+    "PROTO": lambda m, version: version <= 5 or m._bad(f"pickle protocol {version}"),
+    "FRAME": lambda m, _: None,  # a hint about reading
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _Machine.push),
+    **dict.fromkeys(
+        ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+        # Halves of surrogate pairs are nothing that could be written anywhere.
+        lambda m, text: m.push(text.encode("utf-8", "replace").decode("utf-8")),
+    ),
+    **dict.fromkeys(("SHORT_BINSTRING", "BINSTRING"), lambda m, text: m.push(text.encode("latin-1"))),
+    "BYTEARRAY8": lambda m, raw: m.push(bytes(raw)),
+    "MARK": lambda m, _: m.mark(),
+    "POP": lambda m, _: m.pop(),
+    "POP_MARK": lambda m, _: m.marked(),
+    "DUP": lambda m, _: m.push(m.stack[-1]),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "EMPTY_SET": lambda m, _: m.push([]),  # of which only the members matter
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "TUPLE": lambda m, _: m.push(tuple(m.marked())),
+    "LIST": lambda m, _: m.push(m.marked()),
+    "FROZENSET": lambda m, _: m.push(m.marked()),
+    "DICT": lambda m, _: m.new_dict(),
+    "TUPLE1": lambda m, _: m.last(1),
+    "TUPLE2": lambda m, _: m.last(2),
+    "TUPLE3": lambda m, _: m.last(3),
+    "APPEND": lambda m, _: m.extend([m.stack.pop()]),
+    "APPENDS": lambda m, _: m.extend(m.marked()),
+    "ADDITEMS": lambda m, _: m.extend(m.marked()),
+    "SETITEM": lambda m, _: m.put_items([m.stack.pop(), m.stack.pop()][::-1]),
+    "SETITEMS": lambda m, _: m.put_items(m.marked()),
+    "BINPUT": lambda m, number: m.memoize(number),
+    "LONG_BINPUT": lambda m, number: m.memoize(number),
+    "MEMOIZE": lambda m, _: m.memoize(len(m.memo)),
+    "BINGET": lambda m, number: m.push(m.memo[number]),
+    "LONG_BINGET": lambda m, number: m.push(m.memo[number]),
+    "GLOBAL": lambda m, names: m.find(*names.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.find(*reversed([m.stack.pop(), m.stack.pop()])),
+    "REDUCE": lambda m, _: m.reduce(),
+    "BUILD": lambda m, _: m.build(),
+    "BINPERSID": lambda m, _: m.persistent(),
 }
-"""Instruction -> what it does here."""
+"""Instruction -> what it does here with its argument."""
 
 _OLD = "it was pickled with protocol 0 or 1; dump it again with protocol=4"
-_REFUSED: Mapping[int, str] = {
-    0x81: "it makes an object of a class; dump plain dicts of tensors",
-    0x92: "it makes an object of a class; dump plain dicts of tensors",
-    ord("i"): "it makes an object of a class; dump plain dicts of tensors",
-    ord("o"): "it makes an object of a class; dump plain dicts of tensors",
-    0x82: "it uses the registry of extensions",
-    0x83: "it uses the registry of extensions",
-    0x84: "it uses the registry of extensions",
-    0x97: "its buffers are in another place (out of band)",
-    0x98: "its buffers are in another place (out of band)",
-    0x8B: "it holds an integer of more than 255 bytes",
-    ord("P"): "it refers to an object by a persistent name",
-    **dict.fromkeys(map(ord, "ILSVFpg"), _OLD),
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("NEWOBJ", "NEWOBJ_EX", "INST", "OBJ"), "it makes an object of a class; dump plain dicts of tensors"
+    ),
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), "it uses the registry of extensions"),
+    **dict.fromkeys(("NEXT_BUFFER", "READONLY_BUFFER"), "its buffers are in another place (out of band)"),
+    "LONG4": "it holds an integer of more than 255 bytes",
+    "PERSID": "it refers to an object by a persistent name",
 }
-"""Instructions of the format that no dump of tensors needs."""
+"""Instructions of the format that no dump of tensors needs; all others are of protocol 0."""
