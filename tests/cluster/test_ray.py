@@ -180,7 +180,7 @@ def test_two_nodes_with_one_rank_each_train_as_two_ranks_do(plain: Path, two_nod
     apart = 'colocate = [["policy"], ["value"]]\n' if kind == "ppo" else ""
     done = train(kind, out, *flags, env=two_nodes, cluster=apart)
     assert done.returncode == 0, done.stderr
-    assert (out / "world" / "rank-1").exists() == (kind == "ppo")
+    assert (out / "world" / "value" / "rank-1").exists() == (kind == "ppo")
     assert numbers(out) == numbers(plain) and weights(out) == weights(plain)
 
 

@@ -36,7 +36,6 @@ def test_it_draws_the_ranks_of_each_node() -> None:
         ({"nodes": 2**16, "slots": 2}, "out-of-range: cluster.nodes, 131072"),
         ({"colocate": [["policy", "ref"], ["value", "policy"]]}, "duplicate: cluster.colocate, policy"),
         ({"colocate": [["ref"], ["value"]]}, "missing-setting: cluster.colocate"),
-        ({"colocate": [["policy"], ["ref"], ["value"]]}, "unsupported-combination: cluster.colocate"),
         ({"colocate": [["policy"], []]}, "empty: cluster.colocate"),
         ({"world_seconds": 0}, "out-of-range: cluster.world_seconds"),
         ({"colocate": [["actor"]]}, "unknown-name: cluster.colocate, actor"),
@@ -64,6 +63,7 @@ def placed(*groups: list[str], kind: str = "ppo", **settings: object) -> RunConf
         ([["policy"], ["ref"]], {"model.lora.rank": 4}, "unknown-name: cluster.colocate, ref"),
         ([["policy"], ["ref"]], {"algorithm.kl.coef": 0.0}, "unknown-name: cluster.colocate, ref"),
         ([["policy"], ["value"]], {}, "missing-setting: cluster.colocate, ref"),
+        ([["policy"], ["value"], ["ref"], ["reward_model"]], {}, "unknown-name: cluster.colocate"),
         ([["policy"], ["ref"]], {"kind": "sft"}, "unsupported-combination: cluster.colocate, sft"),
         (
             [["policy", "value"], ["ref"]],
@@ -81,15 +81,22 @@ def test_roles_that_cannot_be_placed_are_refused(
         placed(*groups, kind=kind, **settings)
 
 
-def test_two_groups_are_two_worlds() -> None:
+def test_each_group_without_the_policy_is_a_world() -> None:
     run = placed(["value", "ref"], ["policy"])
-    assert run.apart == ("value", "ref") and run.cluster is not None
+    assert run.worlds == (("value", "ref"),) and run.cluster is not None
     assert run.cluster.draw(["policy", "ref", "value"]) == [
         "node 0: [cpu 0: rank 0]  each: policy",
         "  second world: [cpu 0: beside rank 0]  each: value + ref",
     ]
-    assert placed(["policy", "ref", "value"]).apart == ()
-    assert placed(["policy"], kind="sft").apart == ()
+    run = placed(["value"], ["policy"], ["ref"])
+    assert run.worlds == (("value",), ("ref",)) and run.apart == {"ref", "value"} and run.cluster is not None
+    assert run.cluster.draw(["policy", "ref", "value"]) == [
+        "node 0: [cpu 0: rank 0]  each: policy",
+        "  second world: [cpu 0: beside rank 0]  each: value",
+        "  third world: [cpu 0: beside rank 0]  each: ref",
+    ]
+    assert placed(["policy", "ref", "value"]).worlds == ()
+    assert placed(["policy"], kind="sft").apart == frozenset()
 
 
 def test_a_folder_too_long_for_sockets_is_refused() -> None:

@@ -118,7 +118,7 @@ class Commands:
         return answer
 
 
-VOLATILE = ("timestamp", "time/", "throughput/", "memory/", "engine/")
+VOLATILE = ("timestamp", "time/", "throughput/", "memory/", "engine/", "world/")
 """Metrics that may differ between two runs of the same config."""
 
 

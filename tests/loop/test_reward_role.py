@@ -160,31 +160,67 @@ def test_a_model_in_a_world_of_its_own_that_is_killed_scores_the_same(
     straight: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = kill_at(monkeypatch, "rewards", 2)
-    train_online(run_of(place, others=(str(place / "other"),), apart=("reward_model",)))
+    train_online(run_of(place, ("reward_model",), others=(str(place / "other"),)))
     assert len(killed) == 1
     assert everything(place / "reward_model") == everything(straight)
     log = (place / "reward_model" / "logs" / "rank-0.log").read_text()
     assert log.count("its tokenizer is not the policy's") == 1
 
 
-def test_three_roles_in_a_world_of_their_own_keep_the_bits(place: Path) -> None:
-    for apart in ((), ("value", "reward_model", "ref")):
-        train_online(run_of(place, kind="ppo", algorithm={"kl": {"coef": 0.1}}, apart=apart))
-    ours, theirs = everything(place / "value+reward_model+ref"), everything(place / "together")
-    for found in (ours, theirs):  # loading a reward model draws from the generator of the process that does
-        del found["weights"]["step-000003/rng.safetensors"]
-    assert ours == theirs
+def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_alone(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ppo: dict[str, Any] = {"kind": "ppo", "algorithm": {"kl": {"coef": 0.1}}}
+    train_online(run_of(place, **ppo))
+    train_online(run_of(place, ("value", "reward_model", "ref"), **ppo))
+    killed = kill_at(monkeypatch, "logprobs", 2)
+    train_online(run_of(place, ("ref",), ("value",), ("reward_model",), **ppo))
+    assert len(killed) == 1
+    together = numbers_of(place / "together")
+    assert numbers_of(place / "value+reward_model+ref") == together
+    apart = place / "ref value reward_model"
+    assert numbers_of(apart) == together
+    starts = {
+        log.parent.name: log.read_text().count("=== lockstep: start") for log in apart.glob("world/*/*.log")
+    }
+    assert starts == {"ref": 2, "value": 1, "reward_model": 1}
+    rows = [row for row in read_lines(apart / "metrics.jsonl") if "time/step" in row]
+    assert [row["world/restarts"] for row in rows] == [0.0, 1.0, 1.0]
 
 
-def run_of(place: Path, *, kind: str = "grpo", apart: tuple[str, ...] = (), **settings: Any) -> GRPORun:
-    """The run of run.toml, with these roles apart from the policy."""
+@pytest.mark.slow
+def test_the_worlds_of_two_ranks_keep_the_bits(lockstep: Commands, place: Path) -> None:
+    flags = ("--train.backend", "fsdp2", "--train.device", "cpu", "--ranks", "2")
+    groups = {"one": "[]", "four": '[["policy"], ["ref"], ["value"], ["reward_model"]]'}
+    text = (place / "run.toml").read_text().replace('kind = "grpo"', 'kind = "ppo"')
+    (place / "ppo.toml").write_text(text + "[algorithm.kl]\ncoef = 0.1\n")
+    for name, colocate in groups.items():
+        placed = ("--cluster.colocate", colocate, "--run-dir", place / name)
+        ended = lockstep("train", place / "ppo.toml", *flags, *placed, cwd=place)
+        assert ended.code == 0, ended.out + ended.err
+    assert numbers_of(place / "four") == numbers_of(place / "one")
+    logs = {
+        str(log.parent.relative_to(place / "four" / "world")) for log in place.glob("four/world/*/*/*.log")
+    }
+    assert logs == {f"{role}/rank-{rank}" for role in ("ref", "value", "reward_model") for rank in (0, 1)}
+
+
+def numbers_of(run: Path) -> dict[str, Any]:
+    """All but the states of generators: who loads a reward model draws from its process's."""
+    found = everything(run)
+    found["weights"] = {name: of for name, of in found["weights"].items() if "/rng" not in name}
+    return found
+
+
+def run_of(place: Path, *worlds: tuple[str, ...], kind: str = "grpo", **settings: Any) -> GRPORun:
+    """The run of run.toml, with these worlds beside the policy's."""
     values = parse_toml((place / "run.toml").read_bytes(), origin="test") | {"kind": kind}
     values["log"] |= {"display": "off"}
-    values["run_dir"] = str(place / ("+".join(apart) or "together"))
+    values["run_dir"] = str(place / (" ".join(map("+".join, worlds)) or "together"))
     if others := settings.pop("others", None):
         values["reward_model"] |= {"others": others}
-    if apart:
-        values["cluster"] = {"colocate": [["policy"], apart]}
+    if worlds:
+        values["cluster"] = {"colocate": [["policy"], *worlds]}
     run = build(values | settings, origin="test")
     assert isinstance(run, GRPORun)
     return run

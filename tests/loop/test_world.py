@@ -157,7 +157,8 @@ def world_in(folder: Path) -> World:
     """Not started."""
     run = run_of(PPO, folder / "run", "ref", "value")
     axes = resolve_axes(run, engine="hf")
-    return World(run, axes, ranks=RankContext.alone(), work_dir=folder / "world", folder=folder / "run")
+    alone, work_dir = RankContext.alone(), folder / "world"
+    return World(run.worlds[0], run, axes, ranks=alone, work_dir=work_dir, folder=folder / "run")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Kills the process of a second world in the middle of a call."""
+"""Kills the process of a world in the middle of a call."""
 
 from __future__ import annotations
 

@@ -144,6 +144,8 @@ def _view(model: type[BaseModel], value: BaseModel | None) -> tuple[dict[str, An
         if isinstance(current, dict) or many:
             hint = f"(default: {_text(current)})"
         metavar = PAIRS if _is_dict(field) else "NAME[=WEIGHT]" if many else None
+        if _is_nested(field):
+            metavar, hint = "TOML", hint or f"(default: {toml_value(current)})"
         fields[name] = Annotated[
             kind,
             tyro.conf.arg(
@@ -159,10 +161,12 @@ def _view(model: type[BaseModel], value: BaseModel | None) -> tuple[dict[str, An
 
 
 def _leaf(field: FieldInfo, current: Any, *, many: bool) -> tuple[Any, Any]:
-    """The type that tyro reads a setting as, and its default. Tables and rewards are read as words:
-    `_overrides`."""
+    """The type that tyro reads a setting as, and its default. Tables, rewards and lists of lists are read as
+    words: `_overrides`."""
     if _is_dict(field) or many:
         return tuple[str, ...], ()
+    if _is_nested(field):
+        return str, ""
     return _plain(field.annotation), current
 
 
@@ -183,6 +187,12 @@ def _aliases(field: FieldInfo) -> tuple[str, ...]:
 
 def _is_dict(field: FieldInfo) -> bool:
     return get_origin(field.annotation) is dict
+
+
+def _is_nested(field: FieldInfo) -> bool:
+    """A list of lists, whose ends words cannot tell."""
+    kind = field.annotation
+    return get_origin(kind) is tuple and any(get_origin(inner) is tuple for inner in get_args(kind))
 
 
 def _help(field: FieldInfo, *, many: bool) -> str:
@@ -231,6 +241,9 @@ def _overrides(
         elif many:
             if value:
                 overrides[path] = [_item(word, path) for word in value]
+        elif _is_nested(field):
+            if value:
+                overrides[path] = parse_value(value, origin=f"--{path}")
         elif name not in defaults or value != defaults[name]:
             overrides[path] = value
     return overrides

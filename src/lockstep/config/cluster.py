@@ -12,6 +12,8 @@ from lockstep.errors import ConfigError
 
 POLICY = "policy"
 ROLES = (POLICY, "ref", "value", "reward_model")
+WORLD_NUMBERS = ("second", "third", "fourth")
+"""What worlds beside the policy's are called, in the order of cluster.colocate."""
 LONGEST_TEMP = 44
 """Characters of the folder that Ray's sockets lie in, so that their paths stay below the 107 of AF_UNIX."""
 MOST_SLOTS = 2**16
@@ -28,17 +30,17 @@ class ClusterConfig(Config):
     slots: PositiveInt = 1
     """Ranks on each node where there are no GPUs (gpus = 0)."""
     colocate: tuple[tuple[str, ...], ...] = ()
-    """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. Two groups that name
-    every role of the run: those without the policy are a world of their own, with a process beside each rank,
-    on the rank's device."""
+    """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. Several groups name
+    every role of the run: each without the policy is a world of its own, with a process beside each rank, on
+    the rank's device. As a flag it is one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
     world_seconds: PositiveFloat = 1200.0
     """Deadline of a call to a world of its own: to score or train a rollout batch, to save or load. Below
     --rank-timeout, so that the run ends with the error that names the roles."""
     world_start_seconds: PositiveFloat = 600.0
     """How long such a world may take to start and to load its models."""
     world_restarts: NonNegativeInt = 3
-    """How often in a run it is started again when it dies. A value model's state dies with it: then the run
-    ends, and is resumed from its last checkpoint."""
+    """How often in a run each such world is started again when it dies. A value model's state dies with it:
+    then the run ends, and is resumed from its last checkpoint."""
     secrets: tuple[str, ...] = ()
     """Names of environment variables that ranks need and nobody else may see, such as HF_TOKEN. Only names
     travel: each node has the values in its own environment."""
@@ -66,13 +68,13 @@ class ClusterConfig(Config):
         return self.nodes * self.per_node
 
     @property
-    def apart(self) -> tuple[str, ...]:
-        """Roles in a world of their own; empty: all are with the policy."""
-        return next((group for group in self.colocate if POLICY not in group), ())
+    def worlds(self) -> tuple[tuple[str, ...], ...]:
+        """The roles of each world that the policy is not in; empty: all are with the policy."""
+        return tuple(group for group in self.colocate if POLICY not in group)
 
     def check_roles(self, roles: Sequence[str]) -> None:
-        """Raise ConfigError unless two groups name the roles of a run, all of them and no others."""
-        if not self.apart:
+        """Raise ConfigError unless several groups name the roles of a run, all of them and no others."""
+        if not self.worlds:
             return
         named = [role for group in self.colocate for role in group]
         for role in named:
@@ -87,8 +89,8 @@ class ClusterConfig(Config):
         for role in roles:
             if role not in named:
                 raise ConfigError(
-                    f"cluster.colocate gives {role!r} no place: with two groups every role of the run is in "
-                    f"one (it has {', '.join(roles)}); add it to one of them",
+                    f"cluster.colocate gives {role!r} no place: with several groups every role of the run is "
+                    f"in one (it has {', '.join(roles)}); add it to one of them",
                     code="missing-setting",
                     setting="cluster.colocate",
                     name=role,
@@ -140,13 +142,6 @@ class ClusterConfig(Config):
                 code="empty",
                 setting="colocate",
             )
-        if len(groups) > 2:
-            raise ConfigError(
-                f"colocate has {len(groups)} groups: the roles that are not with the policy share one world; "
-                "write two groups",
-                code="unsupported-combination",
-                setting="colocate",
-            )
         return groups
 
     @model_validator(mode="after")
@@ -178,22 +173,23 @@ class ClusterConfig(Config):
 
     def draw(self, roles: Sequence[str]) -> list[str]:
         """Return a line per node: which ranks it runs, on what, and which roles each of them holds; and one
-        for the processes of a second world, where there is one.
+        for the processes of each further world.
 
         Example:
             >>> ClusterConfig(nodes=2, gpus=2).draw(["policy", "ref"])[0]
             'node 0: [gpu 0: rank 0] [gpu 1: rank 1]  each: policy + ref'
         """
         kind = "gpu" if self.gpus else "cpu"
-        here = [role for role in roles if role not in self.apart]
+        apart = [role for world in self.worlds for role in world]
+        here = [role for role in roles if role not in apart]
         lines = []
         for node in range(self.nodes):
             ranks = [(slot, node * self.per_node + slot) for slot in range(self.per_node)]
             boxes = " ".join(f"[{kind} {slot}: rank {rank}]" for slot, rank in ranks)
             lines.append(f"node {node}: {boxes}  each: {' + '.join(here)}")
-            if self.apart:
-                boxes = " ".join(f"[{kind} {slot}: beside rank {rank}]" for slot, rank in ranks)
-                lines.append(f"  second world: {boxes}  each: {' + '.join(self.apart)}")
+            boxes = " ".join(f"[{kind} {slot}: beside rank {rank}]" for slot, rank in ranks)
+            for number, world in zip(WORLD_NUMBERS, self.worlds, strict=False):
+                lines.append(f"  {number} world: {boxes}  each: {' + '.join(world)}")
         return lines
 
 

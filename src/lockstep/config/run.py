@@ -79,9 +79,14 @@ class RunConfig(Config):
         return self
 
     @property
-    def apart(self) -> tuple[str, ...]:
-        """Roles in a world of their own."""
-        return () if self.cluster is None else self.cluster.apart
+    def worlds(self) -> tuple[tuple[str, ...], ...]:
+        """The roles of each world that the policy is not in."""
+        return () if self.cluster is None else self.cluster.worlds
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """Roles that are not with the policy."""
+        return frozenset(role for world in self.worlds for role in world)
 
     @model_validator(mode="after")
     def _check_worlds(self) -> RunConfig:
@@ -89,8 +94,8 @@ class RunConfig(Config):
             return self
         if not isinstance(self, GRPORun):
             raise ConfigError(
-                f"cluster.colocate has two groups with kind = {self.kind!r}: the roles of such a run are in "
-                "one process; leave it out",
+                f"cluster.colocate has several groups with kind = {self.kind!r}: the roles of such a run are "
+                "in one process; leave it out",
                 code="unsupported-combination",
                 setting="cluster.colocate",
                 name=self.kind,
@@ -99,8 +104,8 @@ class RunConfig(Config):
         self.cluster.check_roles(self.roles)
         if self.train.backend not in ("local", "fsdp2"):
             raise ConfigError(
-                f"cluster.colocate has two groups with train.backend = {self.train.backend!r}: a second "
-                "world is there with 'local' and 'fsdp2'; set one of them, or write one group",
+                f"cluster.colocate has several groups with train.backend = {self.train.backend!r}: roles "
+                "have worlds of their own with 'local' and 'fsdp2'; set one of them, or write one group",
                 code="unsupported-combination",
                 setting="cluster.colocate",
                 name=self.train.backend,

@@ -101,8 +101,8 @@ class OnlineParts:
     equal."""
     value: ValueRole | WorldValue | None = None
     """The value model; None: the algorithm has none."""
-    world: World | None = None
-    """Of the roles that are not in this process; None: all are."""
+    worlds: tuple[World, ...] = ()
+    """Of the roles that are not in this process."""
     verifier: Verifier | None = None
     """Checks after pushes that the engine holds the weights; None: not checked."""
     on_progress: OnProgress | None = None
@@ -121,8 +121,8 @@ class OnlineParts:
         """Close all parts, the engine first, because it reads the backend's Parameters. One that fails to
         close does not stop the others."""
         with contextlib.ExitStack() as stack:
-            if self.world is not None:
-                stack.callback(self.world.close)
+            for world in self.worlds:
+                stack.callback(world.close)
             if self.value is not None:
                 stack.callback(self.value.backend.close)
             for part in (self.backend, self.rewards, self.transfer, self.engine):
@@ -199,7 +199,7 @@ def build_online(
         reward_models=others.reward_models,
         plan=plan,
         value=others.value,
-        world=others.world,
+        worlds=others.worlds,
         batch_invariance=policy.batch_invariance,
         bitwise_check=check,
         on_progress=on_progress,

@@ -17,6 +17,7 @@ import torch
 
 from lockstep.config.backends import shards_weights
 from lockstep.config.batch import RewardRoleConfig
+from lockstep.config.cluster import WORLD_NUMBERS
 from lockstep.config.declarations import backends, engines
 from lockstep.config.ppo import PPORun, ValueConfig
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
@@ -113,15 +114,16 @@ def plan_memory(
 
 
 def _world_parts(run: RunConfig, kind: str) -> list[MemoryPart]:
-    """What the process of a second world needs beside the roles, which are counted where they are loaded: on
+    """What the processes of other worlds need beside the roles, which are counted where they are loaded: on
     this rank's device."""
     return [
         MemoryPart(
-            name="Python, torch, libraries of the second world",
-            bytes=_RUNTIME_BYTES[kind] * bool(run.apart),
+            name=f"Python, torch, libraries of the {number} world",
+            bytes=_RUNTIME_BYTES[kind],
             phase="always",
             setting="cluster.colocate",
         )
+        for number, _ in zip(WORLD_NUMBERS, run.worlds, strict=False)
     ]
 
 

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TypeVar
 
+from lockstep.loop.world import World
 from lockstep.protocols.engine import EngineStats, InferenceEngine
 from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch, TrainSample
@@ -77,6 +78,14 @@ def engine_metrics(before: EngineStats, engine: InferenceEngine, *, ranks: RankC
     if engine.external:
         values["engine/restarts"] = float(sum(now.restarts for _, now in everyone))
     return values
+
+
+def world_metrics(worlds: Sequence[World], *, ranks: RankContext) -> dict[str, float]:
+    """Return world/restarts, over all worlds and ranks; nothing without worlds. Collective."""
+    if not worlds:
+        return {}
+    restarts = ranks.gather(sum(world.restarts for world in worlds), int, what="the worlds' restarts")
+    return {"world/restarts": float(sum(restarts))}
 
 
 def split_samples(samples: Sequence[Samples], minibatches: int) -> list[Sequence[Samples]]:

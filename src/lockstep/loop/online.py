@@ -28,7 +28,14 @@ from lockstep.loop.determinism import deterministic, weights_hash
 from lockstep.loop.distributed import connect_ranks
 from lockstep.loop.engine_report import engine_report, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
-from lockstep.loop.metrics import combine, engine_metrics, rollout_metrics, shape_metrics, split_samples
+from lockstep.loop.metrics import (
+    combine,
+    engine_metrics,
+    rollout_metrics,
+    shape_metrics,
+    split_samples,
+    world_metrics,
+)
 from lockstep.loop.preflight import preflight
 from lockstep.loop.reward_role import describe_reward_models
 from lockstep.loop.scored import scored_indices, scored_metrics, scores_all, with_signal
@@ -160,7 +167,7 @@ def _holds_out(session: Session) -> bool:
 
 
 def _describe_engine(session: Session, parts: OnlineParts) -> None:
-    """Write the engine's report, its kernel contract and where roles of another world are to the manifest and
+    """Write the engine's report, its kernel contract and where roles of other worlds are to the manifest and
     the display."""
     report = engine_report(parts.engine, parts.transfer)
     contract = None if parts.bitwise_check is None else parts.bitwise_check.contract
@@ -170,10 +177,10 @@ def _describe_engine(session: Session, parts: OnlineParts) -> None:
     )
     for line in [*report_lines(report), *batch_invariance_lines(parts.batch_invariance, contract), *changed]:
         session.display.note(line)
-    if parts.world is not None:
-        world = parts.world.describe()
-        session.dir.update_manifest({"world": world})
-        session.display.note(f"{parts.world.name}: in processes of its own, log {world['log']}")
+    worlds = {world.name: world.describe() for world in parts.worlds}
+    session.dir.update_manifest({"worlds": list(worlds.values())})
+    for name, world in worlds.items():
+        session.display.note(f"{name}: in processes of its own, log {world['log']}")
 
 
 def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlineParts:
@@ -342,6 +349,7 @@ class OnlineTrainer:
         metrics |= scored_metrics(samples, trained_tokens=shapes["input/trained_tokens"])
         if check is not None:
             metrics |= check.metrics(sum(sample.num_trained for sample in samples))
+        metrics |= world_metrics(parts.worlds, ranks=parts.ranks)
         return StepResult(metrics=metrics, groups=groups)
 
     def _scored(

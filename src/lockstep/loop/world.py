@@ -1,4 +1,4 @@
-"""A second world of a run's roles: a process beside each rank of the trainer, seen from there.
+"""A world of a run's roles beside the policy's: a process beside each rank of the trainer, seen from there.
 
     rank 0 ── call(name, arguments) ──► process of rank 0 ─┐ one SPMD world of its own,
     rank 1 ── call(name, arguments) ──► process of rank 1 ─┘ which all ranks ask for the same
@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,25 +93,35 @@ class Reply:
 
 
 class World:
-    """The roles of a run that are not in the trainer's processes.
+    """Roles of a run that are together in a process which is not the trainer's.
 
     Args:
+        roles: one of run.worlds.
         run: as it was started; axes: as the trainer resolved them.
-        work_dir: for log and description of the process beside this rank.
+        work_dir: for a folder of this world's, with log and description of the process beside this rank.
         folder: of the run, for the command that resumes it; None: unknown.
     """
 
     def __init__(
-        self, run: GRPORun, axes: Axes, *, ranks: RankContext, work_dir: Path, folder: Path | None = None
+        self,
+        roles: Sequence[str],
+        run: GRPORun,
+        axes: Axes,
+        *,
+        ranks: RankContext,
+        work_dir: Path,
+        folder: Path | None = None,
     ) -> None:
         assert run.cluster is not None
-        self.roles = run.apart
+        self.roles = tuple(roles)
         self.restarts = 0
+        """Times that it died and was started again."""
         self._config: ClusterConfig = run.cluster
         self._ranks, self._folder = ranks, folder
         self._grouped = ranks.world_size > 1 and bool(_SPREAD & set(self.roles))
         self._about = {"run": dump_toml(run), "axes": dataclasses.asdict(axes), "roles": self.roles}
-        self._server = _server(self.name, run.cluster, work_dir)
+        own = work_dir / "+".join(self.roles) / (f"rank-{ranks.rank}" if ranks.world_size > 1 else "")
+        self._server = _server(self.name, run.cluster, own)
         spec = self._server.spec
         headers = {"Authorization": f"Bearer {spec.token}"}
         self._client = HttpClient(spec.url, name=self.name, headers=headers)

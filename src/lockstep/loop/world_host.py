@@ -1,4 +1,4 @@
-"""The roles of a second world, inside of its process: loaded as the trainer would, and called by name."""
+"""The roles of a world, inside of its process: loaded as the trainer would, and called by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The roles of a second world as the loop sees them: a Scorer, reward models, a value model."""
+"""The roles of other worlds as the loop sees them: a Scorer, reward models, a value model."""
 
 from __future__ import annotations
 
@@ -133,15 +133,15 @@ class OtherRoles:
     """None: there is none, or it is the policy's backend's."""
     reward_models: RewardModels | None
     value: ValueRole | WorldValue | None
-    world: World | None
+    worlds: tuple[World, ...]
     """Of those that are not in this process."""
     temporary: tempfile.TemporaryDirectory[str] | None = None
-    """For the world's files, where there is no run's folder."""
+    """For the worlds' files, where there is no run's folder."""
 
     def close(self) -> None:
-        """End the world's process."""
-        if self.world is not None:
-            self.world.close()
+        """End the worlds' processes."""
+        for world in self.worlds:
+            world.close()
         if self.temporary is not None:
             self.temporary.cleanup()
 
@@ -156,45 +156,52 @@ def build_others(
     work_dir: Path | None,
 ) -> OtherRoles:
     """Load the models of `run`, which is as it was started, beside the policy: on the policy's device, or in
-    a world of their own.
+    worlds of their own.
 
     Args:
-        work_dir: engine/ in the run's folder; None: the system's folder for temporary files has the world's
+        work_dir: engine/ in the run's folder; None: the system's folder for temporary files has the worlds'
             files.
 
     Raises:
-        ConfigError, ModelError, TrainError: one of them cannot be loaded, or the world does not start.
+        ConfigError, ModelError, TrainError: one of them cannot be loaded, or a world does not start.
     """
-    apart, world, notes, temporary = run.apart, None, [], None
-    if apart:
-        if work_dir is None:  # also removed when the process ends, if nobody closes
-            temporary = tempfile.TemporaryDirectory(prefix="lockstep-world-")
-            folder = Path(temporary.name)
-        else:
-            folder = work_dir.parent
-        own = folder / "world" / (f"rank-{ranks.rank}" if ranks.world_size > 1 else "")
-        world = World(run, axes, ranks=ranks, work_dir=own, folder=None if work_dir is None else folder)
+    worlds, temporary = _worlds(run, axes, ranks=ranks, folder=None if work_dir is None else work_dir.parent)
+    of_role = {role: world for world in worlds for role in world.roles}
     try:
-        if world is not None:
-            notes = world.start()["notes"]
-        if "reward_model" in apart:
-            assert run.reward_model is not None and world is not None
+        notes = [note for world in worlds for note in world.start()["notes"]]
+        if (world := of_role.get("reward_model")) is not None:
+            assert run.reward_model is not None
             models: RewardModels | None = WorldRewardModels(run.reward_model, world=world, notes=notes)
         else:
             models = build_reward_models(run, axes, policy, ranks=ranks)
         value: ValueRole | WorldValue | None = None
-        if "value" in apart:
-            assert isinstance(run, PPORun) and world is not None
+        if (world := of_role.get("value")) is not None:
+            assert isinstance(run, PPORun)
             value = WorldValue(world=world, backend=WorldState(world), config=run.value)
         elif isinstance(run, PPORun):
             value = build_value(run, axes, policy, plan=plan, ranks=ranks)
             put_to_sleep(run, "value", backend=value.backend)
     except BaseException:
-        if world is not None:
+        for world in worlds:
             world.close()
         raise
-    ref = WorldScorer(world) if world is not None and "ref" in apart else None
-    return OtherRoles(ref=ref, reward_models=models, value=value, world=world, temporary=temporary)
+    ref = WorldScorer(of_role["ref"]) if "ref" in of_role else None
+    return OtherRoles(ref=ref, reward_models=models, value=value, worlds=worlds, temporary=temporary)
+
+
+def _worlds(
+    run: GRPORun, axes: Axes, *, ranks: RankContext, folder: Path | None
+) -> tuple[tuple[World, ...], tempfile.TemporaryDirectory[str] | None]:
+    """The worlds, not started, and a temporary folder of their files, where there is no run's folder."""
+    if not run.worlds:
+        return (), None
+    temporary, files = None, folder
+    if files is None:  # removed when the process ends, if nobody closes
+        temporary = tempfile.TemporaryDirectory(prefix="lockstep-world-")
+        files = Path(temporary.name)
+    files /= "world"
+    worlds = (World(roles, run, axes, ranks=ranks, work_dir=files, folder=folder) for roles in run.worlds)
+    return tuple(worlds), temporary
 
 
 def _read_by_models(sample: RewardInput) -> RewardInput:

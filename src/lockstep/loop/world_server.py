@@ -1,4 +1,4 @@
-"""The process of a second world: `python -m lockstep.loop.world_server FILE`.
+"""The process of a world of roles: `python -m lockstep.loop.world_server FILE`.
 
     GET  /health
     POST /call    {"call", "key", "seconds", "arguments"} ──► {"value"} or {"kind", "text", "data", "lost"}
