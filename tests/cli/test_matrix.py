@@ -128,7 +128,7 @@ def test_flags_of_replay_are_checked_before_any_cell(ran: Ran, capsys: pytest.Ca
         main(["matrix", "--max-inputs", "0"])
     assert stop.value.code == 2 and ran.options is None
     said = capsys.readouterr().err
-    assert "lockstep matrix: error: argument --max-inputs: '0' is no whole number of at least 1" in said
+    assert "lockstep matrix: error: argument --max-inputs: '0' is not a whole number of at least 1" in said
 
 
 def test_the_list_of_axes(capsys: pytest.CaptureFixture[str]) -> None:

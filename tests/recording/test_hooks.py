@@ -168,7 +168,7 @@ def test_cumulative_lengths_are_documents(tmp_path: Path, name: str) -> None:
     with lockstep.record(module, tmp_path / "bad"):
         module(ids, cu_seqlens=torch.tensor([0, 4, 40]))
     (meta,) = Recording.open(tmp_path / "bad").metas
-    assert "'cu_seqlens' [0, 4, 40] is no list" in str(meta.unusable)
+    assert "'cu_seqlens' [0, 4, 40] is not a list" in str(meta.unusable)
 
 
 @pytest.mark.parametrize(

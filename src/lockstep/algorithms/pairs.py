@@ -99,7 +99,7 @@ def pair_weights(samples: Sequence[TrainSample]) -> list[Tensor]:
     """
     if len(samples) % 2:
         raise DataError(
-            f"{len(samples)} samples are no preference pairs: there is one without its other",
+            f"{len(samples)} samples are not preference pairs: one has no counterpart",
             code="wrong-pairs",
             samples=len(samples),
         )

@@ -56,7 +56,7 @@ def above_zero(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a number above 0")
     if not SMALLEST <= value <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not between {SMALLEST:g} and {LARGEST:g}")
     return value
@@ -70,7 +70,7 @@ def seconds(text: str) -> float:
 def path(text: str) -> Path:
     """A file or folder, which need not exist. Raises ArgumentTypeError: no file can have this name."""
     if text == "":
-        raise argparse.ArgumentTypeError("'' is no name of a file or folder")
+        raise argparse.ArgumentTypeError("'' is not the name of a file or folder")
     return _bounded(_PATH, Path(text), text)
 
 
@@ -78,7 +78,7 @@ def steps(text: str) -> tuple[int | None, int | None]:
     """ "A:B", either of which may be missing: steps from A on, below B. Raises ArgumentTypeError."""
     first, colon, last = text.partition(":")
     if not colon or any(part and not part.isdecimal() for part in (first, last)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of steps; write it like 10:20, 10: or :20")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps; write it like 10:20, 10: or :20")
     return int(first) if first else None, int(last) if last else None
 
 
@@ -121,7 +121,7 @@ def nothing(_: str) -> None:
 def _whole(text: str, *, least: int, most: int | None = MOST) -> int:
     digits = text.strip().lstrip("+")
     if not digits.isdecimal() or (len(digits) <= _DIGITS and int(digits) < least):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no whole number of at least {least}")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number of at least {least}")
     if len(digits) > _DIGITS or (most is not None and int(digits) > most):
         above = "" if most is None else f" than {most:,}"
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is more{above}, which no use of it could be")

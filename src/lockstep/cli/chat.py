@@ -110,7 +110,7 @@ class Chat:
         if len(ids) >= self._max_positions:
             raise ConfigError(
                 f"the conversation has {len(ids)} tokens and the model {self._max_positions} positions; "
-                "start anew with /reset",
+                "start over with /reset",
                 code="too-long",
             )
         request = GenerationRequest(

@@ -137,8 +137,8 @@ def _check_launcher() -> None:
         value = os.environ.get(name, "0")
         if not re.fullmatch(r"[0-9]{1,6}", value):
             raise ConfigError(
-                f"the environment variable {name} = {value[:80]!r} is no number; torchrun sets it, elsewhere "
-                "unset RANK and WORLD_SIZE",
+                f"the environment variable {name} = {value[:80]!r} is not a number; torchrun sets it, "
+                "elsewhere unset RANK and WORLD_SIZE",
                 code="wrong-environment",
             )
     if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):

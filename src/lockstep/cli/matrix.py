@@ -147,7 +147,7 @@ def _shared(args: argparse.Namespace) -> list[str]:
 def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if args.resume and args.out is None:
         raise ConfigError(
-            "--resume goes on with a matrix; name its folder with --out",
+            "--resume continues a matrix; name its folder with --out",
             code="missing-setting",
             setting="--out",
         )

@@ -231,9 +231,9 @@ def _indices(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of inputs; write it like 3,7,10-20")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of inputs; write it like 3,7,10-20")
         low, high = int(first), int(last) if dash else int(first)
         if high < low or high - low >= 10**7:
-            raise argparse.ArgumentTypeError(f"{part!r} is no range of inputs; write it like 10-20")
+            raise argparse.ArgumentTypeError(f"{part!r} is not a range of inputs; write it like 10-20")
         indices += range(low, high + 1)
     return tuple(indices)

@@ -136,7 +136,7 @@ def _scored(path: Path) -> Iterator[dict[str, Any]]:
     files = sorted((path / "rollouts").glob("step-*.jsonl"))
     if not files:
         raise DataError(
-            f"--data {str(path)!r} has no rollouts/step-*.jsonl: it is no directory of an RL run, or "
+            f"--data {str(path)!r} has no rollouts/step-*.jsonl: it is not a directory of an RL run, or "
             "rollout.save was off; name a run, or a file of scored samples",
             code="wrong-kind-of-file",
             setting="--data",
@@ -220,7 +220,7 @@ def number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return value
 
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     command = parse(rest)
     if command.json is not None or command.print_config:
         raise ConfigError(
-            "--json and --print-config are of lockstep train; leave them out", code="unsupported-combination"
+            "--json and --print-config belong to lockstep train; omit them", code="unsupported-combination"
         )
     check_cluster(command)
     run_dir = command.run.run_dir if command.resume is None else command.resume.absolute()

@@ -366,7 +366,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
         return load_resumed(early.resume)
     if early.checkpoint is not None:
         raise ConfigError(
-            f"--checkpoint {early.checkpoint} says where to go on from; it needs --resume RUN_DIR",
+            f"--checkpoint {early.checkpoint} says where to continue from; it needs --resume RUN_DIR",
             code="missing-setting",
             setting="--resume",
         )

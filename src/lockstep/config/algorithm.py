@@ -69,8 +69,8 @@ class KLConfig(Config):
         if reason is not None:
             fix = "k1 (or place = 'loss')" if self.place == "reward" else "k3 or k2 (or place = 'reward')"
             raise ConfigError(
-                f"estimator = {self.estimator!r} with place = {self.place!r} is no KL penalty: {reason}; set "
-                f"estimator = {fix}, or leave it out",
+                f"estimator = {self.estimator!r} with place = {self.place!r} is not a KL penalty: {reason}; "
+                f"set estimator = {fix}, or leave it out",
                 code="unsupported-combination",
                 setting="estimator",
             )
@@ -232,7 +232,7 @@ class GRPOConfig(Config):
         advantage = self.advantage or published["advantage"]
         if advantage in (*PER_STEP, "gae"):
             raise ConfigError(
-                f"{own} with advantage = {advantage!r}, which is no estimator of a group's rewards; set "
+                f"{own} with advantage = {advantage!r}, which is not an estimator of a group's rewards; set "
                 f"advantage = {PER_GROUP[0]!r}, or leave multi_objective_aggregation out",
                 code="unsupported-combination",
                 setting="multi_objective_aggregation",

@@ -284,7 +284,7 @@ def own_rows(rows: Any, *, axis: str, name: str) -> list[Entry]:
         own = [Entry.model_validate(row) for row in rows]
     except (ValidationError, TypeError) as error:
         raise ConfigError(
-            f"{name!r}: its attribute `support` is no list of rows: {error}", code="wrong-part", name=name
+            f"{name!r}: its attribute `support` is not a list of rows: {error}", code="wrong-part", name=name
         ) from error
     return [row.model_copy(update={axis: (name,)}) for row in own]
 

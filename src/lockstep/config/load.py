@@ -262,7 +262,7 @@ def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
     """
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in RUN_KINDS:
-        what = "kind is missing" if kind is None else "kind is no text"
+        what = "kind is missing" if kind is None else "kind is not text"
         if isinstance(kind, str):
             what = unknown_name("kind", kind, RUN_KINDS)
         raise ConfigError(

@@ -72,7 +72,7 @@ def _unusable(value: Any) -> str | None:
     if isinstance(value, str) and "\0" in value:
         return f"{value[:80]!r} holds the character NUL; write it without"
     if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-        return f"{value[:80]!r} holds half a surrogate pair, which is no text; write it without"
+        return f"{value[:80]!r} holds half a surrogate pair, which is not text; write it without"
     return None
 
 

@@ -185,7 +185,7 @@ class EvalConfig(Config):
                 re.compile(expression)
             except re.error as error:
                 raise ConfigError(
-                    f"kinds.{name} = {expression!r} is no regular expression: {error}; correct it",
+                    f"kinds.{name} = {expression!r} is not a regular expression: {error}; correct it",
                     code="wrong-format",
                     setting=f"kinds.{name}",
                 ) from error

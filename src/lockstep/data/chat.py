@@ -51,7 +51,7 @@ def check_text(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: holds half a surrogate pair, {text[error.start]!r}, after {error.start} characters, "
-            "which is no text; correct it",
+            "which is not text; correct it",
             code="not-text",
             where=where,
         ) from error

@@ -189,7 +189,7 @@ def _margin(row: Mapping[str, Any], config: DataConfig, where: str) -> float:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise DataError(
-            f"{where}, {config.margin_column}: {value!r} is no margin; write a number >= 0, or rename the "
+            f"{where}, {config.margin_column}: {value!r} is not a margin; write a number >= 0, or rename the "
             "column (data.margin_column)",
             code="wrong-row",
             name=config.margin_column,

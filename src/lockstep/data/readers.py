@@ -62,7 +62,7 @@ def check_surrogates(value: Any, where: str) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: holds half a surrogate pair ({error.object[error.start]!r}), which is no text; "
+            f"{where}: holds half a surrogate pair ({error.object[error.start]!r}), which is not text; "
             "correct or remove the row",
             code="not-text",
             where=where,

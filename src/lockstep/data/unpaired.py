@@ -79,7 +79,7 @@ def _answers(
         label = row[config.label_column]
         if isinstance(label, str | float) or label not in (True, False):
             raise DataError(
-                f"{where}: {config.label_column} = {str(label)[:40]!r} is no label; it is true for a "
+                f"{where}: {config.label_column} = {str(label)[:40]!r} is not a label; it is true for a "
                 "desirable answer and false for another one",
                 code="wrong-row",
                 name=config.label_column,

@@ -337,7 +337,7 @@ def _device(train: TrainConfig, ranks: RankContext | None) -> str:
         device = torch.device(train.device)
     except RuntimeError as error:
         raise ConfigError(
-            f"train.device = {train.device!r} is no device; set auto, cpu, cuda or cuda:N",
+            f"train.device = {train.device!r} is not a device; set auto, cpu, cuda or cuda:N",
             code="wrong-format",
             setting="train.device",
         ) from error

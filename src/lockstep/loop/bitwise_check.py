@@ -49,7 +49,7 @@ def shared_contract(backend: TrainBackend, engine: SharesWeights, *, engine_name
         raise ConfigError(
             "train.batch_invariant = true, but the kernel contracts of trainer (here) and engine (there) "
             f"differ in {len(different)} field{'s' if len(different) > 1 else ''}: {'; '.join(different)}. "
-            "Set what these fields name alike for both, or train.batch_invariant = false",
+            "Set these fields alike for both, or train.batch_invariant = false",
             code="kernels-differ",
             different=different,
             setting="train.batch_invariant",

@@ -665,7 +665,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
         read_record(file, name, record)
         if printable(name) != name or not name:
             raise CheckpointError(
-                f"{file}: field 'files' names '{printable(name)}', which is no file name",
+                f"{file}: field 'files' names '{printable(name)}', which is not a file name",
                 code="wrong-field",
                 name="files",
                 file=name,

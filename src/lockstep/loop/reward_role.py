@@ -67,7 +67,7 @@ def describe_reward_models(
             if now.get(name) != before:
                 raise ModelError(
                     f"reward model {name!r} has other weights than when {str(session.dir.path)!r} was "
-                    "started, so the run cannot go on as it was; restore its files, or start a new run",
+                    "started, so the run cannot continue as it was; restore its files, or start a new run",
                     code="values-differ",
                     name=name,
                 )

@@ -305,7 +305,7 @@ class Session:
         if data is not None and data != fingerprint:
             raise DataError(
                 f"the training data changed since {str(self.dir.path)!r} was started (fingerprint "
-                f"{printable(str(data))}, now {fingerprint}), so the run cannot go on as it was; restore "
+                f"{printable(str(data))}, now {fingerprint}), so the run cannot continue as it was; restore "
                 "data.source, or start a new run",
                 code="values-differ",
                 name="data",

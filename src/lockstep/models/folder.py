@@ -66,7 +66,7 @@ def check_folder(folder: Path) -> Path:
     generation = folder / "generation_config.json"
     if generation.is_file() and not isinstance(read_json(generation, ModelError), dict):
         raise ModelError(
-            f"{generation}: is no JSON object; the file is damaged", code="wrong-type", path=generation
+            f"{generation}: is not a JSON object; the file is damaged", code="wrong-type", path=generation
         )
     return folder
 
@@ -96,7 +96,7 @@ def check_files(folder: Path) -> None:
                 )
             if not real.is_file():
                 raise ModelError(
-                    f"{entry}: is no plain file; only plain files are read", code="not-a-file", path=entry
+                    f"{entry}: is not a regular file; no other kind is read", code="not-a-file", path=entry
                 )
 
 
@@ -109,7 +109,7 @@ def check_limits(folder: Path) -> None:
     config = read_json(folder / CONFIG, ModelError, root=None)
     if not isinstance(config, dict):
         raise ModelError(
-            f"{folder / CONFIG}: is no JSON object; it is not the config of a model", code="wrong-type"
+            f"{folder / CONFIG}: is not a JSON object; it is not the config of a model", code="wrong-type"
         )
     parts = [config]
     while parts:

@@ -432,7 +432,7 @@ def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"model.name = {at} is no folder and not in the local hub cache, and the hub cannot be asked "
+            f"model.name = {at} is not a folder and not in the local hub cache, and the hub cannot be asked "
             f"({error}). Fix: check the name; fetch it where there is a network (`hf download`) and set "
             "model.name to that folder; or use bundled:smollm2-135m, which needs no network",
             code="unreachable",

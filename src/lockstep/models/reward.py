@@ -208,8 +208,8 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
         check_rope(hf_config)
         if hf_config.num_labels != 1:
             raise ModelError(
-                f"reward model {name!r} has {hf_config.num_labels} labels, expected 1: it is no reward model "
-                "(a causal LM has no head that scores); choose a sequence classifier with num_labels = 1",
+                f"reward model {name!r} has {hf_config.num_labels} labels, expected 1: this is not a "
+                "reward model (a causal LM has no score head); choose a classifier with num_labels = 1",
                 code="wrong-shape",
             )
         _check_size(folder, hf_config, name=name)

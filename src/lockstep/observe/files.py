@@ -44,7 +44,7 @@ def check_writable(path: Path | None, *, flag: str = "--json") -> None:
         )
     if path.exists() and not path.is_file():  # the result would take the place of the device
         raise ConfigError(
-            f"{flag} {str(path)!r} is a device or a pipe, no plain file; choose another file",
+            f"{flag} {str(path)!r} is a device or a pipe, not a regular file; choose another file",
             code="not-a-file",
             setting=flag,
             path=path,
@@ -71,7 +71,7 @@ def check_above(path: Path, *, flag: str = "--out") -> None:
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigError(
-            f"{flag} {str(path)!r}: {str(above)!r} is no folder; name another place",
+            f"{flag} {str(path)!r}: {str(above)!r} is not a folder; name another place",
             code="not-a-file",
             setting=flag,
             path=path,
@@ -164,11 +164,11 @@ def open_plain(
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except ValueError as cause:  # a NUL in the name
             raise error(
-                f"{str(path)!r}: is no file name ({cause})", code="bad-file-name", path=path
+                f"{str(path)!r}: is not a file name ({cause})", code="bad-file-name", path=path
             ) from cause
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise error(f"{path}: is no plain file; only plain files are read", code="not-a-file", path=path)
+        raise error(f"{path}: is not a regular file; no other kind is read", code="not-a-file", path=path)
     with os.fdopen(handle, "rb") as file:
         if root is not None:
             check_inside(path, error, root=root)
@@ -221,7 +221,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
         )
 
     def no_constant(name: str) -> NoReturn:
-        raise error(f"{where}: {name} is no JSON number", code="not-json", path=where)
+        raise error(f"{where}: {name} is not a JSON number", code="not-json", path=where)
 
     def finite(text: str) -> float:
         value = float(text)

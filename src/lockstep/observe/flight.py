@@ -433,7 +433,7 @@ def _files(folder: Path, rank: int | None) -> Iterable[Path]:
 def _content(path: Path) -> bytes:
     data = path.read_bytes()
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
-        raise DataError(f"{path}: is no flight record", code="damaged-file", path=path)
+        raise DataError(f"{path}: is not a flight record", code="damaged-file", path=path)
     version = _HEADER.unpack_from(data)[1]
     if version != _VERSION or len(data) != _SIZE:
         raise DataError(

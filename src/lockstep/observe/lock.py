@@ -102,7 +102,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
         handle = os.open(path, flags, 0o666)
         with os.fdopen(handle, "r+b", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise ConfigError(f"{path}: is no plain file; delete it", code="not-a-file", path=path)
+                raise ConfigError(f"{path}: is not a regular file; delete it", code="not-a-file", path=path)
             _flock(handle, path)
             yield file
 

@@ -190,8 +190,8 @@ class RunDir:
         done, file = recorded_steps(self.path)
         if done:
             raise CheckpointError(
-                f"{self.checkpoints} holds no checkpoint, but {file} tells of {done} steps that are done: "
-                "the run would begin again and lose them. Restore the folder from a copy; or, if none was "
+                f"{self.checkpoints} holds no checkpoint, but {file} shows {done} steps that are done: "
+                "the run would start again and lose them. Restore the folder from a copy; or, if none was "
                 f"saved yet, start a new run with `lockstep train {self.config} --run-dir NEW`",
                 code="incomplete",
                 path=self.checkpoints,
@@ -326,7 +326,7 @@ def check_free(path: Path) -> None:
         or summary.get("steps")
     ):
         raise ConfigError(
-            f"{str(path)!r} already holds a run; go on with it by `lockstep train --resume {path}`, or "
+            f"{str(path)!r} already holds a run; continue it with `lockstep train --resume {path}`, or "
             "give another --run-dir",
             code="already-exists",
             path=path,

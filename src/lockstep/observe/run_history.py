@@ -47,12 +47,14 @@ def check_layout(run: Path) -> None:
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_dir() and (path.parent == run or not path.is_file()):
-                raise CheckpointError(f"{path}: is no folder; move it away", code="not-a-file", path=path)
+                raise CheckpointError(f"{path}: is not a folder; move it away", code="not-a-file", path=path)
     for path in (run / name for name in FILES):
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_file():
-                raise CheckpointError(f"{path}: is no plain file; move it away", code="not-a-file", path=path)
+                raise CheckpointError(
+                    f"{path}: not a regular file; move it away", code="not-a-file", path=path
+                )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ class RunLog:
         self._lock = threading.Lock()
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             self._file.close()
-            raise ConfigError(f"{path}: is no plain file; remove it", code="not-a-file", path=path)
+            raise ConfigError(f"{path}: is not a regular file; remove it", code="not-a-file", path=path)
 
     def line(self, text: str) -> None:
         """Write a text of one line or several.

@@ -373,7 +373,7 @@ def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
         pair = [ids[i] for i in unit if i < len(ids)]
         if len(pair) < 2 or pair[0] % 2 or pair[1] != pair[0] + 1:
             raise DataError(
-                f"sample_ids {pair} are no preference pair: the chosen answer of pair p is sample 2p, "
+                f"sample_ids {pair} are not a preference pair: the chosen answer of pair p is sample 2p, "
                 "and the rejected one, sample 2p + 1, comes right after it",
                 code="wrong-pairs",
                 samples=pair,

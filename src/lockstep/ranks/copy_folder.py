@@ -55,7 +55,7 @@ def _check_place(place: Path) -> None:
     advice = "set cluster.copy_dir to a folder on a tmpfs, or cluster.peer_copy = false"
     if not place.is_dir():
         raise ConfigError(
-            f"cluster.copy_dir = {str(place)!r} is no folder; {advice}",
+            f"cluster.copy_dir = {str(place)!r} is not a folder; {advice}",
             code="no-such-file",
             setting="cluster.copy_dir",
         )

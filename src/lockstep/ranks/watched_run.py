@@ -126,8 +126,8 @@ def stop(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLook:
         if time.monotonic() > until:
             doing = "; ".join(_doing(run)) or "no flight record"
             raise TrainError(
-                f"{run}: {where} has not ended within {seconds:g} s ({doing}). It will after its step. To "
-                f"see why it takes so long: lockstep hang {run}. To end it at once, and lose what came after "
+                f"{run}: {where} has not ended within {seconds:g} s ({doing}). It will end after its step. "
+                f"To see why it takes so long: lockstep hang {run}. To end it at once, and lose what came after "
                 f"the newest checkpoint: kill -9 {owner.pid}",
                 code="deadline",
             )
@@ -176,7 +176,7 @@ def _total(config: Path) -> int | None:
     try:
         steps = tomllib.loads(config.read_text(encoding="utf-8")).get("steps")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{config}: is no TOML: {error}", code="not-toml") from error
+        raise DataError(f"{config}: is not TOML: {error}", code="not-toml") from error
     return steps if isinstance(steps, int) else None
 
 

@@ -108,7 +108,7 @@ def recorded_model(header: RecordingHeader) -> ModelConfig:
             "model.lora.rank", f"is {config.lora.rank:,}; it must be at most {_LORA_RANK:,}", _MODEL_FLAG
         )
     if config.seed not in _SEEDS:
-        raise _refused("model.seed", f"is {str(config.seed)[:40]}, which is no seed of torch", _MODEL_FLAG)
+        raise _refused("model.seed", f"is {str(config.seed)[:40]}, not a seed that torch takes", _MODEL_FLAG)
     return config.model_copy(update={"trust_remote_code": False})
 
 

@@ -76,7 +76,7 @@ class RecordingWriter:
         self._ranks = sorted(set(range(header.world_size) if ranks is None else ranks))
         if rank not in self._ranks:
             raise RecordingError(
-                f"rank {rank} is none of the ranks that record: {self._ranks[:20]}",
+                f"rank {rank} is not one of the ranks that record: {self._ranks[:20]}",
                 code="out-of-range",
                 name="rank",
             )

@@ -115,7 +115,7 @@ def _parsed(text: str, limit: int) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise NotInGrammar(f"it is no expression ({type(error).__name__})") from None
+        raise NotInGrammar(f"it is not an expression ({type(error).__name__})") from None
 
 
 def _literal(node: ast.expr) -> None:

@@ -121,7 +121,7 @@ class RewardModels:
         for score, sample in zip(scores, inputs, strict=True):
             if not math.isfinite(score):
                 raise RewardError(
-                    f"{name} scored {_where(sample)} with {score}, which is no number to learn from; set "
+                    f"{name} scored {_where(sample)} with {score}, which is not a number to learn from; set "
                     "reward_model.dtype = 'float32', or choose another model",
                     code="not-finite",
                 )

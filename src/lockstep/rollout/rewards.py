@@ -348,7 +348,7 @@ def _check_pattern(config: RewardConfig) -> None:
         re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"reward 'format': kwargs.pattern = {pattern!r} is no regular expression: {error}",
+            f"reward 'format': kwargs.pattern = {pattern!r} is not a regular expression: {error}",
             code="wrong-format",
             setting="rewards.kwargs.pattern",
         ) from error

@@ -125,7 +125,7 @@ class RowFile:
                     os.ftruncate(self._fd, size)
                 raise DataError(
                     f"cannot write to {self._journal}: {error.strerror}; {len(self.done)} of {self.expected} "
-                    "rows are kept. Make room, then run the same command again: it goes on there",
+                    "rows are kept. Make room, then run the same command again: it continues there",
                     code="cannot-write",
                 ) from error
             for key, line in lines:
@@ -183,7 +183,7 @@ class RowFile:
             if os.fstat(self._fd).st_size or (self._journal != self.path and self.path.exists()):
                 raise ConfigError(
                     f"--out {str(self.path)!r} exists, and {meta_path(self.path).name} does not, which would "
-                    "say what it is made from; choose another file, or begin anew with --overwrite",
+                    "say what it is made from; choose another file, or start over with --overwrite",
                     code="already-exists",
                     setting="--out",
                 )
@@ -216,7 +216,7 @@ class RowFile:
         if lines:
             raise ConfigError(
                 f"--out {str(self.path)!r} was made with other settings or data; go on with the same ones, "
-                "choose another file, or begin anew with --overwrite:\n" + "\n".join(lines),
+                "choose another file, or start over with --overwrite:\n" + "\n".join(lines),
                 code="contradiction",
                 setting="--out",
                 names=changed,
@@ -251,10 +251,10 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     try:
         meta = read_json(file, ConfigError)
     except ConfigError as error:
-        raise ConfigError(f"{error}; begin anew with --overwrite", **error.data) from error
+        raise ConfigError(f"{error}; start over with --overwrite", **error.data) from error
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
         raise ConfigError(
-            f"{file} is damaged (it names no format); begin anew with --overwrite",
+            f"{file} is damaged (it names no format); start over with --overwrite",
             code="damaged-file",
             name="format",
         )
@@ -267,7 +267,7 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     for name, kind in kinds.items():
         if not isinstance(meta.get(name), kind):
             raise ConfigError(
-                f"{file} is damaged ({name} = {str(meta.get(name))[:80]!r}); begin anew with --overwrite",
+                f"{file} is damaged ({name} = {str(meta.get(name))[:80]!r}); start over with --overwrite",
                 code="damaged-file",
                 name=name,
             )
@@ -291,7 +291,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if meta is not None and not meta["complete"]:
         raise DataError(
             f"{path} is not complete: `lockstep {meta['command']}` was stopped before all {meta['rows']} "
-            "rows were there; run that command again, it goes on where it stopped",
+            "rows were there; run that command again, it continues where it stopped",
             code="incomplete",
             path=path,
         )

@@ -123,7 +123,7 @@ def _checked(row: Row, where: str) -> int:
         )
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
         raise DataError(
-            f"{where}: reward = {reward!r} is no number", code="wrong-row", name="reward", where=where
+            f"{where}: reward = {reward!r} is not a number", code="wrong-row", name="reward", where=where
         )
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
         raise DataError(

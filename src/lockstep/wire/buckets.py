@@ -50,7 +50,7 @@ def named_dtype(name: str) -> torch.dtype:
     """The inverse of `dtype_name`. Raises WireError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise WireError(f"{name!r} is no dtype of torch {torch.__version__}")
+        raise WireError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return dtype
 
 

@@ -194,5 +194,5 @@ def tensor_from_hex(dtype: str, text: str) -> Tensor:
     """Raises ValueError for a dtype that torch does not have or bytes that do not fit it."""
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype of torch")
+        raise ValueError(f"{dtype!r} is not a dtype of torch")
     return torch.frombuffer(bytearray.fromhex(text), dtype=kind)

@@ -110,7 +110,7 @@ def check_no_padding(bucket: WeightBucket) -> None:
         if spec.offset != at:
             raise EngineError(
                 f"{spec.name} lies at byte {spec.offset} of its bucket and SGLang would look for it at {at}: "
-                "a tensor before it has a size that is no multiple of 16 bytes; set engine.transfer = 'disk'",
+                "the size of a tensor before it is not a multiple of 16 bytes; set engine.transfer = 'disk'",
                 code="unsupported-combination",
                 setting="engine.transfer",
                 name=spec.name,

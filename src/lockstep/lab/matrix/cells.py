@@ -124,7 +124,7 @@ def _dtype(value: str) -> tuple[str, dict[str, Any]]:
 
 def _device(value: str) -> tuple[str, dict[str, Any]]:
     if re.fullmatch(r"cpu|cuda(:\d+)?", value) is None:
-        raise ValueError(f"{value!r} is no device; give cpu, cuda or cuda:N")
+        raise ValueError(f"{value!r} is not a device; give cpu, cuda or cuda:N")
     return value, {"device": value}
 
 

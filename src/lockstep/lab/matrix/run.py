@@ -157,14 +157,14 @@ class _Work:
         if not (out / "matrix.json").exists():
             if out.exists() and any(out.iterdir()):
                 raise ConfigError(
-                    f"--out {str(out)!r} holds something that is no matrix; give a new folder",
+                    f"--out {str(out)!r} holds something that is not a matrix; give a new folder",
                     code="wrong-kind-of-file",
                     setting="--out",
                     path=out,
                 )
             if self.options.resume:
                 raise ConfigError(
-                    f"--resume: {str(out)!r} holds no matrix to go on with; leave --resume out",
+                    f"--resume: {str(out)!r} holds no matrix to continue; leave --resume out",
                     code="wrong-kind-of-file",
                     setting="--resume",
                     path=out,
@@ -173,7 +173,7 @@ class _Work:
             return
         if not self.options.resume:
             raise ConfigError(
-                f"--out {str(out)!r} holds a matrix already; --resume goes on with it, or give another --out",
+                f"--out {str(out)!r} holds a matrix already; --resume continues it, or give another --out",
                 code="already-exists",
                 setting="--out",
                 path=out,

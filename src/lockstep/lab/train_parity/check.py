@@ -260,7 +260,7 @@ def check_stack(
             check_tensor_parallel_size(text, stack.tp)
         if stack.tp > 1 and text is None:
             raise ConfigError(
-                f"nothing is known of {model.name}, so it is not known whether tp divides it",
+                f"nothing is known about {model.name}, so it is not known whether tp divides it",
                 code="unknown-name",
                 name=model.name,
             )

@@ -291,8 +291,8 @@ def _bounds(tensors: Mapping[str, Tensor], real: int, slots: int) -> Tensor | No
             or bool((bounds.diff() < 0).any())
         ):
             raise RecordingError(
-                f"record: '{name}' {bounds.flatten()[:8].tolist()} is no list of cumulative lengths of the "
-                f"{real} tokens in {slots} slots",
+                f"record: '{name}' {bounds.flatten()[:8].tolist()} is not a list of cumulative lengths of "
+                f"the {real} tokens in {slots} slots",
                 code="wrong-shape",
                 name=name,
             )

@@ -328,7 +328,7 @@ class DumpReader:
         if isinstance(counts, list) and values.shape == (1, sum(counts)) and sum(counts) != width:
             return self._last_of_each(values[0], counts, ids, layout)
         if values.shape[0] != rows or values.shape[1] > width:
-            self._bad(name, f"is {list(values.shape)}, which is no part of the ids' {list(ids.shape)}")
+            self._bad(name, f"is {list(values.shape)}, which is not a part of the ids' {list(ids.shape)}")
         padded = torch.zeros(ids.shape, dtype=values.dtype)
         if name == "labels":
             padded.fill_(IGNORE_LABEL)

@@ -251,8 +251,8 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
             left -= sum(value.nbytes for value in named.values() if isinstance(value, Tensor))
             if left < 0:
                 raise RecordingError(
-                    f"{path.name}: its inputs share tensors, and are far larger apart than the file is; dump "
-                    "each input's own part",
+                    f"{path.name}: its inputs share tensors, and would be far larger if stored separately; "
+                    "dump each input's own part",
                     code="too-large",
                     name="tensors",
                 )
@@ -303,7 +303,7 @@ def _common_kind(kinds: Mapping[Kind, str], survey: _Survey) -> Kind:
         listed = "; ".join(f"{path} is of kind {kind}" for kind, path in kinds.items())
         raise RecordingError(
             f"the dumps need several losses ({listed}): advantages and logprobs make a policy batch, only "
-            "advantages a surrogate, neither sft. Import them apart",
+            "advantages a surrogate, neither sft. Import them separately",
             code="contradiction",
             name="losses",
         )
@@ -407,7 +407,7 @@ def _vocab_size(model: str | None, survey: _Survey) -> int:
         )
     if size >= 2**31:
         raise RecordingError(
-            f"{survey.where}: field 'token_ids': {survey.largest} is no token id",
+            f"{survey.where}: field 'token_ids': {survey.largest} is not a token id",
             code="outside-vocabulary",
             name="token_ids",
         )

@@ -318,7 +318,7 @@ class LazyArray:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if type(value) not in (tuple, list) or len(value) > _MAX_DIMS:
-        raise ValueError("a shape that is no short tuple")
+        raise ValueError("a shape that is not a short tuple")
     for number in value:
         if type(number) is not int or not 0 <= number < 2**40:
             raise ValueError("a shape that is not made of sizes")
@@ -362,7 +362,7 @@ def _ordered(arguments: tuple[Any, ...], budget: Budget) -> dict[str, Any]:
         budget.step()
         key, value = pair
         if type(key) is not str:
-            raise TypeError("an OrderedDict with keys that are no text")
+            raise TypeError("an OrderedDict with keys that are not text")
         entries[key] = value
     return entries
 
@@ -398,7 +398,7 @@ def _lazy_bits(metadata: Any) -> set[str]:
     if metadata is None:
         return set()
     if type(metadata) is not dict or any(type(value) is not bool for value in metadata.values()):
-        raise ValueError("a tensor whose metadata is no dict of bits")
+        raise ValueError("a tensor whose metadata is not a dict of bits")
     unknown = sorted(str(name)[:40] for name in metadata if name not in ("neg", "conj"))
     if unknown:
         raise ValueError(f"a tensor with the unknown bit {unknown[0]!r}; dump it with .clone()")
@@ -408,7 +408,7 @@ def _lazy_bits(metadata: Any) -> set[str]:
 def _numpy(name: str, arguments: tuple[Any, ...]) -> Any:
     if name == "dtype":
         if type(arguments[0]) is not str:
-            raise TypeError("a numpy dtype that is no text")
+            raise TypeError("a numpy dtype that is not text")
         return LazyDtype(arguments[0].lstrip("<>=|"), ">" if arguments[0].startswith(">") else "<")
     if name == "_reconstruct":
         return LazyArray()

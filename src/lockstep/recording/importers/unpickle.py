@@ -90,7 +90,7 @@ def _read(path: Path, where: str) -> bytes:
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise RecordingError(f"{where}: is no regular file", code="not-a-file")
+            raise RecordingError(f"{where}: is not a regular file", code="not-a-file")
         if status.st_size > MAX_FILE_BYTES:
             raise RecordingError(
                 f"{where}: {status.st_size:,} bytes; dumps of at most {MAX_FILE_BYTES:,} are read, so dump "
@@ -104,7 +104,7 @@ def _read(path: Path, where: str) -> bytes:
 def _load(data: bytes, where: str, budget: Budget, *, level: int) -> tuple[Any, str]:
     if level > _MAX_ARCHIVES:
         raise RecordingError(
-            f"{where}: archives are nested more than {_MAX_ARCHIVES} deep; it is no dump",
+            f"{where}: archives are nested more than {_MAX_ARCHIVES} deep; it is not a dump",
             code="too-deep",
             name="archives",
         )
@@ -162,7 +162,7 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
                 if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                     raise RecordingError(
                         f"{where}: entry {info.filename[:60]!r} is compressed; torch.save stores plain "
-                        "bytes, so this is no dump of it",
+                        "bytes, so it did not write this file",
                         code="wrong-kind-of-file",
                         name="compressed",
                     )

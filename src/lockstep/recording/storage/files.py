@@ -89,7 +89,7 @@ def check_inside(path: Path, root: Path) -> None:
         ) from error
     if not stat.S_ISREG(mode):
         raise RecordingError(
-            f"{path}: is no plain file; a recording holds files and folders only", code="not-a-file"
+            f"{path}: is not a regular file; a recording holds files and folders only", code="not-a-file"
         )
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise RecordingError(
@@ -181,7 +181,7 @@ class TensorFile:
             raw = file.read(length)
         header = parse_json(raw, f"{path}: header", RecordingError)
         if not isinstance(header, dict):
-            raise self._broken("its header is no JSON object")
+            raise self._broken("its header is not a JSON object")
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._broken("field __metadata__ must be an object of strings")

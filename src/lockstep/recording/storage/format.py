@@ -416,7 +416,7 @@ def decode(
     if bits[used:].any() or wrong_end or int(counts.sum()) != entry.trained:
         raise RecordingError(
             f"loss_mask: {int(counts.sum())} tokens are trained on, the field trained says {entry.trained}; "
-            f"a document's last token never is, but in inputs of kind {SCORED}",
+            f"a document's last token never is, except in inputs of kind {SCORED}",
             code="wrong-field",
             name="trained",
         )

@@ -45,7 +45,7 @@ def check_version(format: object, version: object, where: str) -> None:
     """Raises RecordingError for another format or version."""
     if format != FORMAT:
         raise RecordingError(
-            f"{where}: field format is {str(format)[:40]!r}, not {FORMAT!r}; this is no recording",
+            f"{where}: field format is {str(format)[:40]!r}, not {FORMAT!r}; this is not a recording",
             code="wrong-kind-of-file",
         )
     if str(version) != str(VERSION) or isinstance(version, bool):
@@ -229,7 +229,7 @@ def read_rank(root: Path, rank: int) -> RankFiles:
             files[match[1]][int(match[2])] = folder / name
         elif name != INDEX:
             raise RecordingError(
-                f"{folder / name}: is no file of a recording; move it elsewhere", code="wrong-kind-of-file"
+                f"{folder / name}: is not a file of a recording; move it elsewhere", code="wrong-kind-of-file"
             )
     if not names:  # the writer died between making the folder and the index
         return RankFiles(index=empty_index(rank), shards=(), open=(), ignored=())

@@ -76,7 +76,7 @@ def read_index(directory: Path) -> StateIndex:
     state = read_json(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}: field 'format' is not {FORMAT!r}; this is no train state",
+            f"{path}: field 'format' is not {FORMAT!r}; this is not a train state",
             code="wrong-kind-of-file",
             name="format",
         )
@@ -100,7 +100,7 @@ def read_index(directory: Path) -> StateIndex:
         )
     if not isinstance(mesh, dict) or not all(is_count(length) for length in mesh.values()):
         raise CheckpointError(
-            f"{path}: field 'mesh' is {mesh!r}, which is no mesh", code="wrong-field", name="mesh"
+            f"{path}: field 'mesh' is {mesh!r}, which is not a mesh", code="wrong-field", name="mesh"
         )
     if not isinstance(backend, str):
         raise CheckpointError(f"{path}: field 'backend' is {backend!r}", code="wrong-field", name="backend")
@@ -137,7 +137,7 @@ def _files(path: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]:
     for name in files:
         if _FILE.fullmatch(name) is None:
             raise CheckpointError(
-                f"{path}: field 'files' names {name!r}, which is no file of a train state",
+                f"{path}: field 'files' names {name!r}, which is not a file of a train state",
                 code="wrong-field",
                 name="files",
                 file=name,
