@@ -27,6 +27,7 @@ class GradientStore:
         self._spare: dict[nn.Parameter, Tensor] = {}
         self._accumulating = False
         for parameter in self._buffered:
+            # The only hook that may take .grad away: a tensor's own hook runs before autograd has stored it.
             parameter.register_post_accumulate_grad_hook(self._drain)
 
     def expect(self, micro_batches: int) -> None:
@@ -47,6 +48,7 @@ class GradientStore:
         else:
             buffer = self._spare.pop(parameter, None)
             buffer = torch.empty_like(parameter, dtype=torch.float32) if buffer is None else buffer
+            # The first gradient is copied, not added to zeros: one pass over the memory less.
             self._buffers[parameter] = buffer.copy_(parameter.grad)
         parameter.grad = None
 
@@ -76,6 +78,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
         norms = [_cpu_norm(g) for g in gradients]
     else:
         # dtype: what it adds up in.
+        # Private, and what torch's own clip_grad_norm_ calls: one launch for all gradients.
         norms = list(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
@@ -87,4 +90,5 @@ def _cpu_norm(gradient: Tensor) -> Tensor:
     flat = gradient.reshape(-1)
     chunks = flat.split(_NORM_CHUNK)
     squares = torch.stack([torch.dot(c, c) for c in (chunk.float() for chunk in chunks)])
+    # float64, because these are thousands of partial sums of very different size.
     return squares.double().sum().sqrt().float()

@@ -168,8 +168,11 @@ class LocalBackend(Rests):
         Raises:
             TrainError: a loss is not finite, or memory ran out; all gradients of the step are dropped.
         """
+        # Before the first backward: the gradient hooks must know whether anything will be added to a
+        # gradient.
         self._gradients.expect(sum(len(b.sample_ids) if self._by_sample else 1 for b in batches))
         outputs = []
+        # Train mode only in here: scoring and the LoRA reference use the same module, and must not drop out.
         self.module.train()
         try:
             with self._awake("weights"), self._counting():
@@ -178,12 +181,14 @@ class LocalBackend(Rests):
                         flight.note_micro_batch(index, batch.lengths)
                         outputs.append(self._backward(batch, loss))
             stats = step_stats(outputs)
+            # Once per step, not per micro-batch: looking at a loss waits for the device.
             require_finite(stats.losses, batches, step=self.steps_done)
         except BaseException:  # half a step's gradients must not leak into the next one
             self.drop_gradients()
             raise
         finally:
             self.module.eval()
+        # Only when all of them went well: these are what `_blame` runs again.
         self._pending += [(batch, loss) for batch in batches]
         return stats
 
@@ -232,6 +237,8 @@ class LocalBackend(Rests):
         try:
             yield
         except RuntimeError as error:
+            # RuntimeError above, because torch's allocator for CPUs raises no other; the text tells which it
+            # is.
             if not is_out_of_memory(error):
                 raise
             tokens, count, ref = batches[index].num_slots, len(batches), self._ref is not None
@@ -280,6 +287,7 @@ class LocalBackend(Rests):
     def gradients(self) -> dict[str, Tensor]:
         """`live_gradients` as float32 copies on the host."""
         gradients = self.live_gradients()
+        # copy: a float32 gradient on a CPU would be handed out itself, and be cleared by the next step.
         return {name: g.detach().to("cpu", torch.float32, copy=True) for name, g in gradients.items()}
 
     def gradient_norm(self) -> float:
@@ -303,6 +311,7 @@ class LocalBackend(Rests):
         self.steps_done += 1
         if self._compile_watch is not None:
             self._compile_watch.check()
+            # Graphs of the first step are expected: from here on every new one counts as a recompile.
             self._compile_watch.mark_warm()
         return update
 
@@ -314,6 +323,7 @@ class LocalBackend(Rests):
             raise step_errors.no_gradients(step=self.steps_done)
         norm = float(global_norm(present))
         if not math.isfinite(norm):
+            # The update runs under no_grad, and finding the culprit takes backward passes.
             with torch.enable_grad():
                 blamed = self._blame()
             raise step_errors.norm_not_finite(norm, step=self.steps_done, **blamed)
@@ -322,6 +332,7 @@ class LocalBackend(Rests):
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        # A save in the background may still read the masters and states that are about to change.
         self._copies.wait()
         with self._awake("states"):
             self._optimizer.step(gradients, lr=lr, scale=scale)
@@ -381,6 +392,7 @@ class LocalBackend(Rests):
         Raises:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
+        # The copy of an earlier save may still read what is about to be overwritten.
         self._copies.wait()
         with self._awake("weights", "states"):
             parts, progress = LiveTensors(self._live_state()), self._progress()

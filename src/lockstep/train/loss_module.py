@@ -296,6 +296,7 @@ class _RingSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, figures: Tensor, group: dist.ProcessGroup) -> Tensor:
+        # all_reduce writes in place, and the input belongs to the caller's graph.
         whole = figures.clone()
         dist.all_reduce(whole, group=group)
         return whole

@@ -56,6 +56,7 @@ def require_same_batches(
     # Not hash(): Python salts that of strings in each process.
     digest = zlib.crc32(repr([(batch.lengths, batch.sample_ids) for batch in batches]).encode())
     own = torch.tensor([len(batches), sum(batch.num_slots for batch in batches), digest])
+    # On a GPU the gather would queue behind the kernels of earlier work, and reading it would wait for them.
     gather_device = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
     gathered = [torch.empty_like(own, device=gather_device) for _ in range(group.size())]
     dist.all_gather(gathered, own.to(gather_device), group=group)

@@ -103,6 +103,7 @@ class MasterOptimizer(ABC):
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype == torch.float32 and not self.offloaded:
             return parameter.detach()
+        # Contiguous, because updates see a master as one flat run of elements.
         return parameter.detach().to(self.device, torch.float32, copy=True).contiguous()
 
     def step(self, gradients: Sequence[Tensor | None], *, lr: float, scale: float = 1.0) -> None:
@@ -119,6 +120,7 @@ class MasterOptimizer(ABC):
             # A call of torch's kernels has one weight_decay for all its tensors.
             weight_decay = self.config.weight_decay if decay else 0.0
             for bucket in self._buckets(local, decay):
+                # Cast per bucket: a float32 copy of all gradients at once would take 4 bytes per parameter.
                 flat = [_flat(local[p.index], p).to(torch.float32) for p in bucket]  # type: ignore[arg-type]
                 self._update(bucket, flat, lr=lr, weight_decay=weight_decay, scale=scale)
                 if self._casts:
@@ -148,6 +150,7 @@ class MasterOptimizer(ABC):
     def _cast(self, bucket: Sequence[Piece]) -> None:
         """Write the Parameters from their masters: the one cast of the step."""
         pairs = [(self.parameters[p.index].parameter, self.masters[p.index], p) for p in bucket]
+        # A float32 Parameter is its own master, so nothing is left to cast.
         apart = [(t, m, p) for t, m, p in pairs if t.data_ptr() != m.data_ptr()]
         if apart:
             targets = [_flat(t.detach(), p) for t, _, p in apart]
@@ -171,6 +174,8 @@ class MasterOptimizer(ABC):
                 continue
             parameter = self.parameters[index].parameter
             staged = self._staging(index, parameter.dtype).copy_(self.masters[index])
+            # The staging memory serves the next step too, so the copies must have ended (below) before this
+            # returns.
             parameter.detach().copy_(staged, non_blocking=True)
         self._synchronize()
 
@@ -178,6 +183,7 @@ class MasterOptimizer(ABC):
         key = (index, dtype)
         if key not in self._pinned:
             shape = self.masters[index].shape
+            # Copies from pageable memory are synchronous, whatever non_blocking says.
             self._pinned[key] = torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
         return self._pinned[key]
 
@@ -246,6 +252,7 @@ class AdamW(MasterOptimizer):
         if not fused and scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         for piece in bucket:
+            # Of the pieces of a large Parameter only the first counts the update.
             if piece.start == 0:
                 self.updates[piece.index] += 1
         # The kernel counts the update itself, so it gets the count before this one; a piece has a count of

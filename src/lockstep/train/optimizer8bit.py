@@ -22,6 +22,7 @@ class AdamW8bit(MasterOptimizer):
         ConfigError: torchao is not installed.
     """
 
+    # torchao updates whole Parameters: its blocks of 256 codes do not know where a piece would begin.
     splits = False
 
     def __init__(self, parameters: Sequence[NamedParameter], *, config: TrainConfig) -> None:
@@ -36,6 +37,7 @@ class AdamW8bit(MasterOptimizer):
                 setting="train.optimizer",
             ) from error
         self._masters = [nn.Parameter(master, requires_grad=False) for master in self.masters]
+        # Decay is 0 here and set per bucket in `_update`: one optimizer serves both kinds of Parameters.
         self._torchao = TorchaoAdamW(
             self._masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0
         )
@@ -57,6 +59,7 @@ class AdamW8bit(MasterOptimizer):
         scale: float,
     ) -> None:
         group = self._torchao.param_groups[0]
+        # torchao keeps lr as a tensor, so that its compiled update is not compiled again when lr changes.
         group["lr"].fill_(lr)
         group["weight_decay"] = weight_decay
         for piece, gradient in zip(bucket, gradients, strict=True):

@@ -119,6 +119,8 @@ class DeepSpeedBackend:
         ds = _import_deepspeed(self.device)
         ensure_process_group(self.device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # Private; dist.group.WORLD is typed as optional, and None where there is no group, which this
+        # refuses.
         self._group = dist.distributed_c10d._get_default_group()
         mesh = {"dp": self.world_size, "ring": 1, "tp": 1}
         self._layout = Layout(backend="deepspeed", mesh=mesh, stream=self.rank)

@@ -280,6 +280,7 @@ def _forget_powers(optimizer: Any) -> None:
     differs. An empty update at a far step forces the next one to compute it."""
     (beta1, beta2), nothing = optimizer.param_groups[0]["betas"], [torch.zeros(1) for _ in range(4)]
     steps = [int(state.get("step", 0)) for state in optimizer.state.values()]
+    # Any step that does not follow the last one would do.
     far = max(steps, default=0) + 1000
     optimizer.ds_opt_adam.adam_update(
         optimizer.opt_id,

@@ -164,6 +164,8 @@ class FSDP2Backend(Rests):
     def _optimizer_of(self, decay: dict[str, bool]) -> MasterOptimizer:
         """The same code as LocalBackend's, over this rank's shards."""
         shards = [
+            # Over the shards' own memory, so that an update of these is an update of the policy, without
+            # DTensor.
             NamedParameter(name=name, parameter=nn.Parameter(self._policy.local(name), False), decay=decayed)
             for name, decayed in decay.items()
         ]
@@ -208,6 +210,7 @@ class FSDP2Backend(Rests):
                 memory ran out, where it did. All gradients of the step are dropped.
         """
         require_same_batches(batches, group=self.mesh.world, device=self.device)
+        # More gradients are coming: what was added up over ranks before is stale.
         self._added_up = None
         try:
             stats = self._accumulate(batches, loss)
@@ -216,6 +219,8 @@ class FSDP2Backend(Rests):
             self._recover()
             raise
         self._pending += [(batch, loss) for batch in batches]
+        # From the whole step's masks, not from .grad: every rank must come to the same answer, since the norm
+        # is a collective.
         self._has_gradients |= any(self._static or bool(batch.loss_mask.any()) for batch in batches)
         return stats
 
@@ -352,6 +357,7 @@ class FSDP2Backend(Rests):
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for copies in (1, self.mesh.tp):
             norm = global_norm([g for n, g in shards.items() if self._policy.copies(n) == copies])
+            # Divided, because the sum over ranks below counts it once for each rank that has it.
             square += norm.to(self.device, torch.float64).square() / copies
             if self.mesh.tp == 1:
                 break
@@ -404,6 +410,7 @@ class FSDP2Backend(Rests):
         self.drop_gradients()
         for index, (batch, loss) in enumerate(pending):
             self._accumulate([batch], loss)
+            # By hand, as this goes around forward_backward: `_not_finite` is collective, whatever the mask.
             self._has_gradients = True
             bad = self._not_finite()
             self.drop_gradients()
@@ -432,6 +439,7 @@ class FSDP2Backend(Rests):
 
     @torch.no_grad()
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        # By identity: a tied weight is gathered once, and comes under each of its names.
         first = {id(p): name for name, p in self._policy.parameters.items()}
         names: dict[str, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -450,6 +458,7 @@ class FSDP2Backend(Rests):
 
     def _whole_weight(self, name: str) -> Tensor:
         """In the compute dtype, on every rank; collective."""
+        # Cast before the gather: less travels, and the bits are those of the cast that every forward makes.
         return self._policy.whole(name, self._policy.local(name).to(self.model.dtype))
 
     def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:

@@ -197,6 +197,7 @@ class ShardedModel:
             padded = self._padded(local, shape)
             parts = [torch.empty_like(padded) for _ in range(mesh.shards)]
             mine = parts if mesh.shard_rank == shard_owner else None
+            # dst counts in the whole world, also within a group.
             dist.gather(padded, mine, dst=shard_owner * mesh.tp + mesh.tp_rank, group=mesh.shard_group)
             rows = None if mine is None else torch.cat(mine)[: shape[0]]
         if mesh.shard_rank != shard_owner:
@@ -244,6 +245,7 @@ class ShardedModel:
     def gradient(self, name: str) -> Tensor | None:
         """This rank's shard of the gradient, added up over the shard group."""
         gradient = self.parameters[name].grad
+        # As in `local`: to_local() would be an op of autograd.
         return None if gradient is None else cast(DTensor, gradient)._local_tensor
 
     def drop_gradients(self) -> None:
@@ -332,6 +334,7 @@ def _reset_iter_state(root: nn.Module) -> None:
     """What FSDPModule.reset_iter_state of torch 2.13 does, for older versions."""
     state = _state(root)
     if state._device.type == "cuda":
+        # Kernels of the failed pass may still use the buffers that are let go below.
         torch.cuda.synchronize(state._device)
     comm = state._comm_ctx
     comm.all_gather_state = None

@@ -330,6 +330,7 @@ class TensorParallel:
         mine = [g for n, g in gradients.items() if self.plan[n] == Replicated(summed=True)]
         if not mine:
             return
+        # A sum over ranks in bfloat16 would be rounded once per rank; this way it is rounded once.
         wide = torch.promote_types(mine[0].dtype, torch.float32)
         flat = torch.cat([g.reshape(-1).to(wide) for g in mine])
         dist.all_reduce(flat, group=self.group)
@@ -353,6 +354,7 @@ def apply_tensor_parallel(module: nn.Module, *, group: dist.ProcessGroup, plan: 
         bounds = tp.bounds(name)
         if bounds is not None:
             dim, start, stop = bounds
+            # A view would keep the memory of the whole Parameter alive.
             part = parameter.detach().narrow(dim, start, stop - start).clone()
             cut[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     for alias, name in known.items():

@@ -66,6 +66,7 @@ class RowParallelLinear(nn.Linear):
     """
 
     def __init__(self, whole: nn.Linear, group_name: str) -> None:
+        # Not Linear's own, which would allocate and fill a weight that is replaced at once.
         nn.Module.__init__(self)
         self.in_features, self.out_features = whole.weight.shape[1], whole.weight.shape[0]
         self.weight = whole.weight
@@ -94,6 +95,8 @@ class VocabLookup:
     def __call__(self, input_ids: Tensor) -> Tensor:
         """ids [...] -> [..., C], the same on all ranks."""
         here = (input_ids >= self._start) & (input_ids < self._stop)
+        # Row 0 stands in for ids of other ranks. It may hold anything, so it is selected away below, not
+        # multiplied by 0.
         rows = self._lookup(torch.where(here, input_ids - self._start, 0))
         total: Tensor = torch.ops.lockstep.tp_all_reduce(
             torch.where(here[..., None], rows, 0.0), self._group_name

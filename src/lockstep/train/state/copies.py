@@ -19,6 +19,7 @@ from lockstep.errors import CheckpointError, TrainError
 
 COPY_SECONDS = 600.0
 """An update waits no longer than this for a copy in memory."""
+# Few large blocks: each piece of pinned memory is registered with the driver, which is slow.
 _BLOCK = 1 << 28
 """Bytes of pinned memory that are taken at once."""
 
@@ -30,6 +31,7 @@ class PendingCopy:
         self._copies: list[Tensor] = []
         self._error: Exception | None = None
         self._live = list(live)
+        # A daemon, so that a copy that hangs in swapping cannot keep a process alive that has given up on it.
         self._thread = threading.Thread(target=self._run, name="copy-state", daemon=True)
         self._thread.start()
 
@@ -64,6 +66,7 @@ class PendingCopy:
                 self._copies.append(tensor.clone())
         except (RuntimeError, MemoryError) as error:  # for `take`: torch's and Python's lack of memory
             self._error, self._copies = error, []
+        # This object stays until the next save; it must not keep replaced tensors alive until then.
         self._live = []
 
 
@@ -97,6 +100,7 @@ class CopySpace:
             self._blocks.append(torch.empty(max(_BLOCK, size), dtype=torch.uint8, pin_memory=self._pin))
         self._device = tensor.device
         place = self._blocks[self._block][self._used : self._used + size]
+        # A multiple of every dtype's size, as `view` below needs for the next tensor, and a cache line.
         self._used += math.ceil(size / 64) * 64
         copy = place.view(tensor.dtype).view(tensor.shape)
         return copy.copy_(tensor.detach(), non_blocking=True)

@@ -78,6 +78,8 @@ class TensorFile:
             }
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
+        # So that the data begin at a multiple of 8 bytes, as safetensors itself writes them, and can be
+        # mapped.
         text += b" " * (-len(text) % 8)
         self._file = _HashingFile(path, in_memory=in_memory).__enter__()
         self._file.write(len(text).to_bytes(8, "little"))

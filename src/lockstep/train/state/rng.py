@@ -35,6 +35,7 @@ def rng_state(*, all_devices: bool = True) -> dict[str, Tensor]:
         "numpy": torch.tensor([*keys.tolist(), position], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached] if has_gauss else [], dtype=torch.float64),
     }
+    # Asking a CUDA that nobody has used for its state would create a context, and take GPU memory.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         if all_devices:
             for index, cuda in enumerate(torch.cuda.get_rng_state_all()):
@@ -68,6 +69,7 @@ def derived_rng_state(state: Mapping[str, Tensor], *, stream: int) -> dict[str, 
     cuda = next((state[name] for name in (_CUDA, f"{_CUDA}_0") if name in state), None)
     if stream != 0:
         seed = hashlib.sha256(bytes(state["torch_cpu"].tolist()) + stream.to_bytes(8, "little")).digest()
+        # Without its last bit it is positive as an int64, which is what a generator's seed is kept in.
         number = int.from_bytes(seed[:8], "little") >> 1
         derived["torch_cpu"] = torch.Generator().manual_seed(number).get_state()
         if cuda is not None and torch.cuda.is_available():
