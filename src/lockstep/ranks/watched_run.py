@@ -127,8 +127,8 @@ def stop(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLook:
             doing = "; ".join(_doing(run)) or "no flight record"
             raise TrainError(
                 f"{run}: {where} has not ended within {seconds:g} s ({doing}). It will end after its step. "
-                f"To see why it takes so long: lockstep hang {run}. To end it at once, and lose what came after "
-                f"the newest checkpoint: kill -9 {owner.pid}",
+                f"To see why it takes so long: lockstep hang {run}. To end it at once, and lose what came "
+                f"after the newest checkpoint: kill -9 {owner.pid}",
                 code="deadline",
             )
         time.sleep(_POLL_SECONDS)
