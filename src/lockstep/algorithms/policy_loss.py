@@ -148,6 +148,7 @@ class PolicyLoss:
         if config.entropy_coef != 0:
             loss = loss - config.entropy_coef * masked(entropy, terms.mask)
         weighted = loss * masked(batch.loss_weights[rows], terms.mask)
+        # Detached: the terms are kept for the metrics, and would keep the graph with them.
         return LossOutput(weighted.sum(), torch.stack([value.detach() for value in values]))
 
     def kl(self, terms: PolicyTerms, batch: PackedBatch, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -202,6 +203,7 @@ class PolicyLoss:
             "entropy": entropy.mean(),
             **self._ratio_metrics(terms, advantages),
             "logprob_gap_mean": size.mean(),
+            # Not torch.quantile, which refuses more than 2^24 elements.
             "logprob_gap_p99": size.kthvalue(-(-99 * size.numel() // 100)).values,
             "logprob_gap_max": size.amax(),
             "logprob_gap_k1": -gap.mean(),
@@ -247,6 +249,8 @@ class PolicyLoss:
         """Return the inputs of the objective. logprobs: [R], of `batch.labels[rows]`."""
         batch, correction = _policy_batch(batch), self.config.rollout_correction
         mask = batch.loss_mask[rows]
+        # None: nothing was updated since sampling, so the policy itself is `old`, with ratio 1 and a
+        # gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows]
         token_log_ratio = importance_log_ratio(logprobs, old, mask)
         log_ratio = token_log_ratio

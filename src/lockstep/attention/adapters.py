@@ -67,6 +67,7 @@ def _register(kernel: str) -> None:
     """
     from transformers import AttentionInterface
 
+    # Private. A new closure under the same name would make layers that are compiled around it compile again.
     if PREFIX + kernel not in AttentionInterface._global_mapping:
         AttentionInterface.register(PREFIX + kernel, _adapter(kernel))
 

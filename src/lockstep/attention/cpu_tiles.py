@@ -141,6 +141,7 @@ def _tiles(documents: Documents, positions: int, window: tuple[int, int]) -> _Ti
         last_key = torch.minimum(last_key, first + positions - 1 + right)
     first_block = first_key // KEYS
     num_blocks = torch.where(last_key >= first_key, last_key // KEYS - first_block + 1, 0)
+    # So that the tiles that have a block i are always the first ones: slices, where gaps would need copies.
     order = num_blocks.argsort(descending=True, stable=True)
     return _Tiles(
         doc=doc[order], first=first[order], first_block=first_block[order], num_blocks=num_blocks[order]
@@ -199,6 +200,7 @@ def _attend(
         total[:c].mul_(correction).add_(probs.sum(-1, keepdim=True))
         out[:c].mul_(correction).view(-1, rows, head_dim).baddbmm_(probs.flatten(0, 1), v)
         top[:c] = new_top
+    # A row without visible keys gets zeros; 0 / 0 would be NaN, and spread.
     empty = total == 0
     return out / total.masked_fill(empty, 1.0), (top + total.log()).squeeze(-1)
 

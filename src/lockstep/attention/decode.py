@@ -98,6 +98,7 @@ def _checked(
     starts = (ends * torch.rand(_DOCUMENTS, device=device, generator=generator)).long()
     starts[: len(_EDGES)] = (ends[: len(_EDGES)] - torch.tensor(_EDGES, device=device)).clamp(min=0)
     used, slots = (ends - starts).int(), ends - 1
+    # Flash attention takes one start more than there are documents, and never reads the last one.
     starts = torch.cat([starts, starts[:1]]).int()
     expected = reference(q, k_cache, v_cache, starts, used, _KEYS)
     out = kernel(q, k_cache[slots], v_cache[slots], k_cache, v_cache, slots, starts, used)

@@ -281,6 +281,7 @@ def _merged(
 ) -> tuple[Tensor, Tensor]:
     # No keys: CUDA's flash kernel says +inf, others -inf. It must weigh nothing.
     block_lse = torch.where(block_lse == float("inf"), float("-inf"), block_lse)
+    # exp(block_lse) / (exp(lse) + exp(block_lse)), without exponentials that overflow.
     weight = torch.sigmoid(block_lse - lse).t()[:, :, None]
     exact = _sum_dtype(out)
     merged = torch.lerp(out.to(exact), block.to(exact), weight)

@@ -41,5 +41,6 @@ def use_compile_cache() -> Path:
             f"the compile cache {folder} cannot be made ({error}); set {_VARIABLE} to a folder that can",
             code="cannot-write",
         ) from error
+    # The environment is the only thing that inductor reads, and its compile workers inherit it.
     os.environ[_VARIABLE] = str(folder)
     return folder

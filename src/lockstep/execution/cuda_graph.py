@@ -55,6 +55,7 @@ class RecordedStep:
         leaves, self._spec = pytree.tree_flatten(arguments)
         self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._addresses = _addresses(weights)
+        # By identity: a tied weight comes under several names and has one gradient.
         self._trained = list({id(w): w for w in weights if w.requires_grad}.values())
         with torch.enable_grad():
             self._d_hidden = warm_up(self._call, self._gradients_of)
@@ -72,6 +73,7 @@ class RecordedStep:
         """Return function(*weights, *arguments). Its backward must come before the next run."""
         for static, leaf in zip(self._inputs, pytree.tree_leaves(arguments), strict=True):
             if isinstance(static, Tensor):
+                # On the stream of the launch below, so it is in place by then without the host waiting.
                 static.copy_(leaf, non_blocking=True)
         self._pool.turn += 1
         hidden: Tensor = _Replay.apply(self, *self._trained)  # type: ignore[no-untyped-call]

@@ -91,6 +91,7 @@ def _rms_norm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | No
         scaled = grad * (1.0 + weight.float() if ctx.unit_offset else weight.float())
         dx = (r * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).to(x.dtype)
     if ctx.needs_input_grad[1]:
+        # The factor of the weight in forward: without the offset that is the rounded value.
         rounded = normed if ctx.unit_offset else normed.to(x.dtype).float()
         dweight = (grad * rounded).flatten(0, -2).sum(0).to(weight.dtype)
     return dx, dweight, None, None
@@ -138,6 +139,7 @@ def _gated_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _silu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = ctx.saved_tensors
     wide = gate.float()
+    # Not row-invariant, unlike `_silu`: gradients do not claim to be.
     sigmoid = torch.sigmoid(wide)
     dact = dy.float() * up.float()
     dgate = dact * sigmoid * (1.0 + wide * (1.0 - sigmoid))
@@ -218,6 +220,7 @@ def token_stats(
 
 
 def _scaled(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+    # copy: float32 logits would be the caller's own, and what follows works in place.
     x = logits.to(torch.float32, copy=True)
     if cap is not None:
         return x.mul_(scale / cap).tanh_().mul_(cap)
@@ -229,6 +232,7 @@ def _tile_stats(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = _scaled(logits, scale, cap)
     peak = x.amax(-1, keepdim=True)
+    # A masked label reads entry 0, which `where` drops below: gather takes no negative index.
     at_label = x.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     e = x.sub_(peak).exp()
     total = row_sums(e)
@@ -315,6 +319,7 @@ def _block_mass_fake(logits: Tensor, scale: float, cap: float | None, block: int
 @torch.library.custom_op("lockstep::rotary", mutates_args=())
 def rotary(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """transformers' rotary tables: cos and sin [..., 2 F] float32 of positions [...] times inv_freq [F]."""
+    # float32 counts exactly up to 2^24, beyond any context.
     angles = positions[..., None].float() * inv_freq.float()
     both = torch.cat((angles, angles), dim=-1)
     return both.cos() * scaling, both.sin() * scaling

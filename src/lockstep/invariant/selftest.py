@@ -166,6 +166,7 @@ def _linear_case(part: nn.Linear, make: _Inputs) -> _Case:
             yield parts.STOCK, lambda x: F.linear(x, weight, bias)
             yield "triton", lambda x: linear_ops.linear(x, weight, bias, linear_ops.TILES)
             return
+        # From the fastest to the surest: at last every row is a product of its own.
         for tiles in (equal_tiles(inputs[0], weight, bias), (16,), (8,), (1,)):
             yield tiles_name(tiles), lambda x, tiles=tiles: linear_ops.linear(x, weight, bias, tiles)
 
@@ -244,9 +245,11 @@ def _rotary_cases(part: Any, make: _Inputs) -> Iterator[_Case]:
 def _stats_case(vocab: int, make: _Inputs) -> _Case:
     def inputs() -> tuple[Tensor, ...]:
         rows = make.rows(vocab)
+        # 7919 is prime, so labels lie all over the vocabulary.
         return make.normal(rows, vocab, std=3.0), torch.arange(rows, device=make.device) * 7919 % vocab
 
     def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
+        # With a temperature that is not 1, so that the multiplication by the scale is tested too.
         yield _row_choice(make), lambda logits, labels: row_ops.token_stats(logits, labels, 1 / 0.7, None)
 
     return _Case(name=f"token_stats {vocab}", inputs=inputs, choices=choices)

@@ -112,6 +112,8 @@ def train_online(
                     fresh = not session.stopping() and _evaluate(session, trainer, done)
                 if session.stopping():
                     return session.interrupted(done, roles)
+                # A resumed run has just loaded the checkpoint of `first_step`: only a new evaluation changes
+                # it.
                 if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):
                     session.save(done, roles)
                 if done == run.steps:
@@ -128,6 +130,7 @@ def train_online(
                 metrics = result.metrics | sampled.counts | pushed
                 pushed = trainer.push(policy_version=done + 1)
                 session.log_rollouts()
+                # In the first step of each process that trains the policy: every start has a new engine.
                 if done == max(first_step, trainer.warmup_batches):
                     metrics |= session.check_gap(metrics, temperature=run.rollout.sampling.temperature)
                 weights = weights_hash(parts.backend) if run.train.deterministic else None

@@ -211,6 +211,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
     Raises:
         LockstepError: of type `error`; names `where`.
     """
+    # Counted before anything is parsed: parsing is what a crafted document would make expensive.
     most = JSON_VALUES * limit // JSON_BYTES
     if len(raw) > limit or sum(map(raw.count, (b",", b"[", b"{"))) > most:
         raise error(
@@ -260,6 +261,7 @@ def write_atomic(path: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Before the rename: after a crash the new name could otherwise lead to an empty file.
             os.fsync(file.fileno())
         # mkstemp makes a file that only its owner may read.
         os.chmod(temporary, 0o666 & ~_umask())

@@ -76,6 +76,7 @@ class TensorBoardWriter:
         for name, value in metrics.items():
             if isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, step)
+        # So that a run that is killed has its events on the disk, and a step shows as soon as it is done.
         self._writer.flush()
 
     def close(self) -> None:

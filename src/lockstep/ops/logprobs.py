@@ -200,6 +200,7 @@ def _loss_and_grads(
                 code="wrong-shape",
                 shape=list(loss.shape),
             )
+        # materialize_grads: a chunk in which nothing is trained has zeros, where autograd would give None.
         gradients = torch.autograd.grad(loss, leaves[: 1 + head.entropy_grad], materialize_grads=True)
     return loss.detach(), gradients[0], gradients[1] if head.entropy_grad else None
 
@@ -217,6 +218,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows, _, logits in _logits_by_chunk(hidden, weight, labels, head, chunks):
             logprobs[rows], entropy[rows], lse[rows] = row_stats(logits, labels[rows], head)
         ctx.head = head
+        # A loss that does not read the entropy sends None for it, which saves a pass over the logits.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, labels, entropy, lse)
         return logprobs, entropy
@@ -425,6 +427,7 @@ def _stats(
     x = _scaled(logits, scale, cap)
     peak = x.amax(-1, keepdim=True)
     at_label = x.gather(1, labels.clamp(min=0)[:, None])
+    # Shifted by the row's maximum, so that exp cannot overflow; the shift comes back in lse.
     e = x.sub_(peak).exp()
     total = e.sum(-1)
     log_total = total.log()
@@ -447,6 +450,7 @@ def _dlogits_(
     a = torch.where(valid, figures.dlogprobs, 0.0)[:, None]
     lse = figures.lse[:, None]
     x = _scaled(logits, scale, cap)
+    # 1 - tanh^2, taken from the output: x is cap * tanh(...) already.
     slope = None if cap is None else (x / cap).square_().neg_().add_(1.0)
     if figures.dentropy is None:
         dx = x.sub_(lse).exp_().mul_(-a)
@@ -456,6 +460,7 @@ def _dlogits_(
         dx = x.neg_().add_(lse - figures.entropy[:, None]).mul_(b).sub_(a).mul_(p)
     local = labels - start
     here = (local >= 0) & (local < dx.shape[1])
+    # Where the label is another rank's, or there is none, 0 is added at an index that exists.
     index, values = local.clamp(0, dx.shape[1] - 1)[:, None], torch.where(here[:, None], a, 0.0)
     if torch.compiler.is_compiling():  # a comparison, which fuses as a scatter cannot
         at_label = torch.arange(dx.shape[1], device=dx.device)[None, :] == index

@@ -44,6 +44,7 @@ def sequence_token_log_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor
     """
     value = sequence_log_ratio(log_ratio.detach(), mask, cu_seqlens)
     own = bounded(masked(log_ratio, mask))  # inf - inf is NaN
+    # own - own is exactly 0: the value keeps its bits, and the gradient is the token's own.
     return value + (own - own.detach())
 
 
@@ -122,6 +123,7 @@ def geometric_mask(mean_gap: Tensor, *, low: float, high: float) -> Tensor:
     Args:
         mean_gap: log(old / rollout), nats, mean over the document (`sequence_log_ratio`); no gradient.
     """
+    # Logarithms are compared, which cannot overflow as exp(mean_gap) can.
     return ((mean_gap >= math.log(low)) & (mean_gap <= math.log(high))).to(mean_gap.dtype)
 
 

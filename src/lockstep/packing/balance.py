@@ -16,6 +16,7 @@ from lockstep.errors import DataError
 
 Packs = list[list[int]]
 
+# Bounds of the search: planning must stay far below the time of a step, whatever the lengths are.
 _EXACT_DOCUMENTS = 16
 _EXACT_NODES = 20_000
 _GOOD_ENOUGH = 2e-4
@@ -98,6 +99,8 @@ def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, l
         parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_packs - 1)]
         heap.append((-length, index, [*parts, (length, [index])]))
     heapq.heapify(heap)
+    # The number breaks ties by age: the result is a pure function of the lengths, and parts are never
+    # compared.
     serial = itertools.count(len(lengths))
     while len(heap) > 1:
         (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
@@ -142,6 +145,7 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
     touched."""
     packs = [sorted(pack, key=lambda i: (lengths[i], i)) for pack in packs]
     weights = [sum(lengths[i] for i in pack) for pack in packs]
+    # Bounded, because a step is good for the two packs that it touches, which does not prove that steps end.
     for _ in range(4 * len(lengths)):
         heavy = max(range(len(packs)), key=lambda p: (len(packs[p]) > limit, weights[p]))
         step = _best_step(lengths, packs, weights, heavy, limit)

@@ -84,6 +84,7 @@ def supervise(
     wakeup, waker = os.pipe()
     for pipe in (wakeup, waker):
         os.set_blocking(pipe, False)
+    # Signals wake the poll through a pipe: one that came between a look and the poll would be slept over.
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     watched = {signal.SIGCHLD, signal.SIGINT, AT_ONCE, *_ENDING, *passed_on}
     before = {number: signal.signal(number, lambda *_: None) for number in watched}
@@ -201,6 +202,7 @@ def _reap(program: int) -> int | None:
 def _end_like(status: int) -> NoReturn:
     if status >= 0:
         os._exit(status)
+    # The program has left its core dump; dying by its signal must not make a second one.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if -status != signal.SIGKILL:
         signal.signal(-status, signal.SIG_DFL)

@@ -231,6 +231,7 @@ class Guard:
             work = dist.all_reduce(tensor, async_op=True)
             work.wait(timedelta(seconds=self.seconds))
             if tensor.device.type == "cuda":
+                # So that a failure on the device shows here, under the position that was posted.
                 torch.cuda.synchronize(tensor.device)
 
     def explained(self, step: int, what: str) -> _Explained:

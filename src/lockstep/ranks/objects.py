@@ -91,6 +91,7 @@ def encode_object(value: Any, kind: Any) -> bytes:
 def decode_object(data: bytes, kind: Any, *, sender: int) -> Any:
     """Decode a rank's JSON. Raises RankError: it is invalid, or not of that type."""
     try:
+        # strict, as for the sender: a peer's "1" must not become the number 1.
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
         raise RankError(

@@ -101,6 +101,7 @@ def join(backend: str, *, timeout: timedelta) -> None:
     """
     if not all(name in os.environ for name in _LAUNCHER):
         if os.path.exists("/sys/class/net/lo"):
+            # gloo would listen on the host's address otherwise, though there is nobody to talk to.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
@@ -140,9 +141,11 @@ def prove(group: dist.ProcessGroup | None = None) -> None:
     def tag(of: int) -> bytes:
         if secret is None:
             return bytes(_TAG_BYTES)
+        # Over the nonces of all ranks: a tag that was recorded in another run fits nothing here.
         return _hmac(secret, f"rank {of} of {size}".encode() + nonces)
 
     tags = _exchange(tag(rank), group)
+    # compare_digest takes equally long for every tag, so its time tells nothing about the right one.
     strangers = [of for of in range(size) if not hmac.compare_digest(tags[of], tag(of))]
     if not strangers:
         return

@@ -124,6 +124,7 @@ class RewardSet:
                 self.counts["dropped"] += 1
                 scored.append(None)
                 continue
+            # fsum rounds once, so the total does not depend on the order of the rewards.
             total = math.fsum(c.weight * value for c, value in zip(self._configs, present, strict=True))
             by_name = dict(zip(self._names, present, strict=True))
             scored.append(Scored(total=total, by_name=by_name, weights=self._weights))

@@ -120,6 +120,7 @@ class ScoreStream:
         self._added: queue.SimpleQueue[tuple[int, Sequence[RewardInput]] | None] = queue.SimpleQueue()
         self._scores: dict[int, list[Scored | None]] = {}
         self._failure: BaseException | None = None
+        # A daemon: a reward that never returns must not keep a process alive that wants to end.
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._thread.start()
 

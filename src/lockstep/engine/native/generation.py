@@ -70,6 +70,7 @@ class Generation:
         """Let more samples run, between two steps."""
         self.scheduler.add(samples, roomy=roomy)
         self.mode = mode
+        # The new mode may draw from what the host knows: then every token must have been read.
         while len(self._pending) > mode.ahead:
             self._read()
 

@@ -32,6 +32,7 @@ SOURCE, TOKEN, POSITION, SLOT, START, USED, SEED = range(7)
 is TOKEN. POSITION: the token's. SLOT: where its keys and values go. START, USED: the sample's keys. SEED: of
 the noise of the token that comes next."""
 _COLUMNS = 7
+# A row without a sample: it writes to the scratch row, and attends to nothing else.
 _PAD = np.array([-1, 0, 0, SCRATCH, SCRATCH, 1, 0])
 _IN_FLIGHT = 3
 """Pinned buffers, used in turn by the step that is read, the one that runs and the one that is prepared."""
@@ -177,6 +178,7 @@ class Runner:
             starts=starts,
             used=used[:-1],
             max_q=size,
+            # The most of any sample, not of these documents: a graph has it as a number.
             max_k=self._max_keys,
             decode=False,
         )
@@ -213,6 +215,7 @@ class Runner:
         host_logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
         event = None
         if self._device.type == "cuda":
+            # Of this step alone: waiting for the device would wait for the next step as well.
             event = torch.cuda.Event()
             event.record()
         return Pending(host_tokens[:count], host_logprobs[:count], event)

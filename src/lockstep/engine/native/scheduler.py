@@ -270,6 +270,8 @@ class Scheduler:
 
     def _enlarge(self, sample: Sample, keys: int) -> bool:
         block = self._blocks[sample]
+        # With room for later keys, so that this does not happen each step; if there is none, for the next key
+        # alone.
         sizes = (self._room_needed(sample, keys), keys)
         if any(self._allocator.extend(block, size) for size in sizes):
             return True
@@ -296,7 +298,9 @@ class Scheduler:
 
     def _release(self, sample: Sample) -> None:
         self._settle()
+        # After the moves: one of them may still read these rows, which the next sample overwrites.
         self._allocator.release(self._blocks.pop(sample))
+        # From here on nobody may copy the prompt's keys from it.
         sample.owners.remove(sample)
 
     def _settle(self) -> None:

@@ -200,6 +200,7 @@ class HttpClient:
             ) from error
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
+        # Otherwise the end of a long request waits until the server has acknowledged what came before.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         code = sock.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):
@@ -366,6 +367,7 @@ class Exchange(ABC, Generic[Answer]):
             else:
                 self._body += raw[end + 2 : end + 2 + size]
                 at = end + 2 + size + 2
+        # Once for all chunks: each deletion moves everything behind it.
         del raw[:at]
 
 

@@ -48,6 +48,7 @@ _INHERITED = re.compile(
     "|(TRANSFORMERS|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER|VLLM|SGLANG|SGL)_.*"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY|ACCESS_KEY|PROXY", re.IGNORECASE)
+# What vLLM puts before a line: "(EngineCore pid=123) ERROR 01-31 12:00:00 [core.py:7] ".
 _LOG_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:([A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 _LOG_NOISE = re.compile(
     r"^nanobind: leaked|^ - leaked|^ - \.\.\. skipped|^nanobind: this is likely|nanobind\.readthedocs"
