@@ -112,8 +112,7 @@ def train_online(
                     fresh = not session.stopping() and _evaluate(session, trainer, done)
                 if session.stopping():
                     return session.interrupted(done, roles)
-                # A resumed run has just loaded the checkpoint of `first_step`: only a new evaluation changes
-                # it.
+                # A resumed run has just loaded the checkpoint of `first_step`; only an evaluation adds to it.
                 if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):
                     session.save(done, roles)
                 if done == run.steps:
