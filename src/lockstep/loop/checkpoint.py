@@ -152,6 +152,8 @@ class CheckpointManager:
             CheckpointError: the disk is full or fails, here or on another rank, or run_state is not JSON.
                 Earlier checkpoints are as they were.
         """
+        # One save at a time: the copies of a background save
+        # lie in the one space that the backend has for them.
         self.finish()
         background = self.config.background and not wait
         path = self.directory / f"step-{step:06d}"
@@ -194,6 +196,7 @@ class CheckpointManager:
         saving = self._saving
         if saving is None or saving.thread is None:
             return None
+        # All or none: a rank whose disk is slower would miss the collective calls of a commit.
         if self._ranks.any(saving.thread.is_alive(), what="asking whether a checkpoint is written"):
             return None
         return self._commit(saving)
@@ -207,6 +210,8 @@ class CheckpointManager:
         saving = self._saving
         if saving is None or saving.thread is None:
             return None
+        # Well below the deadline of the ranks' exchange, in which
+        # the others wait while a slow rank joins its thread.
         wait = min(self._ranks.seconds / 4, _SAY_SECONDS)
         began = grown = time.monotonic()
         size, said = -1, 0.0
@@ -381,6 +386,8 @@ class CheckpointManager:
     def _write_complete(self, saving: _Saving, hashes: Mapping[str, str]) -> None:
         folder = saving.temporary
         own = write_json(folder / RUN_STATE, without_nan(saving.run_state))
+        # Hashes come from the writers where they made them:
+        # reading everything back would double the save's I/O.
         hashes = {**hashes, RUN_STATE: own.sha256}
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         records = {}
@@ -402,6 +409,7 @@ class CheckpointManager:
             "metric_name": self.config.metric,
             "files": {name: asdict(record) for name, record in records.items()},
         }
+        # Entries before complete.json: after a crash, what it lists must be there.
         for directory in {file.parent for file in files}:
             sync_folder(directory)
         write_json(folder / COMPLETE, complete)
@@ -414,12 +422,14 @@ class CheckpointManager:
         if path.exists():
             path.rename(aside)
         temporary.rename(path)
+        # The rename is in the parent folder, which has to reach the disk for it to last.
         sync_folder(self.directory)
         if aside.exists():
             shutil.rmtree(aside)
 
     def _remove(self, path: Path) -> None:
         """Rename first: a half-removed checkpoint must not look like a damaged one."""
+        # The link goes, not what it leads to, which belongs to somebody else.
         if path.is_symlink():
             path.unlink()
             return
@@ -646,6 +656,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
     value: Any = read_json(file)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds no JSON object; it is damaged", code="damaged-file", path=file)
+    # Absent from checkpoints of earlier versions.
     value.setdefault("optimizer_steps", None)
     fields = {
         "step": is_count(value.get("step")),

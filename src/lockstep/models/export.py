@@ -77,6 +77,7 @@ def export_tensors(
             replaced, or the names are not those of the model. An older export in its place stays.
     """
     writer = _Writer(module, Path(directory), dtype=dtype, file_bytes=file_bytes) if _is_first() else None
+    # Also after a failure: making the next tensor may be collective, and the other ranks wait in it.
     for name, tensor in tensors:
         if writer is not None:
             writer.add(name, tensor)
@@ -108,8 +109,10 @@ class _Writer:
         self._waiting: dict[str, Tensor] = {}
         self._files: list[list[str]] = []
         self._bytes = self._total = 0
+        # On meta, but of the written dtype: save_pretrained puts the model's dtype into config.json.
         self._bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation).to(dtype))
         self._names = aliases(self._bare)
+        # Not named_parameters: persistent buffers belong into the files as well.
         self._missing = {self._names.get(name, name) for name in self._bare.state_dict()}
         self._try(self._begin)
 
@@ -147,6 +150,7 @@ class _Writer:
             )
         self._missing.remove(name)
         wide = tensor.detach().is_floating_point()
+        # copy=True even for a CPU tensor: the next gather may write into the same memory.
         copy = tensor.detach().to("cpu", self._dtype if wide else tensor.dtype, copy=True).contiguous()
         self._waiting[name] = copy
         self._bytes += copy.numel() * copy.element_size()
@@ -183,6 +187,7 @@ class _Writer:
         places: dict[str, str] = {}
         for index, names in enumerate(self._files):
             final = "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
+            # Renamed at the end because the name holds the number of files, which is known only now.
             (folder / f"part-{index}.safetensors").rename(folder / final)
             places |= dict.fromkeys(names, final)
         if count > 1:
@@ -222,6 +227,7 @@ def _folder_beside(directory: Path) -> Path:
 
 
 def _replace(new: Path, place: Path) -> None:
+    # mkdtemp made it readable for its owner only; an export is read by servers of other users.
     new.chmod(0o755)
     if not place.exists():
         new.rename(place)

@@ -49,6 +49,7 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+# Its checks are spread over dataclasses, property setters and constructors, which share no error class.
 CONFIG_ERRORS = (
     ArithmeticError,
     AttributeError,
@@ -60,6 +61,7 @@ CONFIG_ERRORS = (
     ValueError,
 )
 """What transformers raises over a config with impossible values."""
+# Only files that Lockstep reads: a hub repository may hold several times the model's size.
 _HUB_FILES = sorted(f"*{ending}" for ending in READ)
 # The same weights once more, in other formats.
 _HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
@@ -139,6 +141,8 @@ def load_model(
             if head == "scalar" and SCORE_WEIGHT not in tensor_files(folder):
                 shapes.fill_parameters(module, {SCORE_WEIGHT}, seed=config.seed, config=hf_config)
         else:
+            # On the host whatever `device` is: RoPE's frequencies
+            # must have the bits of from_pretrained's, made there.
             cpu = torch.device("cpu")
             module = module_without_weights(
                 hf_config, dtype=dtype, device=cpu, attention=implementation, head=head
@@ -198,6 +202,8 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
             )
         target = targets[path]
         for own, theirs in ((target._parameters, source._parameters), (target._buffers, source._buffers)):
+            # The entries themselves are shared, so that an in-place
+            # update needs no second copy; load_state_dict copies.
             own.clear()
             own.update(theirs)
         # Otherwise buffers of the source that no checkpoint holds would be in the twin's state dict.
@@ -344,6 +350,7 @@ def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
             code="out-of-range",
             setting="model.num_layers",
         )
+    # By length, not by name: each family calls its per-layer lists differently, and more are added.
     for key, value in list(vars(text).items()):
         if "layer" in key and isinstance(value, list | tuple) and len(value) == total:
             setattr(text, key, value[:num_layers])
@@ -483,6 +490,7 @@ def _pad_token_id(hf_config: PretrainedConfig, tokenizer: Tokenizer | None, eos:
     candidates = (
         tokenizer.pad_token_id if tokenizer is not None else None,
         getattr(text, "pad_token_id", None),
+        # Padding is masked everywhere, so that any valid id does.
         *eos[:1],
     )
     return next((i for i in candidates if i is not None and 0 <= i < text.vocab_size), 0)

@@ -32,10 +32,14 @@ class Rest:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.nbytes():
+                # By address: tied weights and views are several
+                # tensors over one storage, whose bytes must move once.
                 storages[storage.data_ptr()] = storage
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self.bytes = sum(size for _, size in self._storages)
         """What is given back."""
+        # Pinned: from pageable memory the copy would go through
+        # a staging buffer, at a fraction of the link's speed.
         pin = any(storage.device.type == "cuda" for storage, _ in self._storages)
         sizes = [_BLOCK] * (self.bytes // _BLOCK) + [self.bytes % _BLOCK]
         self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes if size]
@@ -69,6 +73,7 @@ class Rest:
 
     def _get_up(self) -> None:
         for storage, size in self._storages:
+            # On this stream, as are the copies below: torch's allocator orders reuse of the memory by stream.
             if storage.nbytes() < size:
                 storage.resize_(size)
         for on_host, on_device in self._pieces():
@@ -78,6 +83,7 @@ class Rest:
         """Every byte once: the part of a block, and the part of a storage that it holds."""
         block, used = 0, 0
         for storage, size in self._storages:
+            # A view of bytes over the same storage, so that one copy serves tensors of any dtype and shape.
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             done = 0
             while done < size:

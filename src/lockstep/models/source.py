@@ -79,6 +79,7 @@ def module_without_weights(
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     # torch annotates the hook as returning None, and documents that it may return a new Parameter.
+    # A global hook of torch, for every module of the process: it must be gone again when this one is built.
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         # Buffers depend on no weight and are in no file, so they are made here; of the Parameters only one at
@@ -151,6 +152,7 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
 def aliases(module: nn.Module) -> dict[str, str]:
     """Map every name of every Parameter to the one that `named_parameters` gives it; tied ones have
     several."""
+    # Parameters hash by identity, which is what a tie is.
     first = {parameter: name for name, parameter in module.named_parameters()}
     return {name: first[p] for name, p in module.named_parameters(remove_duplicate=False)}
 
@@ -222,6 +224,8 @@ class FolderSource:
         # Opened for each read: pages of a mapped file that stays open count as this process's memory.
         with self._errors(), safe_open(path, framework="pt") as file:
             values: Tensor = file.get_slice(stored)[part or (...,)]
+            # Not `values.to(...)`, which returns the mapped memory
+            # itself where dtype and device are already right.
             return torch.empty(values.shape, dtype=self._dtype, device=device).copy_(values)
 
     def _check(self, module: nn.Module) -> None:
@@ -265,6 +269,7 @@ class FolderSource:
         if shape != self._shape(right):
             return False
         cpu = torch.device("cpu")
+        # In parts: two whole embeddings on the host may be more than a rank's share of memory.
         for start in range(0, shape[0], _COMPARED_ROWS):
             part = (slice(start, min(start + _COMPARED_ROWS, shape[0])),)
             if not torch.equal(self._read(left, part, cpu), self._read(right, part, cpu)):

@@ -38,6 +38,8 @@ from lockstep.schema.weights import TensorSource, WeightUpdate
 
 _ERROR_CHARACTERS = 2000
 _WEIGHTS = re.compile(r"step-(\d{6,12})")
+# The names of the families' configs. Applied inside the
+# kernel, so that no module of the class Dropout shows it.
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -139,6 +141,7 @@ class Recorder:
             len(batches),
             1 if settings.own_batches else settings.world_size,
         )
+        # Every rank counts the rank with most, so that all agree on which of their inputs `every` chooses.
         most = len(batches) if settings.own_batches else -(-len(batches) // settings.world_size)
         first, self.inputs_seen = self.inputs_seen, self.inputs_seen + most
         part = _Part([], [], len(own))
@@ -151,6 +154,8 @@ class Recorder:
         if not chosen and not is_due:
             return
         with self._timed():
+            # Before the return below: with spread weights it is
+            # collective, and ranks that write nothing take part.
             weights, checkpoint = self._weights(is_due=is_due)
             if self._writer is None:
                 return
@@ -164,6 +169,8 @@ class Recorder:
                     step=self._step,
                     update=self._step * self.settings.updates_per_step + self._update,
                     micro_batch=number,
+                    # As far as is known now; `_write` corrects it
+                    # when all calls of the optimizer step are in.
                     num_micro_batches=before + len(own),
                     rank=self.settings.rank,
                     world_size=self.settings.world_size,
@@ -174,6 +181,8 @@ class Recorder:
                     outcome="pending",
                     documents=tuple(documents[i] for i in ids) if documents else (),
                 )
+                # Only the first: the state before a later one is
+                # known only when the earlier ones have drawn from it.
                 rng = torch.get_rng_state() if self._draws and number == 0 else None
                 part.inputs.append(
                     RecordedInput(meta=meta, batch=_on_host(batches[index]), outputs=None, rng=rng)
@@ -268,6 +277,7 @@ class Recorder:
         if self.settings.rank == 0 and (is_due or is_first):
             save_weights(self._module, folder, known=weights)
             self._weights_stored = True
+        # Compared, as an update within the step changes the weights after they were stored.
         if (folder / FILE).is_file() and stored_fingerprint(folder) == weights:
             return name
         return self._of_run()

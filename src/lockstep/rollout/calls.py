@@ -118,6 +118,7 @@ class LoopThread:
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            # Daemon threads: one that hangs in a reward must not keep the program from exiting.
             threading.Thread(target=self._loop.run_forever, name="reward-async", daemon=True).start()
         limit = seconds_together(len(calls), timeout, concurrency)
         future = asyncio.run_coroutine_threadsafe(gather(calls, timeout, concurrency), self._loop)
@@ -126,6 +127,7 @@ class LoopThread:
         except BaseException as error:
             future.cancel()
             if isinstance(error, TimeoutError):
+                # The loop is stuck in a call that never awaits; the next batch gets a new one.
                 self._loop = None
                 raise blocked(len(calls), limit) from None
             raise

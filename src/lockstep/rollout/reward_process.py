@@ -89,6 +89,7 @@ class RewardWorker:
     def _scores(self, samples: Sequence[RewardInput], *, seconds: float, **more: Any) -> list[Any]:
         # One seed for each sample from the run's generator: the same in every run, and after a resume.
         job = {"samples": [sent(s) for s in samples], "seeds": [random.getrandbits(63) for _ in samples]}
+        # One exchange at a time: the process serves its jobs in order, and a reply must name the last one.
         with self._lock:
             process = self._running()
             try:
@@ -98,6 +99,7 @@ class RewardWorker:
             finally:
                 if process.closed:
                     self._ended()
+            # A process that broke the protocol once is not asked again: the next job gets a new one.
             if not isinstance(outcomes, list) or len(outcomes) != len(samples):
                 self._ended()
                 raise RewardFailure("its process replied something that is no reply to the job")
@@ -114,8 +116,11 @@ class RewardWorker:
             os.close(reader)
             raise
         finally:
+            # Closed here in any case: the thread below sees the
+            # end of the output only when nobody holds this end.
             os.close(writer)
         self._process = process
+        # A thread, because a full pipe would block the reward in its print while the run waits for its score.
         self._output = threading.Thread(target=_show, args=(reader,), name="reward-output", daemon=True)
         self._output.start()
         name = self._config.name

@@ -94,7 +94,9 @@ class Worker:
 def seed_generators(seed: int) -> None:
     """Seed the generators of `random`, and those of numpy and torch where the reward has loaded them."""
     random.seed(seed)
+    # Never imported just for this: torch alone takes seconds.
     if "numpy" in sys.modules:
+        # numpy takes 32 bits.
         sys.modules["numpy"].random.seed(seed % 2**32)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)

@@ -145,6 +145,7 @@ def isolate() -> list[str]:
     unshare = getattr(_libc, "unshare", None)
     if unshare is None:
         return []
+    # All at once where possible: the kernel makes the user namespace first, and its rights cover the others.
     everything = sum(NAMESPACES.values())
     if unshare(everything) == 0:
         done = list(NAMESPACES)
@@ -169,6 +170,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 38, 22, 24
 
 def limits(*, memory: int = MEMORY_LIMIT) -> None:
     """Set limits: no files, no cores, few descriptors, a bound on memory."""
+    # Soft and hard alike, so that no code in here can raise them again.
     limit_of = {
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_CORE: 0,
@@ -189,8 +191,10 @@ def lock(readable: Iterable[str] | None, *, may_fork: bool) -> dict[str, Any]:
         readable: folders and files that may still be read. None: files as before.
         may_fork: whether to allow processes (never programs), and a further lock.
     """
+    # The kernel demands it of a process without privileges before it takes a Landlock rule set or a filter.
     if not prctl(_PR_SET_NO_NEW_PRIVS, 1):
         return {"landlock": 0, "seccomp": False}
+    # More than there are, for kernels to come; the call merely fails for a number that is not one.
     for capability in range(64):
         prctl(_PR_CAPBSET_DROP, capability)
     return {
@@ -202,9 +206,13 @@ def lock(readable: Iterable[str] | None, *, may_fork: bool) -> dict[str, Any]:
 def _landlock(readable: Sequence[str]) -> int:
     """The ABI version; 0 where the kernel has none."""
     syscall = _libc.syscall
+    # By number, as the C library has no wrappers: 444 creates a rule set (flag 1 asks for the ABI), 445 adds
+    # a rule, 446 restricts this thread. The numbers are the same on x86-64 and arm64.
     abi = int(syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
     if abi <= 0:
         return 0
+    # A right that the kernel does not know is EINVAL, so each ABI's additions are asked for from that ABI on:
+    # refer (2), truncate (3), ioctl on devices (5); networking (4) and scopes (6) are fields of their own.
     files = (1 << 13) - 1 | (abi >= 2) << 13 | (abi >= 3) << 14 | (abi >= 5) << 15
     attributes = struct.pack("<QQQ", files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
@@ -221,8 +229,10 @@ def _landlock(readable: Sequence[str]) -> int:
 
 def _allow_reading(ruleset: int, path: str) -> None:
     with contextlib.suppress(FileNotFoundError, PermissionError, NotADirectoryError):
+        # O_PATH: the rule needs a reference to the place, and the place need not be readable for it.
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
+            # READ_FILE, and READ_DIR, which the kernel refuses in a rule for a file.
             rights = 1 << 2 | (1 << 3 if os.path.isdir(path) else 0)
             _libc.syscall(445, ruleset, 1, struct.pack("<Qi", rights, handle), 0)
         finally:
@@ -251,9 +261,11 @@ _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 def _seccomp(may_fork: bool) -> bool:
     machine = platform.machine()
+    # The filter reads the low half of 64-bit arguments at their first four bytes.
     if machine not in _AUDIT or sys.byteorder != "little":
         return False
     program = b"".join(_filter(machine, may_fork))
+    # Kept in a variable: the descriptor holds only its address, and the kernel reads it during the call.
     buffer = ctypes.create_string_buffer(program, len(program))
     descriptor = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     call = _libc.prctl
@@ -262,6 +274,7 @@ def _seccomp(may_fork: bool) -> bool:
 
 def _filter(machine: str, may_fork: bool) -> list[bytes]:
     """BPF: the numbers of _COMPUTE pass, open only for reading; everything else fails with EPERM."""
+    # BPF's LD|W|ABS, JMP|JEQ|K, JMP|JSET|K and RET|K; SECCOMP_RET_ALLOW, and RET_ERRNO with its number.
     load, equal, any_bit, give = 0x20, 0x15, 0x45, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
 
@@ -272,6 +285,7 @@ def _filter(machine: str, may_fork: bool) -> list[bytes]:
         """Allow `number` unless its argument has one of the bits."""
         return [
             op(equal, number, no=4),
+            # seccomp_data: number at 0, architecture at 4, instruction pointer at 8, arguments from 16 on.
             op(load, 16 + 8 * argument),
             op(any_bit, bits, no=1),
             op(give, refuse),
@@ -279,6 +293,7 @@ def _filter(machine: str, may_fork: bool) -> list[bytes]:
         ]
 
     numbers = _COMPUTE[machine] + (" " + _FORKING[machine] if may_fork else "")
+    # The architecture first: the same number is another call in 32-bit mode.
     program = [op(load, 4), op(equal, _AUDIT[machine], yes=1), op(give, refuse), op(load, 0)]
     for number in numbers.split():
         program += [op(equal, int(number), no=1), op(give, allow)]
@@ -286,6 +301,8 @@ def _filter(machine: str, may_fork: bool) -> list[bytes]:
     for call, argument in _OPEN[machine]:
         program += only_without(call, argument, writing)
     if may_fork:
+        # Also CLONE_NEWCGROUP and CLONE_NEWUTS: no new namespace
+        # at all, as a user namespace gives capabilities back.
         program += only_without(_CLONE[machine], 0, sum(NAMESPACES.values()) | 0x02000000 | 0x04000000)
     for call in _NOT_THERE[machine]:
         program += [op(equal, call, no=1), op(give, 0x00050000 | errno.ENOSYS)]

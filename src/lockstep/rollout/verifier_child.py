@@ -74,6 +74,7 @@ def _gold(answer: str) -> Any:
 
     gold = answer.rpartition("####")[2].strip()
     text = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
+    # No time limit of its own: it is an alarm signal, and the judge keeps the time anyway.
     parsed = parse(text, parsing_timeout=None, raise_on_error=True)
     if not gold or not parsed:
         raise LookupError(f"math-verify finds no expression in the row's answer {answer!r}")
@@ -97,6 +98,7 @@ def _warm_up() -> None:
 
     x = sympy.Symbol("x")
     sympy.simplify(sympy.diff(sympy.parse_expr("2*x**2 + sqrt(x)/3 - 1", local_dict={"x": x}), x))
+    # The collector writes to the header of what it visits, which would copy the pages that forks share.
     gc.collect()
     gc.freeze()
 
@@ -106,6 +108,7 @@ SCORES: dict[str, Callable[[Message], float]] = {"reasoning_gym": _reasoning_gym
 
 def _evaluate(score: Callable[[Message], float], jobs: int, replies: int) -> NoReturn:
     """Score jobs until the judge closes the pipe."""
+    # Before the first job is read: from here on no process can be started, whatever the answer says.
     sandbox.lock(None, may_fork=False)
     while True:
         job = receive(jobs)
@@ -166,6 +169,7 @@ class Judge:
 
     def _run(self, job: Message) -> Message:
         alone = job["evaluates"] and not NAMELESS.fullmatch(job["answer"])
+        # A fresh one: what an earlier answer did to this process must not decide about the next.
         if alone:
             self._end()
         try:
@@ -185,6 +189,7 @@ class Judge:
             data = _read_reply(replies, deadline)
         except TimeoutError:
             raise Ended(f"TimeoutError: the verifier took longer than {job['timeout']:g} s") from None
+        # It died before it read the job; no bytes are the same outcome as a reply cut short.
         except BrokenPipeError:
             data = b""
         try:
@@ -192,6 +197,7 @@ class Judge:
         except (ValueError, RecursionError):
             outcome = None
         match outcome:
+            # Exactly this form: the reply comes from a process in which the answer may have run.
             case {"score": float() as score, **rest} if not rest and math.isfinite(score):
                 return outcome  # type: ignore[no-any-return]
             case {"junk": str()} if len(outcome) == 1:
@@ -222,11 +228,14 @@ class Judge:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
             if os.getpid() == 1:
+                # Everybody but oneself, so only as pid 1 of a namespace
+                # of our own; elsewhere that is the whole user.
                 os.kill(-1, signal.SIGKILL)
         for pipe in pipes:
             os.close(pipe)
         os.waitpid(pid, 0)
         with contextlib.suppress(ChildProcessError):
+            # Orphans of the evaluator are children of pid 1, and zombies until it waits for them.
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 

@@ -140,6 +140,7 @@ def foreign_call(named: Mapping[str, Any]) -> ForeignCall:
             name="input_ids",
         )
     host, scalars = _host({name: value for name, value in named.items() if name != "input_ids"})
+    # Copied even from the CPU: the program may reuse its buffers before the recording is written.
     token_ids = ids.detach().to("cpu", torch.int64, copy=True)
     token_ids = token_ids[None] if token_ids.ndim == 1 else token_ids
     layout = find_documents(token_ids, host)
@@ -166,6 +167,7 @@ def _collect(
     if len(tensors) + len(scalars) >= _MOST_ARGUMENTS:
         return
     if len(name) > _NAME_CHARACTERS:
+        # Not hash(), which is salted: each process would give the argument another name.
         name = f"{name[: _NAME_CHARACTERS - 9]}~{zlib.crc32(name.encode('utf-8', 'surrogatepass')):08x}"
     if isinstance(value, Tensor):
         if not _storable(value):
@@ -302,6 +304,7 @@ def _bounds(tensors: Mapping[str, Tensor], real: int, slots: int) -> Tensor | No
 
 def _padding(real: Tensor) -> tuple[str, ...]:
     some = real[real.any(dim=1)]
+    # Rows without any token are left out: argmax gives 0 for them, and they would look like a hole.
     width = some.shape[1]
     first = some.int().argmax(dim=1)
     last = width - 1 - some.flip(1).int().argmax(dim=1)
@@ -328,6 +331,7 @@ def output_slots(call: ForeignCall, *, width: int, keep: Tensor | None = None) -
     slots = call.layout.slots
     column = slots % length
     predicts = torch.ones_like(slots, dtype=torch.bool)
+    # A document's last token predicts nothing: the slot after it is the next document's first.
     predicts[torch.tensor(call.layout.lengths).cumsum(0) - 1] = False
     predicts[:-1] &= slots.diff() == 1  # the slot before a hole predicts the hole
     tokens = (predicts & (position[column] >= 0)).nonzero()[:, 0]
