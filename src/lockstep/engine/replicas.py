@@ -169,6 +169,7 @@ class _Replicas(Streaming, Generic[E]):
 
     def _iterate(self, replica: int) -> None:
         """Iterate a replica's stream in a thread."""
+        # The queue of now: a thread that outlives an abort must not put its samples into the next run's.
         engine, events = self.engines[replica], self._events
 
         def iterate() -> None:
@@ -262,6 +263,7 @@ class _Replicas(Streaming, Generic[E]):
                 failed += [event] if event.error is not None else []
         self._stuck |= self._threads
         failed += [_Done(replica=replica) for replica in sorted(self._threads)]
+        # A new queue: what a thread that is still stuck will say, nobody reads.
         self._events, self._threads = queue.SimpleQueue(), set()
         self._loads = [0] * len(self.engines)
         self._running_on = [{} for _ in self.engines]

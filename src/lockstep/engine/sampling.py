@@ -43,6 +43,8 @@ from lockstep.schema.rollout import SamplingParams
 BLOCK = 256
 """Vocabulary entries per block. Part of the definition of the noise: another value gives other samples."""
 
+# As int64 has them: torch has no unsigned arithmetic, and products modulo 2**64 have the same bits. The
+# factor of positions differs from that of counters, so that one token's noise is not the next one's, shifted.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _POSITION = 0xD1342543DE82EF95 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -132,6 +134,7 @@ class Sampler:
         if shaped:  # before the scaling in place: penalties act on the logits themselves
             drawn = draw_logits(scaled[shaped], [rows[i] for i in shaped])
         _scale(scaled, rows)
+        # Subtracted before exp: the largest weight is 1, so that no sum overflows, and none is 0.
         peak = scaled.amax(-1, keepdim=True)
         greedy = [row.params.temperature == 0 for row in rows]
         weights = (x - peak).exp_()
@@ -271,6 +274,7 @@ def uniform(keys: Tensor, counters: Tensor) -> Tensor:
     """
     bits = _mix(keys.unsqueeze(-1) + (counters + 1) * _GOLDEN)
     bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+    # Half a step up: the logarithm of 0 would be infinite.
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 

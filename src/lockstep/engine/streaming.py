@@ -50,6 +50,7 @@ class Turn:
 def turn_seed(seed: int, position: int) -> int:
     """The 63-bit seed of a turn that begins at `position` of its trajectory: the first 8 bytes of BLAKE2b
     over both numbers, without the top bit."""
+    # A hash and not a sum: seed + position would be the seed of another sample of the batch.
     digest = hashlib.blake2b(f"lockstep turn {seed} {position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -105,6 +105,7 @@ class Session:
         """By role: policy, value."""
         self._saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
+        # One thread: steps are written in order.
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._rollouts: Future[list[dict[str, Any]]] | None = None
         self._copies = PeerCopies.of_launcher(self.ranks, say=self.display.note)
@@ -199,6 +200,8 @@ class Session:
         if error is not None and self._log is not None:
             self._log.error(error)
         with contextlib.ExitStack() as last:
+            # They run in reverse: the folder's lock goes after the last write into it, and the handlers of
+            # signals last, as SIGTERM's default would end the process in the middle.
             last.callback(self._interrupt.__exit__)
             last.callback(self.dir.close)
             last.callback(self._logging.close)
@@ -264,6 +267,7 @@ class Session:
         }
         self.ranks.require_same(same, what="what they found")
         if axes.device.startswith("cuda"):
+            # Else a span would end when its kernels are launched, and the next one would get their time.
             self.spans.synchronize = partial(torch.cuda.synchronize, axes.device)
         with self.ranks.together("comparing the run with what it was"):
             if self._resumed and self.ranks.is_first:
@@ -593,6 +597,8 @@ class Session:
             evaluations = self._state["evaluations"].values()
             current = [e[metric] for e in evaluations if e["step"] == done and e.get(metric) is not None]
             if self._metrics is not None:
+                # Before the checkpoint: a resume can cut lines that
+                # come after it, and cannot make up for lost ones.
                 self._metrics.sync()
             if self._copies is not None:
                 self._copies.wait()  # both use the backend's buffers

@@ -234,6 +234,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
+        # JSON's readers differ in which of two values they take, so that a check could see another one.
         if len(value) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
@@ -323,6 +324,7 @@ def jsonable(value: Any) -> Any:
 
 
 def _umask() -> int:
+    # There is no way to read it but to set it.
     current = os.umask(0)
     os.umask(current)
     return current

@@ -218,6 +218,7 @@ class FlightRecorder:
             part.unlink(missing_ok=True)
             raise
         self._stacks = self.path.with_suffix(".stacks").open("w", encoding="utf-8")
+        # Not chained: the signal's default, which would come next, ends the process.
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         ident = threading.main_thread().ident or 0
         pid = os.getpid()
@@ -262,6 +263,7 @@ class FlightRecorder:
                 return
             self._groups[group] = ranks
             data = json.dumps(self._groups).encode()
+            # Beyond that the ranks of groups are not told; their collectives are recorded all the same.
             if len(data) <= _GROUPS_BYTES - _TEXT.size:
                 count = 2 * len(self._groups)
                 _TEXT.pack_into(self._map, _GROUPS_AT, count - 1, len(data))
@@ -315,6 +317,7 @@ def _forget() -> None:
     running.recorder = None
 
 
+# A fork has the same file mapped: its notes would stand among those of its parent.
 os.register_at_fork(after_in_child=_forget)
 
 
@@ -541,6 +544,7 @@ def cpu_seconds(pid: int, since: int) -> float:
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the name: state first."""
     with contextlib.suppress(OSError):
+        # From the last parenthesis on: the name before it may hold spaces and parentheses itself.
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return []
 

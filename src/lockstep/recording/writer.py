@@ -113,6 +113,7 @@ class RecordingWriter:
         self._write_open(inputs)
         for key in {recorded.meta.key for recorded in inputs}:
             self._pending.discard(key)
+            # Its batch will not come again, so it need not be held for comparison.
             self._encoded[key] = dataclasses.replace(self._encoded[key], batch=None)
         self._flush_if_full(wait=True)
 
@@ -215,6 +216,8 @@ class RecordingWriter:
         self._index = IndexEntry(
             rank=self.rank, closed=closed, next_shard=number, next_open=self._next_open, shards=rows
         )
+        # Between the shard and the removal of open files: at any
+        # moment each input is in one that a reader looks at.
         write_index(self._folder, self._index)
         for opened in old:
             (self._folder / file_name("open", opened)).unlink(missing_ok=True)

@@ -134,6 +134,7 @@ class BucketTransfer:
             target.fail_update(f"{type(error).__name__}: {error}")
             self._carrier.reset()
             self._heads.clear()
+            # Not after Ctrl-C, which the other ranks get as well and leave the gathering by.
             if isinstance(error, Exception):
                 for _ in tensors:  # collective: other ranks still gather
                     pass

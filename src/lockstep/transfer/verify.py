@@ -59,6 +59,7 @@ def _bitwise_equal(ours: Tensor, theirs: Tensor) -> bool:
         ours = ours.float()  # exact
     if ours.dtype != theirs.dtype:
         return False
+    # As bytes: by value a NaN equals nothing, and -0.0 equals 0.0.
     return bool(torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)))
 
 

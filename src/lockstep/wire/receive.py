@@ -85,6 +85,7 @@ class Receiver:
             rank = int(handle["first_rank"]) + self.rank
             self._group = connect_group(rendezvous, rank=rank, seconds=deadline - time.monotonic())
         if self._buffer is None or self._buffer.numel() < num_bytes:
+            # Freed first: old and new are never held at the same time.
             self._buffer = None
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         data = self._buffer[:num_bytes]

@@ -128,6 +128,7 @@ def _load(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
 
     with _placed(worker):
         loaded = session.model.load_weights(copies())  # type: ignore[operator]
+    # Before the answer: with it the sender fills the bucket's memory again.
     _synchronize(worker.device)
     session.loaded |= set(loaded or ())
     _refuse_ignored(session, names)
@@ -142,6 +143,7 @@ def _refuse_ignored(session: _Session, names: Iterable[str]) -> None:
     for name in names:
         own = {name, rename(name)} - {None}
         own |= {located[0] for each in own if (located := _locate(session.model, each)) is not None}
+        # Experts are let through: vLLM stacks them into tensors with names of their own.
         if not own & session.all_names and ".experts." not in name:
             raise ValueError(f"the model that vLLM serves has no weight {name}")
 
@@ -156,6 +158,7 @@ def _finish(worker: Any) -> dict[str, Any]:
         raise ValueError(f"the session has not all weights: {some}")
     with _placed(worker):
         finalize_layerwise_reload(session.model, worker.vllm_config.model_config)
+    # They hold results of the old weights; not every version of the runner has all three.
     for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
         reset = getattr(worker.model_runner, name, None)
         if reset is not None:
@@ -169,6 +172,7 @@ def _missing(worker: Any, session: _Session) -> list[str]:
     """Weights that were not received, and fused ones that were received only in part."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+    # A quantised model has parameters, such as scales, that need not come with the weights.
     quantized = worker.vllm_config.model_config.quantization is not None
     missing = set() if quantized else session.expected - session.loaded
     # A tied output layer may hold a packed copy of its own, which only its own name reaches.
@@ -176,6 +180,7 @@ def _missing(worker: Any, session: _Session) -> list[str]:
     missing |= {name for name in tied if name not in session.loaded | session.sent}
     for path, layer in session.model.named_modules():
         info = get_layerwise_info(layer)
+        # The rows that pad a vocabulary are never loaded, so that the count stays below the total.
         if not info.can_load() or hasattr(layer, "num_embeddings_padded"):
             continue
         if 0 < info.load_numel < (info.load_numel_total or 0):

@@ -85,6 +85,8 @@ class SampleCache(Cache):
             zip(needed, self._sizes, (1, _LENGTH_STEP, 1, _LENGTH_STEP), strict=True)
         ):
             if want > have:
+                # By half: growing copies everything, which a stream
+                # of ever longer samples must not do at every step.
                 new[i] = -(-max(want, have + have // 2) // step) * step
         if tuple(new) == self._sizes:
             return
@@ -97,6 +99,8 @@ class SampleCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores [1, K, T, H] new keys and values and returns them; attention reads the stores itself."""
+        # In the first forward, as only the layer's own keys say
+        # how many heads it has, their size and their dtype.
         if layer_idx == len(self.prompts):
             for layers, sizes in ((self.prompts, self._sizes[:2]), (self.completions, self._sizes[2:])):
                 shape = (sizes[0], key_states.shape[1], sizes[1], key_states.shape[3])
@@ -229,6 +233,7 @@ def _prefill(
     """Causal attention inside each document; [1, T, N, H]."""
     out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
     start = 0
+    # A call each: one over all documents would need a mask that is quadratic in their sum.
     for length in plan.lengths:
         span = slice(start, start + length)
         start += length
@@ -282,7 +287,9 @@ def _decode(
     out_c, lse_c = attend(own, keys[:rows, :, used], values[:rows, :, used], completion_mask, scaling)
     out_c, lse_c = out_c.reshape(rows, heads, dim), lse_c.reshape(rows, heads)
 
+    # exp(lse_p) / (exp(lse_p) + exp(lse_c)), without an exponential that could overflow.
     share = torch.sigmoid(lse_p - lse_c).unsqueeze(-1)
+    # In float32: one attention over both stores would round to the model's dtype once, too.
     return torch.lerp(out_c.float(), out_p.float(), share).to(query.dtype).unsqueeze(0)
 
 
@@ -298,6 +305,7 @@ def attend(
         out [B, K, Q, H] in q's dtype, lse [B, K, Q] float32.
     """
     if q.device.type == "cpu":
+        # Private: it is what F.scaled_dot_product_attention calls on a CPU, and that drops the log-sum-exp.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, attn_mask=mask, scale=scaling
         )

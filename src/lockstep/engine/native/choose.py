@@ -52,6 +52,7 @@ def choose(
     )
     entries = block * BLOCK + torch.arange(BLOCK, device=keys.device)
     last = logits.shape[1] - 1
+    # The last block may reach beyond the vocabulary; such entries are masked in the next line.
     inner = scaled(logits.gather(-1, entries.clamp(max=last)), head)
     inner = inner.masked_fill(entries > last, float("-inf"))
     within = (inner - exponential(entries + ENTRY_COUNTER).log()).argmax(-1, keepdim=True)

@@ -151,6 +151,7 @@ def check_sample(
     if ids and (min(ids) < 0 or max(ids) >= spec.vocab_size):
         raise _wrong(engine, "token_ids", f"a token id outside the vocabulary of {spec.vocab_size} entries")
     finite = all(map(math.isfinite, logprobs))  # min and max do not see NaN
+    # Rounding may lift a certain token just above 0; below -1e4 lie only masked tokens, which nobody draws.
     if logprobs and not (finite and min(logprobs) > -1e4 and max(logprobs) <= 1e-3):
         raise _wrong(
             engine, "logprobs", f"logprobs from {min(logprobs)} to {max(logprobs)}: not finite, or positive"
@@ -195,4 +196,5 @@ def tensor_from_hex(dtype: str, text: str) -> Tensor:
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"{dtype!r} is not a dtype of torch")
+    # A bytearray, because torch warns about memory that cannot be written to.
     return torch.frombuffer(bytearray.fromhex(text), dtype=kind)

@@ -47,6 +47,7 @@ _MAX_HEAD_BYTES = 64 * 1024
 _READ_BYTES = 256 * 1024
 _PREVIEW_CHARS = 400
 _STATUS = re.compile(r"[0-9]{3}( |$)")
+# A dozen digits: int() of a text without a limit takes quadratic time, and the server is not trusted.
 _LENGTH = re.compile(r"[0-9]{1,12}")
 _TRIES = 3
 _RETRY_SECONDS = 0.2
@@ -256,6 +257,7 @@ class Exchange(ABC, Generic[Answer]):
     def send(self) -> bool:
         """Send what the socket takes; True when all is sent."""
         if not self.connected:
+            # connect() was not waited for, so this is where a refusal is said.
             code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))

@@ -120,6 +120,7 @@ class Host:
                     self._streams[handle] = (stream, dict(enumerate(group["ids"])))
             except EngineError as error:
                 impossible = error
+            # Counted here and not when the task begins: `_drop` must wait for one that is still in the queue.
             self._runs += 1
             self._tasks.put(self._run)
             if impossible is not None:
@@ -180,6 +181,7 @@ class Host:
         event = {
             "id": id,
             "token_ids": completion.token_ids,
+            # JSON has no infinity and no NaN.
             "logprobs": [x if math.isfinite(x) else None for x in completion.logprobs],
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
@@ -259,6 +261,7 @@ class Weights:
                     self._take(name, tensor)
         except WireError as error:
             raise EngineError(str(error), code="transfer-failed") from error
+        # Before the answer: with it the sender fills the bucket's memory again.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._next += 1
@@ -278,6 +281,7 @@ class Weights:
             raise EngineError(
                 f"{first} and {name} are one tied weight, and came with two values", code="values-differ"
             )
+        # In place: CUDA graphs and compiled layers have captured the Parameter's address.
         parameter.copy_(tensor)
         self._received.add(name)
 

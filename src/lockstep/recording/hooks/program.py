@@ -126,6 +126,8 @@ def _unwrapped(outer: nn.Module) -> tuple[str, nn.Module]:
     path, module = [], outer
     while True:
         for name in ("_orig_mod", "module"):
+            # Not getattr: compiled modules and DeepSpeed's
+            # engine answer it with attributes of what is inside.
             inner = module._modules.get(name)
             if inner is not None and len(module._modules) == 1:
                 path.append(name)
@@ -161,6 +163,7 @@ def _wrapper(outer: nn.Module, module: nn.Module) -> str:
 
 def _is_compiled(module: nn.Module) -> bool:
     """By torch.compile(module), or by module.compile()."""
+    # Both private, in torch 2.11 to 2.13: nothing public says that a module is compiled.
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
@@ -190,6 +193,7 @@ def _ranks() -> tuple[int, int]:
 def inner_optimizer(outer: nn.Module) -> torch.optim.Optimizer | None:
     """The torch optimizer inside a DeepSpeed engine; its Parameters are not the module's."""
     current: Any = outer
+    # Bounded: a wrapper that names itself as its optimizer would be followed without end.
     for _ in range(8):
         current = getattr(current, "optimizer", None)
         if current is None or isinstance(current, torch.optim.Optimizer):
@@ -316,6 +320,7 @@ def _model(policy: ForeignModule, weights: Path | None) -> dict[str, Any]:
     """The recorded model; one built from a config has no name, so the folder with its stored weights is
     named."""
     stored = "" if weights is None or not isinstance(policy.module, PreTrainedModel) else weights.resolve()
+    # Private: transformers says nowhere else what a model was loaded from.
     name = str(getattr(getattr(policy.module, "config", None), "_name_or_path", "") or stored)
     name = name or f"unknown:{type(policy.module).__name__}"
     dtype = _dtype(policy.module)

@@ -176,6 +176,8 @@ def _scale_now(seen: SeenCall, logits: Tensor, rows: Tensor, labels: Tensor, tem
     assert seen.logprobs is not None
     for scale in dict.fromkeys((1.0, temperature)):
         now = token_logprobs(logits, rows, labels, temperature=scale)
+        # Not 0: a division in place rounds to the logits'
+        # dtype once more; a wrong divisor is far beyond this.
         if float((now - seen.logprobs).abs().mean()) <= 0.02:
             return scale
     return 0.0
@@ -196,6 +198,7 @@ def _watch_logprobs(seen: SeenCall, logprobs: Tensor) -> None:
     def arrived(gradient: Tensor) -> None:
         with torch.no_grad():
             values = gradient.flatten().index_select(0, rows).float()
+            # In float64, as the residual is a small difference of two sums; rounding may leave it below 0.
             total = gradient.float().square().sum(dtype=torch.float64)
             seen.add(values, (total - values.square().sum(dtype=torch.float64)).clamp(min=0), total)
 
@@ -231,6 +234,7 @@ def recorded_input(
         logprobs = torch.zeros(count).index_copy_(0, seen.tokens, seen.logprobs.cpu())
         trained = torch.zeros(count, dtype=torch.bool).index_fill_(0, seen.tokens, True)
     if seen.tokens is not None and seen.gradient is not None:
+        # Minus: the surrogate's loss is -sum(weight * logprob), and gets this gradient again in a replay.
         weighted = torch.zeros(count).index_copy_(0, seen.tokens, -seen.gradient.cpu())
         trained = _trained(seen, weighted)
     batch = canonical_batch(call, trained, weighted)

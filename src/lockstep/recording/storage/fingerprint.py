@@ -69,6 +69,7 @@ def _sums(name: str, tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the meta device and has no bits")
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    # A view as int64 must begin at a whole word; a slice of a shard need not.
     if flat.storage_offset() % 8:
         flat = flat.clone()
     row_bytes = 8 * _SIDE
