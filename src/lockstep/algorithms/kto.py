@@ -114,6 +114,7 @@ def mismatched(batches: Sequence[PackedBatch], *, max_length: int) -> list[Train
     ordered = [documents[sample_id] for sample_id in sorted(documents)]
     samples = []
     for number, (ids, mask) in enumerate(ordered):
+        # The first prompt gets the last one's answer, by index -1.
         prompt, (other_ids, other_mask) = prompt_ids(ids, mask), ordered[number - 1]
         answer = other_ids[len(prompt_ids(other_ids, other_mask)) :]
         whole = torch.cat([torch.tensor(prompt, dtype=torch.int64), answer])[:max_length]
@@ -133,6 +134,7 @@ def baseline(batches: Sequence[PackedBatch], policy: Sequence[Tensor], ref: Sequ
         )[: len(batch.sample_ids)].cpu()
         for batch, ours, theirs in zip(batches, policy, ref, strict=True)
     ]
+    # A divergence is not negative, and this estimate of one may be.
     return max(float(torch.cat(ratios).mean()), 0.0) if ratios else 0.0
 
 
@@ -194,6 +196,7 @@ def _of_documents(values: Tensor, batch: PackedBatch) -> Tensor:
     """[D]: the one value that a document has at its trained slots; 0 without any."""
     kept = masked(values, batch.loss_mask)
     offsets = batch.cu_seqlens.long()
+    # A document has one value: maximum or minimum is it, and the other one is 0, whatever its sign.
     high = torch.segment_reduce(kept, "max", offsets=offsets, initial=0.0)
     return high + torch.segment_reduce(kept, "min", offsets=offsets, initial=0.0)
 

@@ -49,6 +49,8 @@ class PairLoss(ABC):
         slots[rows] = logprobs
         losses = self.pair_losses(*self.scores(slots, batch), batch)
         weights = masked(batch.loss_weights, batch.loss_mask)
+        # Every trained slot of a document has the same weight. The larger one of a pair counts below: an
+        # answer without a trained slot has none.
         documents = torch.segment_reduce(weights, "max", offsets=batch.cu_seqlens.long(), initial=0.0)
         return LossOutput((losses * of_pairs(documents, batch).amax(1)).sum())
 
@@ -108,6 +110,7 @@ def pair_weights(samples: Sequence[TrainSample]) -> list[Tensor]:
 
 def of_pairs(documents: Tensor, batch: PreferenceBatch) -> Tensor:
     """[P, 2]: a figure of each document [D] as (chosen, rejected)."""
+    # The rest are pad documents.
     return documents[: len(batch.sample_ids)].view(-1, 2)
 
 

@@ -161,6 +161,7 @@ def _escape_tracebacks() -> None:
         if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
             show(args.exc_type, args.exc_value, args.exc_traceback)
 
+    # A hook of somebody else, such as a debugger's, is left in place.
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = show
     if threading.excepthook is threading.__excepthook__:

@@ -303,6 +303,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         from lockstep.loop.distributed import connect_ranks
 
         importlib.import_module(f"lockstep.loop.{_loop_of(command.run)}")
+    # What was imported stays until the end: no collection need visit it again.
     gc.freeze()
     if restart is not None:
         restart.mark("import")

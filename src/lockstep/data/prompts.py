@@ -178,6 +178,7 @@ class PromptMaker:
             self._left_out[key] = "dropped_overlong"
             return None
         self._left_out[key] = "truncated"
+        # Kept in front of what is left: models are not trained on texts without it.
         bos = self.chat.bos if self.chat else []
         return [*bos, *ids[len(ids) - limit + len(bos) :]]
 

@@ -204,6 +204,7 @@ def _copy_part(shape: ModelShape, run: RunConfig, train: TrainConfig, *, size: t
     device, ranks = size
     copies = run.checkpoint.background and 0 < run.checkpoint.every < run.steps
     weights = (shape.trained if shape.lora else shape.parameters) * shape.dtype_bytes
+    # A float32 Parameter is its own master copy.
     state = shape.trained * (state_bytes(train) + 4 * (shape.dtype_bytes < 4))
     return MemoryPart(
         name="copy for saves in the background",
@@ -259,6 +260,8 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[Memo
         ),
         MemoryPart(
             name="logits of one decoding step",
+            # Logits, their scaled copy and the weights of the
+            # draw (engine/sampling.py), at most float32 each.
             bytes=3 * 4 * batch * shape.vocab,
             phase="generate",
             setting="engine.max_batch",

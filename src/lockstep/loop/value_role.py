@@ -163,6 +163,7 @@ def build_value(
         check_positions(model, run.longest_unit, setting=setting)
     model = dataclasses.replace(model, execution=axes.execution)
     backend: TrainBackend = make(
+        # No engine computes values, so there are no bits to agree with.
         resolved_train(train, axes).model_copy(update={"batch_invariant": False}),
         model=model,
         total_steps=run.steps * train.minibatches * train.epochs_per_batch,
@@ -212,5 +213,6 @@ def _figures(samples: Sequence[ValueSample]) -> dict[str, float]:
     numbers = torch.stack([explained_variance(values, returns), values.mean(), returns.mean()])
     names = ("explained_variance", "mean", "returns_mean")
     return dict(zip(names, numbers.tolist(), strict=True)) | {
+        # Without the correction, which makes NaN of a single return.
         "returns_std": float(returns.std(correction=0)),
     }

@@ -206,6 +206,7 @@ def merged_weight(base: Tensor, a: Tensor, b: Tensor, *, scaling: float) -> Tens
         a: [rank, inputs].
         b: [outputs, rank].
     """
+    # In float32: updates are small beside the weights, and so are rounded once, at the end.
     return (base.float() + scaling * (b.float() @ a.float())).to(base.dtype)
 
 

@@ -69,6 +69,7 @@ def merged_stats(own: Tensor, labels: Tensor, group: dist.ProcessGroup) -> tuple
     dist.all_gather(list(parts.unbind()), own.contiguous(), group=group)
     peaks, totals, weighted, at_labels = parts.unbind(1)
     peak = peaks.amax(0)
+    # At most 0, so that no exponential overflows.
     shift = peaks - peak
     factor = shift.exp()
     total = (totals * factor).sum(0)

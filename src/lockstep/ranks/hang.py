@@ -222,6 +222,7 @@ def _ask_for_stacks(flights: Sequence[Flight]) -> None:
     while time.monotonic() < until:
         time.sleep(0.1)
         now = {path: path.stat().st_size for path in sizes}
+        # Two looks alike: faulthandler writes a stack piece by piece.
         if now == settled and all(now[path] > sizes[path] for path in sizes):
             return
         settled = now

@@ -160,6 +160,7 @@ class ScoreStream:
                 self._failure = error
                 self._on_failure()
                 return
+            # One iterator for all groups: each takes from it as many scores as it has inputs.
             self._scores.update(
                 (group, [score for _, score in zip(inputs, scores, strict=False)]) for group, inputs in groups
             )

@@ -253,6 +253,8 @@ class Capture:
         if tuple(lead) != self._shape or not tensor.is_floating_point() or key in self.tensors:
             return
         self._record(key, kind, tensor)
+        # The hook is on what the kernel gets: a view made here
+        # is no part of the graph, so no gradient comes to it.
         leaf = tensor if at is None else at
         if not leaf.requires_grad:
             return
@@ -303,10 +305,12 @@ def sketch(flat: Tensor) -> Tensor:
 def _projection(features: int) -> Tensor:
     """[features, SKETCH]; seeded by its shape, so that two captures agree."""
     generator = torch.Generator().manual_seed(features)
+    # Drawn on the host: a GPU's generator gives other numbers, and captures of both are compared.
     return torch.randn(features, SKETCH, generator=generator).div(SKETCH**0.5)
 
 
 def _in_backward() -> bool:
+    # Private, in torch 2.11 to 2.13: nothing public says that a backward is running.
     return torch._C._current_graph_task_id() != -1
 
 

@@ -195,11 +195,13 @@ class _Worker:
         from lockstep.observe.spans import Spans
 
         cell = self._options.cell
+        # Freed before the next one is loaded: two models may not fit.
         self._policy = None
         if num_layers != self._whole_layers:
             cell = dataclasses.replace(cell, num_layers=num_layers)
         options = dataclasses.replace(self._options, cell=cell)
         cut: Any = Cut(self._recording, self._index, self._batch)
+        # Of no effect on trials, each of which has a plan of its own: without a limit that could refuse.
         bucketing = plan_buckets(cut, [0], options, max_positions=1 << 20)
         self._policy = Policy(cut, options, order=[0], bucketing=bucketing, spans=Spans())
         self._layers = num_layers

@@ -114,6 +114,7 @@ def _record_faults(row: Row, *, limits: Limits, vocab_size: int) -> list[str]:
         (count > limits.max_tokens, f"more than max_tokens = {limits.max_tokens} tokens"),
         (len(row.logprobs) != count, "not one logprob per token"),
         (not all(math.isfinite(x) for x in row.logprobs), "logprobs that are not finite"),
+        # Not 0: rounding may lift the logprob of a certain token just above it.
         (any(x > 1e-4 for x in row.logprobs), "logprobs above 0"),
         (any(not 0 <= i < vocab_size for i in row.token_ids), f"ids beyond the vocabulary of {vocab_size}"),
         (row.finish_reason not in ("stop", "length"), f"finish reason {row.finish_reason!r}"),

@@ -248,6 +248,7 @@ class Policy:
         self._checkpoint: Path | None = None
         self.model = self._load_base()
         self.fingerprint = "" if self._stored(meta) else self._fingerprint(self.model.module)
+        # After the fingerprint, which is of the weights in the recorded dtype.
         self._cast()
         if self.options.cell.batch_invariant:
             invariant.convert(self.model.module, device=self._device, dtype=self._cell_dtype)
@@ -267,6 +268,7 @@ class Policy:
             self.backend = self._build()
             after = joint_of(self.model.module)
             if before is not None and after is not None:
+                # Graphs do not depend on the values of weights, so they need not be compiled again.
                 after.adopt(before)
         else:
             self._load_weights_of(meta)
@@ -367,6 +369,7 @@ class Policy:
         """Convert parameters only: buffers such as rotary frequencies have a dtype of their own."""
         for parameter in self.model.module.parameters():
             if parameter.dtype != self._cell_dtype:
+                # `.data`: the Parameter remains the same object, and tied ones remain tied.
                 parameter.data = parameter.data.to(self._cell_dtype)
 
     # --- backend --------------------------------------------------------------------------------------------

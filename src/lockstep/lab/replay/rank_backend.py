@@ -207,6 +207,7 @@ class RankBackend(_Wrapped):
         """All-reduce every trained parameter's gradient; those that took no part count as zero."""
         live = self.inner.live_gradients()
         module: torch.nn.Module = self.inner.module  # type: ignore[attr-defined]
+        # Every rank must reduce the same tensors: what took no part here may have on another rank.
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and name not in live:
                 parameter.grad = torch.zeros_like(parameter)

@@ -134,6 +134,7 @@ class Replayer:
         match = self.policy.use(recorded.meta)
         self.matches[match] += 1
         if recorded.rng is not None:
+            # As before the recorded forward: dropout drops the same again.
             torch.set_rng_state(recorded.rng)
         self._spans.start()
         self.memory.reset()
@@ -225,6 +226,8 @@ class Replayer:
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
+        # A CUDA error other than lack of memory loses the
+        # context: every later call of this process would fail.
         if not memory and self.device.type == "cuda" and "CUDA error" in str(error):
             self.broken = line
         else:
@@ -236,6 +239,7 @@ class Replayer:
     def _cleared(self, memory: bool) -> None:
         self.policy.backend.drop_gradients()
         if memory:
+            # First: the allocator can give back only what no cycle of a traceback refers to.
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -58,6 +58,7 @@ def start_logged(
     directory: Path | None = None,
 ) -> Child:
     """Start `argv` with stdout and stderr at the end of `log`."""
+    # Unbuffered: the last lines before a kill are those that matter.
     variables = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
     with log.open("ab") as file:
         return Child(argv, output=file, env=variables, cwd=directory, linger=_LINGER_SECONDS)
@@ -89,6 +90,7 @@ class ProcessRunner:
         with self._lock:
             if self._stopped:
                 raise KeyboardInterrupt
+            # Under the lock: a `stop` between the look and the start would miss this child.
             child = start_logged(argv, log=log, environment=environment, directory=directory)
             self._running.add(child)
         try:
