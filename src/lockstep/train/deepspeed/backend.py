@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.config.train import TrainConfig, outside_of_runs
 from lockstep.errors import ConfigError, TrainError
@@ -24,17 +23,14 @@ from lockstep.models.causal_lm import checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import decoder_inputs
 from lockstep.models.load import LoadedModel
-from lockstep.models.lora import has_lora, without_lora
 from lockstep.observe import flight
-from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
-from lockstep.protocols.train import FinishSave, Reference, StepStats, TokenLoss
+from lockstep.protocols.train import Reference, StepStats, TokenLoss
 from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
-from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
-from lockstep.train.contract import contract_of
+from lockstep.train.base import Backend
 from lockstep.train.deepspeed.build import ZeroBuilder
 from lockstep.train.deepspeed.setup import find_ninja, refuse_impossible
 from lockstep.train.deepspeed.state import ZeroParts, whole_weights
@@ -45,7 +41,6 @@ from lockstep.train.loss_module import (
     head_rows,
     require_finite,
     scatter,
-    static_head,
     step_stats,
     token_rows,
 )
@@ -56,12 +51,10 @@ from lockstep.train.micro_batch_assignment import (
     share_stats,
 )
 from lockstep.train.optimizer import lr_at, trained_parameters
-from lockstep.train.state.copies import CopySpace
-from lockstep.train.state.parts import Layout, train_progress
-from lockstep.train.state.save_load import load_state, save_state
+from lockstep.train.state.parts import Layout
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(Backend):
     """Trains over DeepSpeed ZeRO what LocalBackend trains alone, and computes the same numbers.
 
     Every rank gets all micro-batches of a step; the backend assigns them to ranks and gathers the results.
@@ -107,13 +100,9 @@ class DeepSpeedBackend:
         spans: Spans | None = None,
     ) -> None:
         config = outside_of_runs(config)
-        self.config, self.model, self.total_steps = config, model, total_steps
-        self.spans = spans or Spans()
-        self.module = model.module.eval()
-        self.device = next(self.module.parameters()).device
-        self.steps_done = 0
+        device = next(model.module.parameters()).device
+        super().__init__(config, model=model, total_steps=total_steps, spans=spans, device=device)
         self.deepcompile = config.execution == "deepcompile"
-        self.contract = contract_of(config, model, self.device)
         with_states = total_steps > 0
         refuse_impossible(config, device=self.device, dtype=model.dtype, with_optimizer=with_states)
         ds = _import_deepspeed(self.device)
@@ -124,12 +113,8 @@ class DeepSpeedBackend:
         self._group = dist.distributed_c10d._get_default_group()
         mesh = {"dp": self.world_size, "ring": 1, "tp": 1}
         self._layout = Layout(backend="deepspeed", mesh=mesh, stream=self.rank)
-        self._lora = has_lora(self.module)
         self.ref = Reference(functools.partial(self._score, "ref")) if ref else None
-        self._static = static_head(config, self.module)
-        # A copy made later would have what DeepSpeed and the compiler put into the module; at stage 3 its
-        # Parameters would be empty.
-        reference = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
+        reference = self._copied(ref)
         if config.activation_checkpointing:
             checkpoint_activations(self.module)
         named = trained_parameters(self.module)
@@ -145,14 +130,10 @@ class DeepSpeedBackend:
             # deepspeed.initialize; it takes no other backend than inductor and eager.
             self._zero.engine.compile(backend="inductor")
             self._compile_watch = CompileWatch(max_recompiles=config.max_recompiles)
-        watch = self._compile_watch
-        self._counting = contextlib.nullcontext if watch is None else watch.counting
-        self._ref: nn.Module | None = None
         self._ref_engine: Any = None
         if reference is not None:
             self._ref, self._ref_engine = build.reference(reference, like=self.module)
         self._gradients_ready = self._trained = False
-        self._copies = CopySpace()
 
     # --- forward and backward -------------------------------------------------------------------------------
 
@@ -188,8 +169,8 @@ class DeepSpeedBackend:
         self._outer.eval()
         with torch.no_grad(), self._as_model(model) as outer, self._counting():
             for index, batch in enumerate(batches):
-                with self._memory_errors_explained(batch, index=index, count=len(batches)):
-                    rows, labels = head_rows(batch, static=self._static, device=self.device)
+                with self._memory_errors_explained(index, batch, count=len(batches)):
+                    rows, labels = head_rows(batch, static=self._static_head, device=self.device)
                     moved = batch.to(self.device)
                     if isinstance(outer, LossModule):
                         logprobs = outer(moved, rows, labels, None)
@@ -200,16 +181,6 @@ class DeepSpeedBackend:
         if self._ref_engine is not None:
             self._ref_engine.empty_partition_cache()
         return results
-
-    @contextlib.contextmanager
-    def _as_model(self, model: Literal["policy", "ref"]) -> Iterator[nn.Module]:
-        if model == "policy":
-            yield self._outer
-        elif self._ref is not None:
-            yield self._ref
-        else:
-            with without_lora(self.module):
-                yield self._outer
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Add the gradients of all micro-batches of one optimizer step, each computed by one rank.
@@ -225,7 +196,7 @@ class DeepSpeedBackend:
         group, terms = self._group, len(loss.terms)
         stats = share_stats(batches, outputs, terms=terms, group=group, device=self.device)
         self._check_losses(batches, stats.losses)
-        self._trained = self._static or any(bool(batch.loss_mask.any()) for batch in batches)
+        self._trained = self._static_head or any(bool(batch.loss_mask.any()) for batch in batches)
         return stats
 
     def forward_backward_own(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
@@ -265,8 +236,8 @@ class DeepSpeedBackend:
                 # By hand: packs of one step may be any number, and DeepSpeed's own count of them is fixed by
                 # its config.
                 self._zero.engine.set_gradient_accumulation_boundary(position == len(batches) - 1)
-                watched = self._counting()
-                with self._memory_errors_explained(batch, index=index, count=count), watched:
+                number, watched = index if index < count else None, self._counting()
+                with self._memory_errors_explained(number, batch, count=count), watched:
                     flight.note_micro_batch(index, batch.lengths)
                     outputs[index] = self._backward(batch, loss)
             self._gradients_ready = self._trained = bool(batches)
@@ -279,7 +250,7 @@ class DeepSpeedBackend:
         return outputs
 
     def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
-        rows, labels = head_rows(batch, static=self._static, device=self.device)
+        rows, labels = head_rows(batch, static=self._static_head, device=self.device)
         moved = batch.to(self.device)
         with self.spans("forward"):
             value, tokens = self._forward(moved, rows, labels, loss)
@@ -318,23 +289,12 @@ class DeepSpeedBackend:
         )
         return both
 
-    @contextlib.contextmanager
-    def _memory_errors_explained(self, batch: PackedBatch, *, index: int, count: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            what = f"micro-batch {index} of {count}" if index < count else "an empty micro-batch"
-            raise TrainError(
-                f"step {self.steps_done}, {what}: out of memory with {batch.num_slots} token slots at ZeRO "
-                f"{self.config.zero_stage} on {self.world_size} rank(s); set train.activation_checkpointing "
-                "= true, lower train.token_budget, set train.optimizer_device = 'cpu', or use more ranks "
-                "with train.zero_stage = 3 (--zero-stage 3). No weight was changed. torch says: "
-                f"{error}",
-                code="out-of-memory",
-                setting="train.token_budget",
-            ) from error
+    def _memory_advice(self, tokens: int, micro_batches: int) -> str:
+        return (
+            f" at ZeRO {self.config.zero_stage} on {self.world_size} rank(s); set "
+            "train.activation_checkpointing = true, lower train.token_budget, set train.optimizer_device = "
+            "'cpu', or use more ranks with train.zero_stage = 3 (--zero-stage 3)"
+        )
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
         """Check the losses of all ranks; raises TrainError on every rank."""
@@ -391,15 +351,8 @@ class DeepSpeedBackend:
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         self._zero.step(lr)
         self._gradients_ready = False
-        self.steps_done += 1
-        if self._compile_watch is not None:
-            self._compile_watch.check()
-            self._compile_watch.mark_warm()
+        self._step_is_done()
         return {"grad_norm": norm, "lr": lr}
-
-    def compile_report(self) -> CompileReport | None:
-        """Report what torch.compile did so far on this rank; None in eager mode."""
-        return None if self._compile_watch is None else self._compile_watch.report()
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -414,52 +367,16 @@ class DeepSpeedBackend:
             shared_module=self.module if whole else None,
         )
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
-        """Save everything that decides how training goes on, in the format of every backend
-        (train/state/save_load.py). Collective; each rank writes its share of the whole tensors.
+    @property
+    def _amid_step(self) -> bool:
+        return self._gradients_ready
 
-        Raises:
-            CheckpointError: on every rank: it does not fit on the disk.
-            TrainError: there are gradients that no optimizer step has used.
-        """
-        if self._gradients_ready:
-            raise step_errors.save_amid_step()
-        return save_state(
-            directory,
-            parts=self._parts(),
-            progress=self._progress(),
-            layout=self._layout,
-            background=background and self._copies,
-            in_memory=in_memory,
-        )
-
-    def load(self, directory: Path, *, verified: bool = False) -> None:
-        """Load a save of any backend on any number of ranks. Collective.
-
-        Raises:
-            CheckpointError: on every rank: missing, damaged or of another model or optimizer, or its
-                parameters have been updated different numbers of times; nothing was changed.
-        """
-        parts, progress = self._parts(), self._progress()
-        restored = load_state(
-            directory, parts=parts, progress=progress, layout=self._layout, verified=verified
-        )
+    def _loaded(self, parts: ZeroParts) -> None:
         parts.finish_loading()
-        self.drop_gradients()
-        self.steps_done = restored["step"]
 
     def _parts(self) -> ZeroParts:
         kept, adamw = self.total_steps > 0, self.config.optimizer == "adamw"
         return ZeroParts(self._zero, self.module, trained_only=self._lora, with_optimizer=kept, adamw=adamw)
-
-    def _progress(self) -> dict[str, Any]:
-        return train_progress(
-            self.config,
-            steps_done=self.steps_done,
-            total_steps=self.total_steps,
-            dtype=self.model.dtype,
-            lora=self._lora,
-        )
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0

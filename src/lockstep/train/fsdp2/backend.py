@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.attention import kernel_of
 from lockstep.config.train import TrainConfig, outside_of_runs
-from lockstep.errors import ConfigError, TrainError
+from lockstep.errors import ConfigError
 from lockstep.models.causal_lm import causal_lm, checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import Ring, check_ring
@@ -24,23 +21,18 @@ from lockstep.models.load import LoadedModel
 from lockstep.models.lora import (
     adapted_weights,
     base_name,
-    has_lora,
     is_adapter,
     merged_weight,
     without_lora,
 )
-from lockstep.models.rest import Rests
 from lockstep.observe import flight
-from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
 from lockstep.packing import ring_shard
 from lockstep.protocols.train import FinishSave, Reference, RestPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
-from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
-from lockstep.train import step_errors
+from lockstep.train.base import MasterBackend
 from lockstep.train.compiled import compile_module
-from lockstep.train.contract import contract_of
 from lockstep.train.fsdp2.mesh import make_mesh
 from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of
 from lockstep.train.fsdp2.state import ShardedState
@@ -50,10 +42,8 @@ from lockstep.train.loss_module import (
     RingPart,
     Rows,
     head_rows,
-    require_finite,
     ring_rows,
     scatter,
-    static_head,
 )
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.micro_batch_assignment import (
@@ -62,16 +52,14 @@ from lockstep.train.micro_batch_assignment import (
     share_logprobs,
     share_stats,
 )
-from lockstep.train.optimizer import MasterOptimizer, NamedParameter, lr_at, trained_parameters
-from lockstep.train.state.copies import CopySpace
-from lockstep.train.state.parts import Layout, train_progress
-from lockstep.train.state.save_load import load_state, save_state
+from lockstep.train.optimizer import MasterOptimizer, NamedParameter, trained_parameters
+from lockstep.train.state.parts import Layout
 
 _NCCL_ROOM = 2 << 30
 """Bytes of a GPU that NCCL can need for the buffers of a gather."""
 
 
-class FSDP2Backend(Rests):
+class FSDP2Backend(MasterBackend):
     """Trains on several ranks what LocalBackend trains on one, and computes the same numbers.
 
     Every rank makes the same calls with the same micro-batches; the backend assigns them to ranks. Each rank
@@ -113,25 +101,20 @@ class FSDP2Backend(Rests):
     ) -> None:
         config = outside_of_runs(config)
         _refuse_impossible(config, model)
-        self.config, self.model, self.total_steps = config, model, total_steps
-        self.temperature, self.spans, self.steps_done = temperature, spans or Spans(), 0
-        self.module = model.module.eval()
-        self.device = device_of(self.module)
+        device = device_of(model.module)
+        super().__init__(config, model=model, total_steps=total_steps, spans=spans, device=device)
+        self.temperature = temperature
         if config.ring > 1:
             base = getattr(self.module, causal_lm(self.module).base_model_prefix)
             compiled = config.execution != "eager"
             kernel = kernel_of(base.config._attn_implementation)
             check_ring(kernel, base.config, layout=config.layout, compiled=compiled, device=self.device)
-        self.contract = contract_of(config, model, self.device)
         self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp)
-        self._static = static_head(config, self.module)
-        self._lora = has_lora(self.module)
-        # Before the policy is sharded: FSDP2 refuses to copy a module that is.
-        frozen = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
+        self._layout = Layout(backend="fsdp2", mesh=self.mesh.sizes, stream=self.mesh.shard_rank)
+        frozen = self._copied(ref)
         decay = {p.name: p.decay for p in trained_parameters(self.module)}
         masters_here = total_steps > 0 and config.optimizer_device == "model"
-        watch = self._compile_watch = compile_module(self.module, config)
-        self._counting = contextlib.nullcontext if watch is None else watch.counting
+        self._compile_watch = compile_module(self.module, config)
         self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
         self.ref = Reference(self._score_base) if ref else None
         self._frozen: ShardedModel | None = None
@@ -140,10 +123,7 @@ class FSDP2Backend(Rests):
             self._frozen = self._sharded(frozen, stored=model.dtype)
             self.ref = Reference(functools.partial(self._score, self._frozen))
         self._names = list(decay)
-        self._optimizer_or_none = self._optimizer_of(decay) if total_steps > 0 else None
-        self._pending: list[tuple[PackedBatch, TokenLoss]] = []
-        self._copies = CopySpace()
-        self._rests = {}
+        self._optimizer = self._optimizer_of(decay) if total_steps > 0 else None
         self._has_gradients = False
         self._added_up: dict[str, Tensor] | None = None
         if config.activation_checkpointing:
@@ -171,12 +151,6 @@ class FSDP2Backend(Rests):
         ]
         return make_optimizer(shards, config=self.config)
 
-    @property
-    def _optimizer(self) -> MasterOptimizer:
-        if self._optimizer_or_none is None:
-            raise step_errors.no_optimizer()
-        return self._optimizer_or_none
-
     # --- forward and backward -------------------------------------------------------------------------------
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -203,29 +177,17 @@ class FSDP2Backend(Rests):
         return share_logprobs(batches, logprobs_of, group=self.mesh.world, device=self.device)
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Add the gradients of all micro-batches of one optimizer step.
-
-        Raises:
-            TrainError: a loss is not finite, or the ranks were not given the same batches, on every rank; or
-                memory ran out, where it did. All gradients of the step are dropped.
-        """
+        """See MasterBackend."""
         require_same_batches(batches, group=self.mesh.world, device=self.device)
         # More gradients are coming: what was added up over ranks before is stale.
         self._added_up = None
-        try:
-            stats = self._accumulate(batches, loss)
-            require_finite(stats.losses, batches, step=self.steps_done)  # each rank has the losses of all
-        except BaseException:  # half a step's gradients must not leak into the next one
-            self._recover()
-            raise
-        self._pending += [(batch, loss) for batch in batches]
+        stats = super().forward_backward(batches, loss)
         # From the whole step's masks, not from .grad: every rank must come to the same answer, since the norm
         # is a collective.
-        self._has_gradients |= any(self._static or bool(batch.loss_mask.any()) for batch in batches)
+        self._has_gradients |= any(self._static_head or bool(batch.loss_mask.any()) for batch in batches)
         return stats
 
     def _accumulate(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Forward and backward of this rank's share; returns the results of all ranks."""
         outputs: dict[int, MicroBatchOutput] = {}
         assigned = self._assigned(batches)
         root = self._policy.outer
@@ -259,7 +221,7 @@ class FSDP2Backend(Rests):
         """What the head sees of a batch on the host: slots of the pack, their labels, and on a ring their
         positions among this rank's rows."""
         if self.mesh.ring == 1:
-            rows, labels = head_rows(batch, static=self._static, device=self.device)
+            rows, labels = head_rows(batch, static=self._static_head, device=self.device)
             return rows, labels, None
         shard = ring_shard(
             batch.lengths,
@@ -267,8 +229,8 @@ class FSDP2Backend(Rests):
             size=self.mesh.ring,
             num_documents=len(batch.sample_ids),
         )
-        mine, labels, local = ring_rows(batch, shard.index, static=self._static, device=self.device)
-        every, _ = head_rows(batch, static=self._static, device=self.device)
+        mine, labels, local = ring_rows(batch, shard.index, static=self._static_head, device=self.device)
+        every, _ = head_rows(batch, static=self._static_head, device=self.device)
         ring = Ring(shard=shard.to(self.device), group=self.mesh.ring_group)
         return mine, labels, RingPart(ring=ring, local=local, every=every)
 
@@ -290,32 +252,16 @@ class FSDP2Backend(Rests):
 
     # --- errors ---------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _memory_errors_explained(
-        self, index: int | None, batch: PackedBatch, *, count: int
-    ) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
-            joint = self.config.execution == "joint"
-            gathered = "train.execution = 'compile'" if joint else "train.reshard_after_forward = true"
-            what = "an empty micro-batch" if index is None else f"micro-batch {index}"
-            raise TrainError(
-                f"step {self.steps_done}, {what} of {count}: out of memory with {batch.num_slots} token "
-                f"slots on a mesh of {mesh}; set train.activation_checkpointing = true, lower "
-                f"train.token_budget, set {gathered}, train.optimizer_device = 'cpu' "
-                "or train.parameter_device = 'cpu', or use more ranks. No weight was changed. torch says: "
-                f"{error}",
-                code="out-of-memory",
-                setting="train.token_budget",
-                tokens=batch.num_slots,
-            ) from error
+    def _memory_advice(self, tokens: int, micro_batches: int) -> str:
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+        joint = self.config.execution == "joint"
+        gathered = "train.execution = 'compile'" if joint else "train.reshard_after_forward = true"
+        return (
+            f" on a mesh of {mesh}; set train.activation_checkpointing = true, lower train.token_budget, set "
+            f"{gathered}, train.optimizer_device = 'cpu' or train.parameter_device = 'cpu', or use more ranks"
+        )
 
     def _recover(self) -> None:
-        """Clean up after a forward or backward that raised."""
         self._policy.reset()
         self.drop_gradients()
 
@@ -326,7 +272,7 @@ class FSDP2Backend(Rests):
 
     # --- gradients ------------------------------------------------------------------------------------------
 
-    def _shards(self) -> dict[str, Tensor]:
+    def _here(self) -> dict[str, Tensor]:
         """This rank's shard of each gradient since the last optimizer step, by Parameter name; gradients of
         Parameters that all tensor parallel ranks have are added up over those ranks."""
         if not self._has_gradients:
@@ -342,21 +288,17 @@ class FSDP2Backend(Rests):
         Unused Parameters are left out."""
         return {
             name: self._policy.whole(name, shard).to("cpu", torch.float32, copy=True)
-            for name, shard in self._shards().items()
+            for name, shard in self._here().items()
         }
 
-    def gradient_norm(self) -> float:
-        """Euclidean norm over all of them, before clipping; 0 when there are none."""
-        return self._norm(self._shards())
-
-    def _norm(self, shards: dict[str, Tensor]) -> float:
-        """Gradient norm from each rank's shards: squares are added up over all ranks, each element once,
-        however many tensor parallel ranks have it."""
+    def _norm(self, gradients: dict[str, Tensor]) -> float:
+        """Squares of each rank's shards are added up over all ranks, each element once, however many tensor
+        parallel ranks have it."""
         # torch.nn.utils.clip_grad_norm_ is no help here: it counts a Parameter once for each tensor parallel
         # rank that has it, and does not mix DTensors with plain tensors (torch 2.13).
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for copies in (1, self.mesh.tp):
-            norm = global_norm([g for n, g in shards.items() if self._policy.copies(n) == copies])
+            norm = global_norm([g for n, g in gradients.items() if self._policy.copies(n) == copies])
             # Divided, because the sum over ranks below counts it once for each rank that has it.
             square += norm.to(self.device, torch.float64).square() / copies
             if self.mesh.tp == 1:
@@ -364,63 +306,11 @@ class FSDP2Backend(Rests):
         dist.all_reduce(square, group=self.mesh.world)
         return math.sqrt(float(square))
 
-    # --- update ---------------------------------------------------------------------------------------------
-
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, schedule, zero the gradients. Returns grad_norm (before clipping) and lr.
-
-        Raises:
-            TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
-                recompiled more often than train.max_recompiles.
-        """
-        with self._awake("weights"):
-            update = self._updated()
-        self.drop_gradients()
-        self.steps_done += 1
-        if (watch := self._compile_watch) is not None:
-            watch.check()
-            watch.mark_warm()
-        return update
-
-    def compile_report(self) -> CompileReport | None:
-        """Report what torch.compile did so far on this rank; None in eager mode."""
-        watch = self._compile_watch
-        return None if watch is None else watch.report()
-
-    @torch.no_grad()
-    def _updated(self) -> dict[str, float]:
-        optimizer, shards = self._optimizer, self._shards()
-        if not shards:
-            raise step_errors.no_gradients(step=self.steps_done)
-        norm = self._norm(shards)
-        if not math.isfinite(norm):
-            with torch.enable_grad():
-                blamed = self._blame()
-            raise step_errors.norm_not_finite(norm, step=self.steps_done, **blamed)
-        lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
-        # the coefficient of torch.nn.utils.clip_grad_norm_
-        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-        with self._awake("states"):
-            optimizer.step([shards.get(name) for name in self._names], lr=lr, scale=scale)
-        return {"grad_norm": norm, "lr": lr}
-
-    def _blame(self) -> dict[str, Any]:
-        """Find the micro-batch whose gradients are not finite: all ranks run each once more, alone."""
-        pending = list(self._pending)
-        self.drop_gradients()
-        for index, (batch, loss) in enumerate(pending):
-            self._accumulate([batch], loss)
-            # By hand, as this goes around forward_backward: `_not_finite` is collective, whatever the mask.
-            self._has_gradients = True
-            bad = self._not_finite()
-            self.drop_gradients()
-            if bad:
-                return step_errors.one_to_blame(index, len(pending), batch.sample_ids, bad)
-        return step_errors.all_to_blame([batch.sample_ids for batch, _ in pending])
-
     def _not_finite(self) -> list[str]:
-        """Names of the Parameters whose gradient is not finite on some rank."""
-        shards = self._shards()
+        """See MasterBackend: not finite on some rank."""
+        # By hand, as `_blame` goes around forward_backward: what follows is collective, whatever the mask.
+        self._has_gradients = True
+        shards = self._here()
         # All ranks must find the same names: each decides by them whether it goes on to the next
         # micro-batch's collectives.
         flags = torch.zeros(len(self._names), device=self.device)
@@ -462,61 +352,13 @@ class FSDP2Backend(Rests):
         return self._policy.whole(name, self._policy.local(name).to(self.model.dtype))
 
     def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
-        """Save everything that decides how training goes on into an existing empty directory (see
-        train/state/save_load.py): every tensor whole, written by one of the ranks.
-
-        Raises:
-            CheckpointError: it does not fit on the disk; on every rank.
-            TrainError: there are gradients that no optimizer step has used.
-        """
-        if self._pending:
-            raise step_errors.save_amid_step()
+        """See Backend. The first gather's buffers are NCCL's, and torch keeps what it freed."""
         if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] < _NCCL_ROOM:
-            torch.cuda.empty_cache()  # the first gather's buffers are NCCL's, and torch keeps what it freed
-        with self._awake("weights", "states"):
-            return save_state(
-                directory,
-                parts=self._state(),
-                progress=self._progress(),
-                layout=self._layout(),
-                background=background and self._copies,
-                in_memory=in_memory,
-            )
+            torch.cuda.empty_cache()
+        return super().save(directory, background=background, in_memory=in_memory)
 
-    def load(self, directory: Path, *, verified: bool = False) -> None:
-        """Load what `save` (bitwise, on the same mesh) or any backend on any number of ranks saved.
-
-        Args:
-            verified: the caller has compared the files' hashes already.
-
-        Raises:
-            CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
-        """
-        with self._awake("weights", "states"):
-            restored = load_state(
-                directory,
-                parts=self._state(),
-                progress=self._progress(),
-                layout=self._layout(),
-                verified=verified,
-            )
-        self.drop_gradients()
-        self.steps_done = restored["step"]
-
-    def _state(self) -> ShardedState:
-        return ShardedState(self._policy, self._optimizer_or_none, trained_only=self._lora)
-
-    def _progress(self) -> dict[str, Any]:
-        return train_progress(
-            self.config,
-            steps_done=self.steps_done,
-            total_steps=self.total_steps,
-            dtype=self.model.dtype,
-            lora=self._lora,
-        )
-
-    def _layout(self) -> Layout:
-        return Layout(backend="fsdp2", mesh=self.mesh.sizes, stream=self.mesh.shard_rank)
+    def _parts(self) -> ShardedState:
+        return ShardedState(self._policy, self._optimizer, trained_only=self._lora)
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0
@@ -532,14 +374,10 @@ class FSDP2Backend(Rests):
 
     def _tensors_of(self, part: RestPart) -> Iterable[Tensor]:
         if part == "states":
-            optimizer = self._optimizer_or_none
+            optimizer = self._optimizer
             return [] if optimizer is None else [*optimizer.masters, *optimizer.state().values()]
         sharded = self._policy if part == "weights" else self._frozen
         return [] if sharded is None else [sharded.local(name) for name in sharded.parameters]
-
-    def close(self) -> None:
-        """Drop gradients; the process group stays."""
-        self.drop_gradients()
 
 
 def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
