@@ -28,11 +28,11 @@ MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 
 BUDGETS = {
-    "lab": 11_790,
-    "engine": 7_610,
-    "recording": 5_220,
+    "lab": 11_750,
+    "engine": 7_570,
+    "recording": 5_145,
     "cli": 4_663,
-    "train": 4_470,
+    "train": 4_370,
     "loop": 4_883,
     "rollout": 3_170,
     "models": 2_890,

@@ -98,7 +98,7 @@ class Backend:
         try:
             yield
         except RuntimeError as error:
-            # RuntimeError, because torch's allocator for CPUs raises nothing else; the text tells which it is.
+            # RuntimeError, because torch's allocator for CPUs raises nothing else: the text tells.
             if not is_out_of_memory(error):
                 raise
             what = "an empty micro-batch" if index is None else f"micro-batch {index}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply
 from lockstep.engine.remote.reply_fields import number
+from lockstep.engine.remote.server import ServerProcess, masked
 from lockstep.engine.requests import completion_text
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.streaming import Turn
@@ -126,6 +131,76 @@ class Driver(Protocol):
     def memory(self) -> dict[str, int]: ...
 
     def describe(self) -> dict[str, Any]: ...
+
+
+class ServerDriver:
+    """Base of the drivers: how a server is asked, and what it says of itself."""
+
+    name: str
+    ready_path = "/health"
+    _version = ""
+    """Of the server's program."""
+
+    def __init__(
+        self, config: EngineConfig, spec: EngineSpec, *, client: HttpClient, server: ServerProcess | None
+    ) -> None:
+        self._config, self._spec = config, spec
+        self._client, self._server = client, server
+
+    def ready(self) -> str | None:
+        """See Driver."""
+        try:
+            reply = self._client.get(self.ready_path, seconds=2.0)
+        except HttpError as error:
+            return str(error)
+        return None if reply.status == 200 else f"{reply.what} answered {reply.status}"
+
+    def describe(self) -> dict[str, Any]:
+        """See Driver: the server for the run's manifest."""
+        description: dict[str, Any] = {"engine": self.name, "version": self._version, "url": self._client.url}
+        if self._server is not None:
+            spec = self._server.spec
+            description |= {
+                "command": list(spec.command),
+                "environment": masked(spec.environment),
+                "log": str(spec.log),
+                "pid": self._server.pid,
+            }
+        return description
+
+    def _post(self, path: str, body: Any = None, *, seconds: float) -> Reply:
+        """Raises BadReply unless the status is 200."""
+        reply = self._client.post(path, body, seconds=seconds)
+        if reply.status != 200:
+            raise bad_status(reply)
+        return reply
+
+
+def bad_status(reply: Reply) -> BadReply:
+    """The error of a reply whose status says that it is none; `told`: code and fields of a server's own
+    error, where it is one of ours."""
+    try:
+        told = {"told": dict(json.loads(reply.body)["data"])}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        told = {}
+    return BadReply(
+        f"{reply.what} answered {reply.status}: {reply.error_text()}",
+        code="bad-reply",
+        status=reply.status,
+        **told,
+    )
+
+
+def seconds_left(session: UpdateSession) -> float:
+    """Until the session's deadline. Raises EngineError: it has passed."""
+    left = session.deadline - time.monotonic()
+    if left <= 0:
+        raise EngineError(
+            f"the update to policy version {session.policy_version} did not end within engine.update_seconds",
+            code="deadline",
+            setting="engine.update_seconds",
+        )
+    return left
 
 
 def check_sample(

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.base import ReceivingEngine
-from lockstep.engine.remote.driver import Driver, Job, Sample, check_sample
-from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Unreachable
+from lockstep.engine.remote.driver import Driver, Job, Sample, bad_status, check_sample, seconds_left
+from lockstep.engine.remote.http import HttpClient, HttpError, Reply, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.remote.stall import StallDetector
 from lockstep.engine.spec import EngineSpec
@@ -191,13 +191,7 @@ class RemoteEngine(ReceivingEngine):
             self._raise_if_dead(reply)
             return None
         if reply.status >= 500:
-            self._raise_if_dead(
-                BadReply(
-                    f"{reply.what} answered {reply.status}: {reply.error_text()}",
-                    code="bad-reply",
-                    status=reply.status,
-                )
-            )
+            self._raise_if_dead(bad_status(reply))
             raise EngineError(
                 f"engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}",
                 code="refused",
@@ -370,7 +364,7 @@ class RemoteEngine(ReceivingEngine):
                 setting="engine.transfer",
                 transport=bucket.transport,
             )
-        self._driver.receive(bucket, self._left(session))
+        self._driver.receive(bucket, seconds_left(session))
 
     def finish_update(self, session: UpdateSession) -> None:
         if self._open_session() != session:
@@ -379,7 +373,7 @@ class RemoteEngine(ReceivingEngine):
                 code="wrong-state",
                 state="other-update",
             )
-        self._left(session)
+        seconds_left(session)
         self._driver.finish(session)
         self._policy_version, self._pushed = session.policy_version, True
         self.dirty = False
@@ -401,17 +395,6 @@ class RemoteEngine(ReceivingEngine):
         """Bytes by what they are for, as the engine's workers count them."""
         self._require_open()
         return self._driver.memory()
-
-    def _left(self, session: UpdateSession) -> float:
-        left = session.deadline - time.monotonic()
-        if left <= 0:
-            raise EngineError(
-                f"engine {self.name}: the update to policy version {session.policy_version} did not end "
-                f"within engine.update_seconds = {self._config.update_seconds:g}",
-                code="deadline",
-                setting="engine.update_seconds",
-            )
-        return left
 
     # the rest
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, read_load, tensor_from_hex
-from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply
+from lockstep.engine.remote.driver import (
+    SHORT_SECONDS,
+    Job,
+    Load,
+    Sample,
+    ServerDriver,
+    read_load,
+    seconds_left,
+    tensor_from_hex,
+)
+from lockstep.engine.remote.http import HttpClient
 from lockstep.engine.remote.reply_fields import logprobs, token_ids, whole
-from lockstep.engine.remote.server import ServerProcess, masked
+from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import EngineError
 from lockstep.schema.contract import KernelContract
@@ -21,14 +28,16 @@ from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.version import __version__
 
 
-class ServedDriver:
+class ServedDriver(ServerDriver):
     """Implements lockstep.engine.remote.driver.Driver."""
 
     generate_path = "/generate"
+    _version = __version__
 
     def __init__(
         self, config: EngineConfig, spec: EngineSpec, *, client: HttpClient, server: ServerProcess
     ) -> None:
+        super().__init__(config, spec, client=client, server=server)
         self.name = config.name
         self.contract: KernelContract | None = None
         """Of the engine in the server, once it runs."""
@@ -36,18 +45,10 @@ class ServedDriver:
         self.transports: tuple[Transport, ...] = ("disk", "collective")
         if on_gpu:
             self.transports = ("ipc", "disk") if spec.shares_device else ("collective", "disk")
-        self._config, self._client, self._server = config, client, server
         self._session: dict[str, Any] = {}
-        self._version: int | None = None
+        self._policy_version: int | None = None
 
     # start
-
-    def ready(self) -> str | None:
-        try:
-            self._client.get("/health", seconds=2.0).json()
-        except HttpError as error:
-            return str(error)
-        return None
 
     def check(self) -> None:
         info = self._client.get("/info", seconds=SHORT_SECONDS).object()
@@ -64,20 +65,10 @@ class ServedDriver:
             raise EngineError(
                 f"the server of engine {self.name} describes its kernels: {error}", code="bad-reply"
             ) from error
-        self._version = None
+        self._policy_version = None
 
     def describe(self) -> dict[str, Any]:
-        spec = self._server.spec
-        return {
-            "engine": self.name,
-            "where": "in its own process",
-            "version": __version__,
-            "url": self._client.url,
-            "command": list(spec.command),
-            "environment": masked(spec.environment),
-            "log": str(spec.log),
-            "pid": self._server.pid,
-        }
+        return super().describe() | {"where": "in its own process"}
 
     # samples
 
@@ -88,8 +79,9 @@ class ServedDriver:
     def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:
         """Parse an event."""
         try:
-            if reply["policy_version"] != self._version and self._version is not None:
-                raise ValueError(f"policy_version {reply['policy_version']!a} is not {self._version}")
+            expected = self._policy_version
+            if expected is not None and reply["policy_version"] != expected:
+                raise ValueError(f"policy_version {reply['policy_version']!a} is not {expected}")
             reason = reply["finish_reason"]
             if reason not in ("stop", "length", "abort"):
                 raise ValueError(f"finish_reason {ascii(reason)[:80]} is unknown")
@@ -135,7 +127,7 @@ class ServedDriver:
 
     def begin(self, session: UpdateSession) -> None:
         self._session = {"policy_version": session.policy_version, "run_id": session.run_id}
-        self._timed("/weights/begin", {"session": self._session}, seconds=_left(session))
+        self._timed("/weights/begin", {"session": self._session}, seconds=seconds_left(session))
 
     def receive(self, bucket: WeightBucket, seconds: float) -> None:
         body = {"session": self._session, "bucket": bucket.as_json()}
@@ -143,8 +135,8 @@ class ServedDriver:
 
     def finish(self, session: UpdateSession) -> None:
         """The server takes a bucket for one session only, and drops its caches with the old version."""
-        self._timed("/weights/finish", {"session": self._session}, seconds=_left(session))
-        self._version = session.policy_version
+        self._timed("/weights/finish", {"session": self._session}, seconds=seconds_left(session))
+        self._policy_version = session.policy_version
 
     def fail(self, reason: str) -> None:
         self._timed("/weights/fail", {}, seconds=SHORT_SECONDS)
@@ -162,30 +154,4 @@ class ServedDriver:
 
     def _timed(self, path: str, body: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
         """POST with a deadline that the server keeps, too: its own error is the better one."""
-        return self._post(path, {**body, "seconds": seconds}, seconds=seconds + 1.0)
-
-    def _post(self, path: str, body: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
-        reply = self._client.post(path, body, seconds=seconds)
-        if reply.status != 200:
-            raise BadReply(
-                f"{reply.what} answered {reply.status}: {reply.error_text()}",
-                code="bad-reply",
-                status=reply.status,
-                told=_told(reply),
-            )
-        return reply.object()
-
-
-def _told(reply: Reply) -> dict[str, Any]:
-    """Code and fields of the server's error, where it has any."""
-    try:
-        return dict(json.loads(reply.body)["data"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {}
-
-
-def _left(session: UpdateSession) -> float:
-    left = session.deadline - time.monotonic()
-    if left <= 0:
-        raise EngineError("the update's deadline (engine.update_seconds) has passed", code="deadline")
-    return left
+        return self._post(path, {**body, "seconds": seconds}, seconds=seconds + 1.0).object()

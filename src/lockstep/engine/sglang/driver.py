@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, read_load
+from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, ServerDriver, read_load
 from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Silent
 from lockstep.engine.remote.reply_fields import number, whole
-from lockstep.engine.remote.server import ServerProcess, masked
+from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.sglang.package import check_version
 from lockstep.engine.sglang.samples import Partial
 from lockstep.engine.sglang.translate import SPARE_CONTEXT, sglang_sampling
@@ -55,17 +55,17 @@ _MEMORY_SECONDS = 60.0
 _DRAIN_SECONDS = 30.0
 
 
-class SGLangDriver:
+class SGLangDriver(ServerDriver):
     """Implements lockstep.engine.remote.driver.Driver. One thread at a time, but `abort` and `load`."""
 
     name = NAME
     generate_path = "/generate"
+    ready_path = "/model_info"  # /health generates a token, on released memory too
 
     def __init__(
         self, config: EngineConfig, spec: EngineSpec, *, client: HttpClient, server: ServerProcess | None
     ) -> None:
-        self._config, self._spec = config, spec
-        self._client, self._server = client, server
+        super().__init__(config, spec, client=client, server=server)
         self.transports = _transports(config, spec, started=server is not None)
         self.incremental = False
         self.weight_version: str | None = None
@@ -73,7 +73,6 @@ class SGLangDriver:
         self.stuck = False
         """Whether the server did not answer an update in time: it may wait for us for ever."""
         self.dropped_weights = False
-        self._version = ""
         self._expected: Expected | None = None
         self._sessions: bool | None = None
         self._in_session = False
@@ -82,20 +81,13 @@ class SGLangDriver:
 
     # start
 
-    def ready(self) -> str | None:
-        try:
-            reply = self._client.get("/model_info", seconds=2.0)
-        except HttpError as error:
-            return str(error)
-        return None if reply.status == 200 else f"{reply.what} answered {reply.status}"
-
     def check(self) -> None:
         info = self._client.get("/server_info", seconds=_MEMORY_SECONDS).object()
         model = self._client.get("/model_info", seconds=SHORT_SECONDS).object()
         where = f"the server at {self._client.url}"
-        self._version = str(info.get("version"))
+        self._version = version = str(info.get("version"))
         try:
-            check_version(self._version)
+            check_version(version)
         except ConfigError as error:
             raise EngineError(f"{where}: {error}", **error.data) from error
         check_server(info, model, config=self._config, spec=self._spec, where=where)
@@ -103,18 +95,6 @@ class SGLangDriver:
         self.weight_version = model.get("weight_version")
         self._sessions, self._in_session, self._group, self.stuck = None, False, None, False
         self.dropped_weights = False
-
-    def describe(self) -> dict[str, Any]:
-        description: dict[str, Any] = {"engine": NAME, "version": self._version, "url": self._client.url}
-        if self._server is not None:
-            spec = self._server.spec
-            description |= {
-                "command": list(spec.command),
-                "environment": masked(spec.environment),
-                "log": str(spec.log),
-                "pid": self._server.pid,
-            }
-        return description
 
     # samples
 
@@ -163,12 +143,7 @@ class SGLangDriver:
                 for _, reply in batch.poll(0.1):
                     if isinstance(reply, HttpError):
                         raise reply
-                    if reply.status != 200:
-                        raise EngineError(
-                            f"{reply.what} answered {reply.status}: {reply.error_text()}",
-                            code="refused",
-                            status=reply.status,
-                        )
+                    _check_status(reply)
 
     # sleep
 
@@ -360,16 +335,8 @@ class SGLangDriver:
         assert self._expected is not None, "begin comes first"
         return self._expected
 
-    def _ok(self, path: str, body: Any, *, seconds: float) -> Reply:
-        """Raises EngineError unless the status is 200."""
-        reply = self._client.post(path, body, seconds=seconds)
-        if reply.status != 200:
-            raise EngineError(
-                f"{reply.what} answered {reply.status}: {reply.error_text()}",
-                code="refused",
-                status=reply.status,
-            )
-        return reply
+    def _ok(self, path: str, body: Any, *, seconds: float) -> None:
+        _check_status(self._client.post(path, body, seconds=seconds))
 
     def _done(self, path: str, body: Any, *, seconds: float) -> None:
         """Raises EngineError unless the server says that it did it."""
@@ -392,6 +359,16 @@ def _values(reply: Reply) -> Tensor:
         raise BadReply(
             f"{reply.what} did not answer with a weight's values: {error}", code="bad-reply"
         ) from error
+
+
+def _check_status(reply: Reply) -> None:
+    """Raises EngineError unless the status is 200."""
+    if reply.status != 200:
+        raise EngineError(
+            f"{reply.what} answered {reply.status}: {reply.error_text()}",
+            code="refused",
+            status=reply.status,
+        )
 
 
 def _check_done(reply: Reply) -> None:

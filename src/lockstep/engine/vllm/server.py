@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +21,24 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, read_load, tensor_from_hex
+from lockstep.engine.remote.driver import (
+    SHORT_SECONDS,
+    Job,
+    Load,
+    Sample,
+    ServerDriver,
+    read_load,
+    seconds_left,
+    tensor_from_hex,
+)
 from lockstep.engine.remote.engine import RemoteEngine
-from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply
+from lockstep.engine.remote.http import HttpClient
 from lockstep.engine.remote.reply_fields import logprobs, token_ids, whole
 from lockstep.engine.remote.server import (
     ServerProcess,
     ServerSpec,
     check_interpreter,
     free_port,
-    masked,
     new_token,
     server_client,
     server_environment,
@@ -191,7 +198,7 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-class VLLMDriver:
+class VLLMDriver(ServerDriver):
     """Implements lockstep.engine.remote.driver.Driver."""
 
     name = NAME
@@ -200,23 +207,15 @@ class VLLMDriver:
     def __init__(
         self, config: EngineConfig, spec: EngineSpec, *, client: HttpClient, server: ServerProcess | None
     ) -> None:
-        self._config, self._spec = config, spec
-        self._client, self._server = client, server
+        super().__init__(config, spec, client=client, server=server)
         self._mode = vllm_logprobs_mode(spec.temperatures)
-        self._version = self._model = ""
+        self._model = ""
         self._can_update = True
         # CUDA IPC opens memory of the same GPU only, and a server at a url may be anywhere.
         shares = server is not None and spec.shares_device and spec.device != "cpu"
         self.transports: tuple[Transport, ...] = ("ipc", "disk") if shares else ("collective", "disk")
 
     # start
-
-    def ready(self) -> str | None:
-        try:
-            reply = self._client.get("/health", seconds=2.0)
-        except HttpError as error:
-            return str(error)
-        return None if reply.status == 200 else f"{reply.what} answered {reply.status}"
 
     def check(self) -> None:
         where = f"the server at {self._client.url}"
@@ -235,18 +234,6 @@ class VLLMDriver:
         info = check_server(self._client, self._spec)
         self._model, self._can_update = info.model, info.can_update
         self._mode = info.logprobs_mode
-
-    def describe(self) -> dict[str, Any]:
-        description: dict[str, Any] = {"engine": NAME, "version": self._version, "url": self._client.url}
-        if self._server is not None:
-            spec = self._server.spec
-            description |= {
-                "command": list(spec.command),
-                "environment": masked(spec.environment),
-                "log": str(spec.log),
-                "pid": self._server.pid,
-            }
-        return description
 
     # samples
 
@@ -370,20 +357,20 @@ class VLLMDriver:
                 code="server-settings",
                 flag="--worker-extension-cls",
             )
-        self._post("/pause?mode=wait", seconds=_left(session))  # other clients of a server at a url
+        self._post("/pause?mode=wait", seconds=seconds_left(session))  # other clients of a server at a url
         about = {"policy_version": session.policy_version, "run_id": session.run_id}
-        self._call("lockstep_begin", about, seconds=_left(session))
+        self._call("lockstep_begin", about, seconds=seconds_left(session))
 
     def receive(self, bucket: WeightBucket, seconds: float) -> None:
         self._call("lockstep_receive", bucket.as_json() | {"seconds": seconds}, seconds=seconds)
 
     def finish(self, session: UpdateSession) -> None:
-        self._call("lockstep_finish", {}, seconds=_left(session))
+        self._call("lockstep_finish", {}, seconds=seconds_left(session))
         if self._config.prefix_caching or self._server is None:
             # vLLM does not reset it after a reload: prompts that it has cached were then answered with
             # logprobs off by more than a nat (0.32). Its reply must be read, because it refuses while blocks
             # are in use.
-            reply = self._post("/reset_prefix_cache", seconds=_left(session))
+            reply = self._post("/reset_prefix_cache", seconds=seconds_left(session))
             if reply.object().get("success") is not True:
                 raise EngineError(
                     "vLLM did not empty its prefix cache after the update (blocks are in use); it would "
@@ -391,7 +378,7 @@ class VLLMDriver:
                     code="refused",
                     name="prefix cache",
                 )
-        self._post("/resume", seconds=_left(session))
+        self._post("/resume", seconds=seconds_left(session))
 
     def fail(self, reason: str) -> None:
         try:
@@ -411,16 +398,6 @@ class VLLMDriver:
             ) from error
 
     # HTTP
-
-    def _post(self, path: str, body: Any = None, *, seconds: float) -> Reply:
-        reply = self._client.post(path, body, seconds=seconds)
-        if reply.status != 200:
-            raise BadReply(
-                f"{reply.what} answered {reply.status}: {reply.error_text()}",
-                code="bad-reply",
-                status=reply.status,
-            )
-        return reply
 
     def _call(self, method: str, argument: Any, *, seconds: float) -> list[dict[str, Any]]:
         """Call a method of LockstepWorker in every worker; returns each worker's answer."""
@@ -452,17 +429,6 @@ class VLLMDriver:
                 code="refused",
                 name="sleep",
             )
-
-
-def _left(session: UpdateSession) -> float:
-    left = session.deadline - time.monotonic()
-    if left <= 0:
-        raise EngineError(
-            "the update's deadline (engine.update_seconds) has passed",
-            code="deadline",
-            setting="engine.update_seconds",
-        )
-    return left
 
 
 def _named(content: Sequence[Mapping[str, Any]]) -> list[int]:
