@@ -11,7 +11,7 @@ Example: three inputs of 5, 3 and 9 tokens on two ranks. Step 0 gives rank 0 inp
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -262,18 +262,11 @@ def diagnose(
     largest = sum(max(step.tokens) for step in steps)
     tokens = sum(sum(step.tokens) for step in steps)
     worst = max(range(len(steps)), key=lambda i: (steps[i].imbalance, -i))
-    findings = (
-        _no_input(steps, plan, zero_stage),
-        _lengths_differ(steps),
-        _rows_differ(steps),
-        _mean_of_means(steps),
-        _imbalance(steps),
-    )
     return PlanReport(
         ranks=plan.ranks,
         order=plan.order,
         steps=steps,
-        findings=tuple(finding for finding in findings if finding is not None),
+        findings=tuple(_findings(steps, plan, zero_stage)),
         tokens=tokens,
         padding_added=sum(step.padding_added for step in steps),
         idle_share=1 - tokens / (plan.ranks * largest) if largest else 0.0,
@@ -299,12 +292,6 @@ def _step_report(step: PlannedStep, lengths: Sequence[Sequence[int]]) -> StepRep
     )
 
 
-def _finding(kind: Kind, steps: Sequence[StepReport], *, example: StepReport, what: str, fix: str) -> Finding:
-    return Finding(
-        kind=kind, steps=tuple(step.step for step in steps), example=example.line(), what=what, fix=fix
-    )
-
-
 def waits_in(zero_stage: int | None) -> str:
     """The collective in which the others wait for a rank that has no micro-batch."""
     if zero_stage == 3:
@@ -321,114 +308,104 @@ def waits_in(zero_stage: int | None) -> str:
     )
 
 
-def _no_input(steps: Sequence[StepReport], plan: StepPlan, zero_stage: int | None) -> Finding | None:
-    short = [step for step in steps if step.without_input]
-    if not short:
-        return None
-    counts = [sum(index is not None for index in plan.inputs_of(rank)) for rank in range(plan.ranks)]
-    first = short[0]
-    missing = ", ".join(map(str, first.without_input))
-    return _finding(
-        "no-input",
-        short,
-        example=first,
-        what=(
-            f"rank {missing} has no micro-batch (per rank over the whole replay: {counts}). If it skips the "
-            f"step, the others wait {waits_in(zero_stage)} until the process group's timeout (NCCL: 10 "
-            "minutes by default). Worse, if it goes on to its next step: its next collective has the same "
-            "shapes, so it pairs with this one, and from here on gradients of different steps are added up "
-            "without any error, until the ranks run out at different times"
-        ),
-        fix=(
-            "before the step, agree on the number of micro-batches (all_reduce MAX of the count) and let "
-            "ranks that have fewer run an empty one: any small batch, loss_mask all False, loss x 0, "
-            "through forward and backward. Or pack for all ranks in one place with at least one pack per "
-            "rank (min_packs). For DDP alone: torch's Join context"
-        ),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pattern:
+    """What a finding is about: which steps, the one that shows it best, and the texts of `Finding`, in which
+    {NAME} is one of that step's figures."""
+
+    kind: Kind
+    happens: Callable[[StepReport], bool]
+    size: Callable[[StepReport], float]
+    """The first step with the largest one is the example."""
+    what: str
+    fix: str
 
 
-def _lengths_differ(steps: Sequence[StepReport]) -> Finding | None:
-    differ = [step for step in steps if len({width for rows, width in step.shapes if rows}) > 1]
-    if not differ:
-        return None
-    worst = max(differ, key=lambda step: step.padding_added)
-    return _finding(
-        "lengths-differ",
-        differ,
-        example=worst,
-        what=(
-            "each rank pads to its own longest document. Whatever is gathered across ranks as [B, L] "
-            "(logprobs, masks, rewards per token) has another shape on every rank: all_gather of gloo "
-            "raises; NCCL compares no shapes, so it hangs, or values land in other ranks' places; "
-            "torch.compile sees a new shape on one rank and recompiles there while the others wait"
-        ),
-        fix=(
-            f"gather the lengths first, pad to the longest of all ranks before gathering (here up to "
-            f"{worst.padding_added:,} more slots in a step), and cut afterwards; or gather packed tokens "
-            "with their cu_seqlens (all_gather_object, or all_gather of a list of exact shapes); a static "
-            "capacity keeps compiled shapes equal"
-        ),
-    )
-
-
-def _rows_differ(steps: Sequence[StepReport]) -> Finding | None:
-    differ = [step for step in steps if len({rows for rows, _ in step.shapes if rows}) > 1]
-    if not differ:
-        return None
-    worst = max(differ, key=lambda step: max(b for b, _ in step.shapes) / min(b for b, _ in step.shapes if b))
-    return _finding(
-        "rows-differ",
-        differ,
-        example=worst,
-        what=(
-            "ranks have different numbers of documents. A gather of one value per document (rewards, "
-            "advantages, sequence logprobs) needs equal numbers, and group baselines computed from it assume "
-            "them; a loss averaged per document and then over ranks weights the documents of the smaller "
-            "rank more"
-        ),
+_PATTERNS = (
+    _Pattern(
+        kind="no-input",
+        happens=lambda step: bool(step.without_input),
+        size=lambda step: 0.0,
+        what="rank {missing} has no micro-batch (per rank over the whole replay: {counts}). If it skips the "
+        "step, the others wait {waits} until the process group's timeout (NCCL: 10 minutes by default). "
+        "Worse, if it goes on to its next step: its next collective has the same shapes, so it pairs with "
+        "this one, and from here on gradients of different steps are added up without any error, until the "
+        "ranks run out at different times",
+        fix="before the step, agree on the number of micro-batches (all_reduce MAX of the count) and let "
+        "ranks that have fewer run an empty one: any small batch, loss_mask all False, loss x 0, through "
+        "forward and backward. Or pack for all ranks in one place with at least one pack per rank "
+        "(min_packs). For DDP alone: torch's Join context",
+    ),
+    _Pattern(
+        kind="lengths-differ",
+        happens=lambda step: len({width for rows, width in step.shapes if rows}) > 1,
+        size=lambda step: step.padding_added,
+        what="each rank pads to its own longest document. Whatever is gathered across ranks as [B, L] "
+        "(logprobs, masks, rewards per token) has another shape on every rank: all_gather of gloo raises; "
+        "NCCL compares no shapes, so it hangs, or values land in other ranks' places; torch.compile sees a "
+        "new shape on one rank and recompiles there while the others wait",
+        fix="gather the lengths first, pad to the longest of all ranks before gathering (here up to "
+        "{padding:,} more slots in a step), and cut afterwards; or gather packed tokens with their "
+        "cu_seqlens (all_gather_object, or all_gather of a list of exact shapes); a static capacity keeps "
+        "compiled shapes equal",
+    ),
+    _Pattern(
+        kind="rows-differ",
+        happens=lambda step: len({rows for rows, _ in step.shapes if rows}) > 1,
+        size=lambda step: _ratio([rows for rows, _ in step.shapes]),
+        what="ranks have different numbers of documents. A gather of one value per document (rewards, "
+        "advantages, sequence logprobs) needs equal numbers, and group baselines computed from it assume "
+        "them; a loss averaged per document and then over ranks weights the documents of the smaller rank "
+        "more",
         fix="gather the counts first and pad; divide by the number of documents of all ranks together",
-    )
-
-
-def _mean_of_means(steps: Sequence[StepReport]) -> Finding | None:
-    def ratio(step: StepReport) -> float:
-        own = [count for count in step.tokens if count]
-        return max(own) / min(own)
-
-    differ = [step for step in steps if any(step.tokens) and ratio(step) > 1]
-    if not differ:
-        return None
-    worst = max(differ, key=ratio)
-    return _finding(
-        "mean-of-means",
-        differ,
-        example=worst,
-        what=(
-            "no error, another gradient: DDP, FSDP and DeepSpeed average gradients over ranks, so a loss "
-            f"that each rank averages over its own tokens counts a token of the smallest rank "
-            f"{ratio(worst):.2f}x as much as one of the largest (as many trained tokens as tokens assumed)"
-        ),
-        fix=(
-            "divide by the number of trained tokens of all ranks (all_reduce the count, multiply by the "
-            "world size against the average), or add gradients up over ranks as Lockstep does: its "
-            "loss_weights hold the normaliser of the whole step"
-        ),
-    )
-
-
-def _imbalance(steps: Sequence[StepReport]) -> Finding | None:
-    uneven = [step for step in steps if step.imbalance > 1.25 and not step.without_input]
-    if not uneven:
-        return None
-    worst = max(uneven, key=lambda step: step.imbalance)
-    return _finding(
-        "imbalance",
-        uneven,
-        example=worst,
-        what=(
-            f"the largest rank has {worst.imbalance:.2f}x the mean number of tokens; the others wait for it "
-            "in the gradient all-reduce, and a profiler shows that as slow communication"
-        ),
+    ),
+    _Pattern(
+        kind="mean-of-means",
+        happens=lambda step: _ratio(step.tokens) > 1,
+        size=lambda step: _ratio(step.tokens),
+        what="no error, another gradient: DDP, FSDP and DeepSpeed average gradients over ranks, so a loss "
+        "that each rank averages over its own tokens counts a token of the smallest rank {ratio:.2f}x as "
+        "much as one of the largest (as many trained tokens as tokens assumed)",
+        fix="divide by the number of trained tokens of all ranks (all_reduce the count, multiply by the "
+        "world size against the average), or add gradients up over ranks as Lockstep does: its loss_weights "
+        "hold the normaliser of the whole step",
+    ),
+    _Pattern(
+        kind="imbalance",
+        happens=lambda step: step.imbalance > 1.25 and not step.without_input,
+        size=lambda step: step.imbalance,
+        what="the largest rank has {imbalance:.2f}x the mean number of tokens; the others wait for it in the "
+        "gradient all-reduce, and a profiler shows that as slow communication",
         fix="balance tokens over ranks before assigning micro-batches (lockstep.packing.balance)",
-    )
+    ),
+)
+
+
+def _findings(steps: Sequence[StepReport], plan: StepPlan, zero_stage: int | None) -> Iterator[Finding]:
+    counts = [sum(index is not None for index in plan.inputs_of(rank)) for rank in range(plan.ranks)]
+    for pattern in _PATTERNS:
+        own = [step for step in steps if pattern.happens(step)]
+        if not own:
+            continue
+        example = max(own, key=pattern.size)
+        figures = {
+            "missing": ", ".join(map(str, example.without_input)),
+            "counts": counts,
+            "waits": waits_in(zero_stage),
+            "padding": example.padding_added,
+            "ratio": _ratio(example.tokens),
+            "imbalance": example.imbalance,
+        }
+        yield Finding(
+            kind=pattern.kind,
+            steps=tuple(step.step for step in own),
+            example=example.line(),
+            what=pattern.what.format_map(figures),
+            fix=pattern.fix.format_map(figures),
+        )
+
+
+def _ratio(counts: Sequence[int]) -> float:
+    """The largest over the smallest of those that are not 0; 1 where there are none."""
+    own = [count for count in counts if count] or [1]
+    return max(own) / min(own)
