@@ -207,13 +207,7 @@ class _Work:
             )
         again = self.options.retry and not result.works and result.status != "refused"
         if not again:
-            self.done[cell.name] = replace(
-                result,
-                name=cell.name,
-                values=dict(cell.values),
-                is_extra=not cell.values,
-                reference=self._reference_name(cell),
-            )
+            self.done[cell.name] = replace(result, **self._place(cell))
 
     def command(self, cell: MatrixCell) -> str:
         """The command that a user would type for this cell."""
@@ -281,20 +275,10 @@ class _Work:
         folder = self.options.out / "cells" / cell.slug
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        result = CellResult(
-            name=cell.name,
-            values=dict(cell.values),
-            flags=cell.flags,
-            command=self.command(cell),
-            status="refused",
-            folder=f"cells/{cell.slug}",
-            reference=self._reference_name(cell),
-            is_extra=not cell.values,
-            timing_note=self._timing_note(cell),
-        )
+        result = replace(self._row(cell), timing_note=self._timing_note(cell))
         why = refusal(cell.cell)
         if why is not None:
-            return self._saved(replace(result, reason=why))
+            return self._saved(replace(result, status="refused", reason=why))
         arguments = [*self._replay(cell), "--out", str(folder / "replay"), "--keep-outputs", "--quiet"]
         log = folder / "log.txt"
         log.write_text(f"$ {shlex.join(['python', '-m', 'lockstep', *arguments])}\n", encoding="utf-8")
@@ -304,9 +288,25 @@ class _Work:
             with_process_result(result, exit_status, folder=folder, timeout=self.options.timeout)
         )
 
-    def _reference_name(self, cell: MatrixCell) -> str | None:
+    def _row(self, cell: MatrixCell) -> CellResult:
+        """A cell that has not run."""
+        return CellResult(
+            flags=cell.flags,
+            command=self.command(cell),
+            status="interrupted",
+            folder=f"cells/{cell.slug}",
+            **self._place(cell),
+        )
+
+    def _place(self, cell: MatrixCell) -> dict[str, Any]:
+        """What a result has of its cell's place in this matrix."""
         reference = self.reference_of.get(cell.name)
-        return None if reference == cell.name else reference
+        return {
+            "name": cell.name,
+            "values": dict(cell.values),
+            "is_extra": not cell.values,
+            "reference": None if reference == cell.name else reference,
+        }
 
     def _timing_note(self, cell: MatrixCell) -> str:
         if cell.cell.attention == "varlen" and cell.cell.device == "cpu":
@@ -359,16 +359,7 @@ class _Work:
     def _judged(self, cell: MatrixCell, limits: dict[str, float | None]) -> CellResult:
         result = self.done.get(cell.name)
         if result is None:
-            return CellResult(
-                name=cell.name,
-                values=dict(cell.values),
-                flags=cell.flags,
-                command=self.command(cell),
-                status="interrupted",
-                folder=f"cells/{cell.slug}",
-                reference=self._reference_name(cell),
-                is_extra=not cell.values,
-            )
+            return self._row(cell)
         if result.comparison is None:
             return result
         rounds = cell.cell.dtype != "float32" or self.reference.dtype != "float32"
