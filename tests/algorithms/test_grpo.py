@@ -4,8 +4,10 @@ import dataclasses
 import math
 
 import pytest
+import sampled
 import torch
 from raising import raises
+from sampled import completion, group
 from torch import Tensor
 
 from lockstep.algorithms import ALGORITHMS
@@ -17,33 +19,20 @@ from lockstep.errors import ConfigError, TrainError
 from lockstep.packing import pack
 from lockstep.protocols import Algorithm, StepStats
 from lockstep.schema.batch import PolicyBatch, PolicySample, RolloutSample, policy_samples, rollout_samples
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
+from lockstep.schema.rollout import Rollout, RolloutGroup
 
 LENGTHS, REWARDS = ((1, 3), (2, 2)), ((1.0, 0.0), (3.0, 1.0))
 LN2 = math.log(2)
 
 
 def rollout(prompt: tuple[int, ...], length: int, reward: float, finish_reason: str = "stop") -> Rollout:
-    completion = Completion(
-        prompt_token_ids=prompt,
-        token_ids=tuple(range(3, 3 + length)),
-        logprobs=(-1.0,) * length,
-        finish_reason=finish_reason,
-        stop_reason=None,
-        text=None,
-        seed=0,
-        engine="test",
-        policy_version=0,
-    )
-    return Rollout(trajectory=Trajectory.of(completion), reward=reward, rewards={"task": reward})
+    made = completion(prompt, range(3, 3 + length), finish_reason=finish_reason)
+    return sampled.rollout(made, reward, {"task": reward})
 
 
 def groups(lengths: object = LENGTHS, rewards: object = REWARDS) -> list[RolloutGroup]:
     return [
-        RolloutGroup(
-            prompt=Prompt(index=g, token_ids=(1, 2), text=""),
-            rollouts=tuple(rollout((1, 2), n, r) for n, r in zip(ns, rs, strict=True)),
-        )
+        group([rollout((1, 2), n, r) for n, r in zip(ns, rs, strict=True)], g)
         for g, (ns, rs) in enumerate(zip(lengths, rewards, strict=True))
     ]
 
@@ -441,16 +430,16 @@ def test_an_unresolved_config_is_refused() -> None:
 def two_rewards(values: list[list[tuple[float, float]]], weights: tuple[float, float]) -> list[RolloutGroup]:
     """Groups of rollouts with rewards small and large, in this order, and one that has no weight."""
     made = []
-    for g, group in enumerate(values):
-        rollouts = tuple(
+    for g, pairs in enumerate(values):
+        rollouts = [
             dataclasses.replace(
                 rollout((1, 2), 2, weights[0] * small + weights[1] * large),
                 rewards={"small": small, "large": large, "shown": float(i)},
                 weights={"small": weights[0], "large": weights[1], "shown": 0.0},
             )
-            for i, (small, large) in enumerate(group)
-        )
-        made.append(RolloutGroup(prompt=Prompt(index=g, token_ids=(1, 2), text=""), rollouts=rollouts))
+            for i, (small, large) in enumerate(pairs)
+        ]
+        made.append(group(rollouts, g))
     return made
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sampled import completion, group, rollout
 from torch import Tensor
 
 from lockstep.algorithms.grpo import PolicyAlgorithm
@@ -15,7 +16,7 @@ from lockstep.config.algorithm import GRPOConfig
 from lockstep.ops.kl import kl
 from lockstep.packing import pack
 from lockstep.schema.batch import PolicyBatch, policy_samples, rollout_samples
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
+from lockstep.schema.rollout import RolloutGroup
 
 VOCAB = 3
 SEQUENCES = list(itertools.product(range(VOCAB), repeat=2))
@@ -59,27 +60,9 @@ def ref() -> Table:
 
 def groups_of(policy: Table) -> list[RolloutGroup]:
     """One rollout per sequence, reward 0."""
-    rollouts = [
-        Rollout(
-            trajectory=Trajectory.of(
-                Completion(
-                    prompt_token_ids=(5,),
-                    token_ids=sequence,
-                    logprobs=tuple(logprobs.tolist()),
-                    finish_reason="length",
-                    stop_reason=None,
-                    text=None,
-                    seed=0,
-                    engine="test",
-                    policy_version=0,
-                )
-            ),
-            reward=0.0,
-            rewards={},
-        )
-        for sequence, logprobs in zip(SEQUENCES, policy.tokens(), strict=True)
-    ]
-    return [RolloutGroup(prompt=Prompt(index=0, token_ids=(5,), text=""), rollouts=tuple(rollouts))]
+    sequences = zip(SEQUENCES, policy.tokens(), strict=True)
+    made = [completion((5,), ids, logprobs.tolist(), finish_reason="length") for ids, logprobs in sequences]
+    return [group([rollout(each) for each in made])]
 
 
 def on_slots(logprobs: list[Tensor]) -> list[Tensor]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from sampled import completion, group, rollout
 
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.config.algorithm import PUBLISHED, GRPOConfig
 from lockstep.packing import pack
 from lockstep.schema.batch import policy_samples, rollout_samples
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 LENGTHS, REWARDS = (2, 8), (1.0, 0.0)
 RATIOS = ([1.1, 1.0], [0.5, 1.1] + [1.0] * 6)
@@ -76,27 +76,10 @@ def gradients(
 ) -> list[list[float]]:
     """d loss / d logprob per token of each rollout; token_advantages: of all ten tokens, in their place."""
     algorithm = PolicyAlgorithm(GRPOConfig(**options), max_tokens=10)
-    completions = [
-        Completion(
-            prompt_token_ids=(1, 2),
-            token_ids=tuple(range(3, 3 + length)),
-            logprobs=(-1.0,) * length,
-            finish_reason="stop",
-            stop_reason=None,
-            text=None,
-            seed=0,
-            engine="test",
-            policy_version=0,
-        )
-        for length in LENGTHS
-    ]
-    rollouts = [
-        Rollout(trajectory=Trajectory.of(c), reward=r, rewards={})
-        for c, r in zip(completions, REWARDS, strict=True)
-    ]
-    group = RolloutGroup(prompt=Prompt(index=0, token_ids=(1, 2), text=""), rollouts=tuple(rollouts))
-    rollouts = rollout_samples(rollout.trajectory for rollout in group.rollouts)
-    _, advantages = algorithm.advantages([group], rollouts)
+    completions = [completion((1, 2), range(3, 3 + length)) for length in LENGTHS]
+    sampled = group([rollout(c, r) for c, r in zip(completions, REWARDS, strict=True)])
+    rollouts = rollout_samples(each.trajectory for each in sampled.rollouts)
+    _, advantages = algorithm.advantages([sampled], rollouts)
     samples = policy_samples(rollouts, advantages)
     batch = pack(samples, algorithm.loss_weights(samples))
     if token_advantages is not None:

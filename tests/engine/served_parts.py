@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sampled import engine_spec
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import make_engine
@@ -17,22 +18,20 @@ from lockstep.transfer import make_transfer
 
 
 def spec_of(model: LoadedModel, work_dir: Path, **changes: Any) -> EngineSpec:
-    values: dict[str, Any] = {
-        "folder": write_model_folder(model, work_dir / "model"),
-        "weights": "pushed",
-        "model_name": model.name,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "vocab_size": model.module.config.vocab_size,
-        "max_model_len": model.max_positions,
-        "eos_token_ids": model.eos_token_ids,
-        "tokenizer": model.tokenizer,
-        "device": "cpu",
-        "shares_device": False,
-        "temperatures": frozenset([1.0]),
-        "work_dir": work_dir,
-        "threads": torch.get_num_threads(),
-    }
-    return EngineSpec(**values | changes)
+    return engine_spec(
+        **{
+            "folder": write_model_folder(model, work_dir / "model"),
+            "model_name": model.name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "vocab_size": model.module.config.vocab_size,
+            "max_model_len": model.max_positions,
+            "eos_token_ids": model.eos_token_ids,
+            "tokenizer": model.tokenizer,
+            "work_dir": work_dir,
+            "threads": torch.get_num_threads(),
+            **changes,
+        }
+    )
 
 
 class Served:

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from sampled import engine_spec
+
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.engine import RemoteEngine
 from lockstep.engine.remote.http import HttpClient
@@ -16,7 +18,6 @@ from lockstep.engine.remote.server import (
     server_client,
     server_environment,
 )
-from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm.server import VLLMDriver
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
@@ -60,21 +61,8 @@ def answers(server):
 
 
 def spec_in(folder, **changes):
-    values = {
-        "folder": Path(folder),
-        "weights": "folder",
-        "model_name": "fake-model",
-        "dtype": "float32",
-        "vocab_size": 100,
-        "max_model_len": 64,
-        "eos_token_ids": (99,),
-        "tokenizer": None,
-        "device": "cpu",
-        "shares_device": False,
-        "temperatures": frozenset([1.0]),
-        "work_dir": Path(folder),
-    }
-    return EngineSpec(**(values | changes))
+    own = {"weights": "folder", "eos_token_ids": (99,), "folder": Path(folder), "work_dir": Path(folder)}
+    return engine_spec(**own | changes)
 
 
 def engine_in(folder, *, config=None, spec=None, url=None, token="token of the fake"):

@@ -2,33 +2,19 @@ import dataclasses
 import sys
 import threading
 import types
-from pathlib import Path
 
 import pytest
 from raising import raises
+from sampled import engine_spec
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import cuda_index, is_external, make_engine
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights
-from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm.choice import VLLM
 from lockstep.errors import ConfigError, EngineError
 
-SPEC = EngineSpec(
-    folder=Path("/models/m"),
-    weights="pushed",
-    model_name="m",
-    dtype="float32",
-    vocab_size=100,
-    max_model_len=640,
-    eos_token_ids=(2,),
-    tokenizer=None,
-    device="cuda:1",
-    shares_device=True,
-    temperatures=frozenset({1.0}),
-    work_dir=Path("/run/engine"),
-)
+SPEC = engine_spec(max_model_len=640, device="cuda:1", shares_device=True)
 
 
 class External:

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from raising import raises
+from sampled import completion
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine import replicas as dispatch
@@ -13,7 +14,7 @@ from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights, assign,
 from lockstep.engine.streaming import Streaming
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats
-from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.schema.weights import UpdateSession, WeightBucket, WeightUpdate
 
 SESSION = UpdateSession(policy_version=4, run_id="r", deadline=0.0)
@@ -71,17 +72,8 @@ class Scripted(Streaming):
         pass
 
     def _completion(self, one, seed):
-        return Completion(
-            prompt_token_ids=one.prompt_token_ids,
-            token_ids=(self.number,),
-            logprobs=(0.0,),
-            finish_reason="abort" if self._abort.is_set() else "length",
-            stop_reason=None,
-            text=None,
-            seed=seed,
-            engine="scripted",
-            policy_version=0,
-        )
+        reason = "abort" if self._abort.is_set() else "length"
+        return completion(one.prompt_token_ids, [self.number], 0.0, finish_reason=reason, seed=seed)
 
     def _note(self, call):
         self.calls.append(call)

@@ -4,10 +4,11 @@ import threading
 
 import pytest
 from raising import raises
+from sampled import completion
 
 from lockstep.engine.streaming import Streaming, turn_seed
 from lockstep.errors import EngineError
-from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
 ONE = SamplingParams(max_tokens=1)
 
@@ -42,17 +43,8 @@ class Echo(Streaming):
         ]
 
     def _completion(self, request, i):
-        return Completion(
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=(request.seeds[i] % 100,),
-            logprobs=(-1.0,),
-            finish_reason="abort" if self._abort.is_set() else "length",
-            stop_reason=None,
-            text=None,
-            seed=request.seeds[i],
-            engine="echo",
-            policy_version=0,
-        )
+        seed, reason = request.seeds[i], "abort" if self._abort.is_set() else "length"
+        return completion(request.prompt_token_ids, [seed % 100], finish_reason=reason, seed=seed)
 
     def _end(self):
         self.ends += 1

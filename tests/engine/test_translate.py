@@ -1,13 +1,12 @@
 """No field is dropped on its way to an engine, also none that is added later."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
+from sampled import engine_spec
 
 from lockstep.config.engine import HAS_EFFECT, EngineConfig
 from lockstep.engine.sglang import translate as sglang
-from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm import translate as vllm
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import SamplingParams
@@ -60,20 +59,7 @@ def test_a_changed_field_changes_what_is_sent_or_is_refused_by_name(way, field):
     assert sent != WAYS[way](plain)
 
 
-SPEC = EngineSpec(
-    folder=Path("/m"),
-    weights="pushed",
-    model_name="m",
-    dtype="bfloat16",
-    vocab_size=100,
-    max_model_len=64,
-    eos_token_ids=(2,),
-    tokenizer=None,
-    device="cuda:0",
-    shares_device=False,
-    temperatures=frozenset({1.0}),
-    work_dir=Path("/run"),
-)
+SPEC = engine_spec(dtype="bfloat16", device="cuda:0")
 AT_START = {
     "max_batch": 8,
     "tp": 2,

@@ -1,9 +1,9 @@
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from raising import raises
+from sampled import engine_spec
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.sglang.translate import (
@@ -12,23 +12,17 @@ from lockstep.engine.sglang.translate import (
     sglang_sampling,
     sglang_server_command,
 )
-from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
-SPEC = EngineSpec(
-    folder=Path("/models/m"),
-    weights="pushed",
-    model_name="m",
+SPEC = engine_spec(
     dtype="bfloat16",
-    vocab_size=100,
     max_model_len=640,
     eos_token_ids=(2, 3),
     tokenizer=object(),
     device="cuda:0",
     shares_device=True,
     temperatures=frozenset({0.7}),
-    work_dir=Path("/run/engine"),
     seed=17,
 )
 NONE = SamplingParams(max_tokens=16)

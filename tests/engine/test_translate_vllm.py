@@ -1,12 +1,11 @@
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from raising import raises
+from sampled import engine_spec
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm.translate import (
     vllm_constructor,
     vllm_environment,
@@ -17,19 +16,13 @@ from lockstep.engine.vllm.translate import (
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
-SPEC = EngineSpec(
-    folder=Path("/models/m"),
-    weights="pushed",
-    model_name="m",
+SPEC = engine_spec(
     dtype="bfloat16",
-    vocab_size=100,
     max_model_len=640,
     eos_token_ids=(2, 3),
     tokenizer=object(),
     device="cuda:0",
     shares_device=True,
-    temperatures=frozenset({1.0}),
-    work_dir=Path("/run/engine"),
     seed=17,
 )
 CPU = dataclasses.replace(SPEC, device="cpu", shares_device=False)

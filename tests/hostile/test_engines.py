@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
+from sampled import engine_spec
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote import stall as silence
@@ -19,25 +20,11 @@ from lockstep.engine.remote.http import BadReply, HttpClient, Reply
 from lockstep.engine.sglang.driver import SGLangDriver, check_server
 from lockstep.engine.sglang.engine import _Flow
 from lockstep.engine.sglang.samples import Partial, read_event
-from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm.server import VLLMDriver
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
-SPEC = EngineSpec(
-    folder=Path("model"),
-    weights="folder",
-    model_name="m",
-    dtype="float32",
-    vocab_size=100,
-    max_model_len=64,
-    eos_token_ids=(99,),
-    tokenizer=None,
-    device="cpu",
-    shares_device=False,
-    temperatures=frozenset({1.0}),
-    work_dir=Path("work"),
-)
+SPEC = engine_spec(folder=Path("model"), weights="folder", eos_token_ids=(99,), work_dir=Path("work"))
 REQUEST = GenerationRequest(prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=4), seeds=(0,))
 JOB = Job(id="j", request=REQUEST, index=0, sample=0)
 JUNK = [

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import sampled
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from lockstep.config.run import GRPORun
 from lockstep.loop.build import OnlineParts, build_online
 from lockstep.loop.online import OnlineTrainer, StepResult
 from lockstep.ranks.context import RankContext
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
+from lockstep.schema.rollout import RolloutGroup
 
 LENGTHS = (3, 7, 3, 7)
 SIGNAL, NONE = (0.0, 1.0, 1.0, 0.0), (0.5, 0.5, 0.5, 0.5)
@@ -50,19 +51,9 @@ def group(index: int, rewards: Sequence[float], lengths: Sequence[int] = LENGTHS
     for length, reward in zip(lengths, rewards, strict=True):
         ids = torch.randint(3, 200, (length,), generator=generator).tolist()
         noise = torch.rand(length, generator=generator, dtype=torch.float64)
-        completion = Completion(
-            prompt_token_ids=prompt,
-            token_ids=tuple(ids),
-            logprobs=tuple((-5.5 - noise).tolist()),
-            finish_reason="stop",
-            stop_reason=None,
-            text=None,
-            seed=0,
-            engine="test",
-            policy_version=0,
-        )
-        rollouts.append(Rollout(trajectory=Trajectory.of(completion), reward=reward, rewards={"ids": reward}))
-    return RolloutGroup(prompt=Prompt(index=index, token_ids=prompt, text=""), rollouts=tuple(rollouts))
+        one = sampled.completion(prompt, ids, (-5.5 - noise).tolist())
+        rollouts.append(sampled.rollout(one, reward, {"ids": reward}))
+    return sampled.group(rollouts, index)
 
 
 @dataclasses.dataclass

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from raising import raises
+from sampled import completion, group, rollout
 
 from lockstep.errors import ConfigError, TrainError
 from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.batch import policy_samples, rollout_samples
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 CONTRACT = KernelContract(
     gemm="cpu-tiles-32",
@@ -37,34 +37,11 @@ CONTRACT = KernelContract(
 
 def groups_of(num_groups=3, group_size=2):
     """Group g, sample s: prompt of g + 1 tokens, 3 completion tokens with logprobs -(g + s / 8 + t / 64)."""
-    groups = []
-    for g in range(num_groups):
-        rollouts = tuple(
-            Rollout(
-                trajectory=Trajectory.of(
-                    Completion(
-                        prompt_token_ids=tuple(range(1, g + 2)),
-                        token_ids=(50, 51, 52),
-                        logprobs=tuple(-(g + s / 8 + t / 64) for t in range(3)),
-                        finish_reason="length",
-                        stop_reason=None,
-                        text=None,
-                        seed=0,
-                        engine="native",
-                        policy_version=0,
-                    )
-                ),
-                reward=0.0,
-                rewards={},
-            )
-            for s in range(group_size)
-        )
-        groups.append(
-            RolloutGroup(
-                prompt=Prompt(index=100 + g, token_ids=tuple(range(1, g + 2)), text=""), rollouts=rollouts
-            )
-        )
-    return groups
+
+    def sample(g, s):
+        return completion(range(1, g + 2), (50, 51, 52), [-(g + s / 8 + t / 64) for t in range(3)])
+
+    return [group([rollout(sample(g, s)) for s in range(group_size)], 100 + g) for g in range(num_groups)]
 
 
 def minibatches_of(groups, *, minibatches, budget=6):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import sampled
 from raising import raises
 
 from lockstep.config.load import load_run
@@ -16,7 +17,7 @@ from lockstep.loop.evaluate import score
 from lockstep.loop.online import train_online
 from lockstep.loop.session import Session
 from lockstep.ranks.context import RankContext
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
+from lockstep.schema.rollout import RolloutGroup
 
 TINY = {
     "steps": 3,
@@ -114,21 +115,8 @@ def judge(rewards: object, **settings: Any) -> OnlineParts:
 
 
 def answered(prompt: str, answer: str, *, completion: str) -> RolloutGroup:
-    turn = Completion(
-        prompt_token_ids=(1,),
-        token_ids=(2,),
-        logprobs=(-1.0,),
-        finish_reason="stop",
-        stop_reason=2,
-        text=completion,
-        seed=0,
-        engine="test",
-        policy_version=0,
-    )
-    return RolloutGroup(
-        prompt=Prompt(index=0, token_ids=(1,), text=prompt, row={"answer": answer}),
-        rollouts=(Rollout(trajectory=Trajectory.of(turn), reward=0.0, rewards={}),),
-    )
+    turn = sampled.completion((1,), (2,), stop_reason=2, text=completion)
+    return sampled.group([sampled.rollout(turn)], text=prompt, row={"answer": answer})
 
 
 def test_kinds_of_problems_are_reported_apart() -> None:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import sampled
 
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
@@ -122,16 +123,8 @@ class Counting:
 
 
 def completion(request: GenerationRequest, seed: int, length: int) -> Completion:
-    return Completion(
-        prompt_token_ids=request.prompt_token_ids,
-        token_ids=(1,) * length,
-        logprobs=(0.0,) * length,
-        finish_reason="length",
-        stop_reason=None,
-        text=None,
-        seed=seed,
-        engine="counting",
-        policy_version=5,
+    return sampled.completion(
+        request.prompt_token_ids, [1] * length, 0.0, finish_reason="length", seed=seed, policy_version=5
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sampled
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from lockstep.recording.recorder import Recorder, RecorderSettings, draws_random
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample
 from lockstep.schema.recording import RecordingHeader
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
+from lockstep.schema.rollout import Rollout, RolloutGroup
 
 HEADER = RecordingHeader(
     created="2026-01-01T00:00:00+00:00",
@@ -309,23 +310,10 @@ def test_what_draws_random_numbers() -> None:
 
 def group(index: int, *rewards: float) -> RolloutGroup:
     def rollout(number: int, reward: float) -> Rollout:
-        completion = Completion(
-            prompt_token_ids=(1,),
-            token_ids=(2, 3),
-            logprobs=(-0.5, -0.5),
-            finish_reason="stop",
-            stop_reason=3,
-            text=None,
-            seed=2**62 + number,
-            engine="hf",
-            policy_version=0,
-        )
-        return Rollout(
-            trajectory=Trajectory.of(completion), reward=reward, rewards={"a": reward / 2, "kl": -1.0}
-        )
+        made = sampled.completion((1,), (2, 3), -0.5, stop_reason=3, seed=2**62 + number, engine="hf")
+        return sampled.rollout(made, reward, {"a": reward / 2, "kl": -1.0})
 
-    prompt = Prompt(index=index, token_ids=(1,), text="")
-    return RolloutGroup(prompt=prompt, rollouts=tuple(map(rollout, range(len(rewards)), rewards)))
+    return sampled.group(list(map(rollout, range(len(rewards)), rewards)), index)
 
 
 def test_documents_go_with_their_sample_ids(case: Case) -> None:

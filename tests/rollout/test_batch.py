@@ -2,6 +2,7 @@ import json
 import random
 
 import pytest
+import sampled
 import torch
 from raising import raises
 
@@ -17,7 +18,6 @@ from lockstep.models.load import load_model
 from lockstep.rollout.batch import Hooks, SampleWork, check_prompts, generate_rows, prompt_batches
 from lockstep.rollout.rows import RowFile
 from lockstep.rollout.sampler import sampling_params
-from lockstep.schema.rollout import Completion
 
 QUESTIONS = ["one", "two, and a little longer", "three", "four?", "five five five", "six", "seven"]
 
@@ -121,18 +121,11 @@ class Fake:
         for index, request in enumerate(requests):
             groups.append([])
             for position, seed in enumerate(request.seeds):
-                completion = Completion(
-                    prompt_token_ids=request.prompt_token_ids,
-                    token_ids=(seed % 50,),
-                    logprobs=(-1.0,),
-                    finish_reason="abort" if self.aborted else "length",
-                    stop_reason=None,
-                    text=str(seed),
-                    seed=seed,
-                    engine="fake",
-                    policy_version=0,
+                reason = "abort" if self.aborted else "length"
+                sample = sampled.completion(
+                    request.prompt_token_ids, [seed % 50], finish_reason=reason, text=str(seed), seed=seed
                 )
-                completion = self.script(number, completion)
+                completion = self.script(number, sample)
                 number += 1
                 groups[-1].append(completion)
                 if self.calls and on_completion is not None:

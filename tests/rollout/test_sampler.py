@@ -4,6 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import sampled
 from raising import raises
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
@@ -11,7 +12,7 @@ from lockstep.errors import EngineError, RewardError
 from lockstep.ranks.objects import decode_object, encode_object
 from lockstep.rollout.rewards import Scored
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampleKey, sample_seed, sampling_params
-from lockstep.schema.rollout import Completion, Prompt, SamplingParams
+from lockstep.schema.rollout import Prompt, SamplingParams
 
 
 class FakeEngine:
@@ -26,16 +27,12 @@ class FakeEngine:
         out = []
         for r, request in enumerate(requests):
             group = [
-                Completion(
-                    prompt_token_ids=request.prompt_token_ids,
-                    token_ids=(seed % 100,),
-                    logprobs=(-1.0,),
+                sampled.completion(
+                    request.prompt_token_ids,
+                    [seed % 100],
                     finish_reason=self.finish_reason,
-                    stop_reason=None,
                     text=str(seed % 100),
                     seed=seed,
-                    engine="fake",
-                    policy_version=0,
                 )
                 for seed in request.seeds
             ]

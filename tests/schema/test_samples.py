@@ -1,31 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import pytest
+import sampled
 import torch
 from raising import raises
 
 from lockstep.errors import DataError
 from lockstep.schema.batch import policy_samples, rollout_samples
-from lockstep.schema.rollout import Completion, Trajectory
+from lockstep.schema.rollout import Trajectory
+
+completion = functools.partial(sampled.completion, policy_version=3)
 
 
-def completion(prompt: tuple[int, ...], tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:
-    return Completion(
-        prompt_token_ids=prompt,
-        token_ids=tokens,
-        logprobs=logprobs,
-        finish_reason="stop",
-        stop_reason=None,
-        text=None,
-        seed=0,
-        engine="test",
-        policy_version=3,
-    )
-
-
-def one_turn(*spans: object) -> Trajectory:
+def one_turn(*spans: Any) -> Trajectory:
     return Trajectory.of(completion(*spans))
 
 

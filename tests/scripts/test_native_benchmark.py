@@ -4,13 +4,12 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from sampled import completion
 
 from lockstep.config.load import load_run
-from lockstep.schema.rollout import Completion
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -23,13 +22,6 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
-
-
-def completion(seed: int, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:
-    fixed: dict[str, Any] = {"finish_reason": "length", "stop_reason": None, "text": None, "engine": "native"}
-    return Completion(
-        prompt_token_ids=(1,), token_ids=ids, logprobs=logprobs, seed=seed, policy_version=0, **fixed
-    )
 
 
 def test_one_bit_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,10 +37,10 @@ def test_one_bit_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_samples_are_compared_up_to_the_first_other_token(monkeypatch: pytest.MonkeyPatch) -> None:
     side = load("native_side", monkeypatch)
-    first = [completion(1, (5, 6, 7), (-1.0, -2.0, -3.0)), completion(2, (5,), (-1.0,))]
+    first = [completion((1,), (5, 6, 7), (-1.0, -2.0, -3.0), seed=1), completion((1,), (5,), seed=2)]
     same = side.against(first, first[::-1])
     assert same["equal"] and same["values"] == 4 and same["tokens_from_the_first_other_one"] == 0
-    twins = [completion(1, (5, 9, 7), (-1.0, -8.0, -3.5)), completion(2, (5,), (-1.0,))]
+    twins = [completion((1,), (5, 9, 7), (-1.0, -8.0, -3.5), seed=1), completion((1,), (5,), seed=2)]
     found = side.against(first, twins)
     assert (found["values"], found["differ"], found["tokens_from_the_first_other_one"]) == (2, 0, 2)
     assert not found["equal"], "other tokens are a difference though no compared logprob is"

@@ -11,12 +11,12 @@ import torch
 from external import ExternalHF
 from holder import Source
 from raising import raises
+from sampled import engine_spec
 
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.hf.engine import HFEngine
-from lockstep.engine.spec import EngineSpec
 from lockstep.errors import EngineError
 from lockstep.loop.engine_spec import write_model_folder
 from lockstep.models.load import LoadedModel, load_model
@@ -42,17 +42,11 @@ def policy(*, lora: bool = False, seed: int = 0) -> LoadedModel:
 
 
 def engine_of(model: LoadedModel, tmp_path: Any, **settings: Any) -> ExternalHF:
-    spec = EngineSpec(
+    spec = engine_spec(
         folder=write_model_folder(model, tmp_path / "model"),
-        weights="pushed",
         model_name=model.name,
-        dtype="float32",
         vocab_size=256,
-        max_model_len=64,
         eos_token_ids=(),
-        tokenizer=None,
-        device="cpu",
-        shares_device=False,
         temperatures=frozenset({0.0, 1.0}),
         work_dir=tmp_path,
     )

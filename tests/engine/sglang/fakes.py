@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from sampled import engine_spec
 from transformers import LlamaConfig
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.sglang.engine import SGLangServer
-from lockstep.engine.spec import EngineSpec
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.schema.weights import UpdateSession, WeightBucket
 from lockstep.wire.buckets import Layout
@@ -73,21 +73,17 @@ def asked(folder, *paths):
 
 
 def spec_in(folder, **settings):
-    values = {
+    own = {
         "folder": Path(folder) / "model",
         "weights": "folder",
-        "model_name": "fake",
-        "dtype": "float32",
         "vocab_size": VOCAB,
         "max_model_len": LENGTH - 8,
         "eos_token_ids": (EOS,),
-        "tokenizer": None,
         "device": "cuda:0",
         "shares_device": True,
-        "temperatures": frozenset({1.0}),
         "work_dir": Path(folder) / "engine",
     }
-    return EngineSpec(**values | settings)
+    return engine_spec(**own | settings)
 
 
 def engine_in(folder, *starts, spec=None, **config):
