@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from lockstep.models.load import LoadedModel
 from lockstep.models.shapes import random_model, shape_config
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.schema.weights import WeightUpdate
 
 VOCAB = 320
 EOS = 7
@@ -156,3 +157,19 @@ def gaps(model: LoadedModel, completion: Completion, temperature: float) -> torc
     logits = reference_logits(model, ids)[len(completion.prompt_token_ids) - 1 : -1] / (temperature or 1.0)
     wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids).unsqueeze(-1)).squeeze(-1)
     return (wanted - torch.tensor(completion.logprobs)).abs()
+
+
+def embedded(engine: Any, model: LoadedModel, **more: Any) -> Iterator[Subject]:
+    """The subject of an engine over the model's own module, until its fixture ends."""
+
+    def push(version: int) -> None:
+        engine.update_weights(
+            WeightUpdate(
+                policy_version=version,
+                tensors=lambda: iter(model.module.state_dict().items()),
+                shared_module=model.module,
+            )
+        )
+
+    yield Subject(engine=engine, model=model, push=push, **more)
+    engine.close()

@@ -7,11 +7,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("conformance")
 
 from conformance import *  # noqa: E402, F403
-from conformance import Subject, conformance_model  # noqa: E402
+from conformance import conformance_model  # noqa: E402
+from conformance_parts import embedded  # noqa: E402
 
 from lockstep.config.engine import EngineConfig  # noqa: E402
 from lockstep.engine.build import make_engine  # noqa: E402
-from lockstep.schema.weights import WeightUpdate  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["one", "two", "tied"])
@@ -20,14 +20,4 @@ def subject(request):
     config = EngineConfig(name="hf", max_batch=48, replicas=2 if request.param == "two" else 1)
     engine = make_engine(config, model=model)
 
-    def push(version):
-        engine.update_weights(
-            WeightUpdate(
-                policy_version=version,
-                tensors=lambda: iter(model.module.state_dict().items()),
-                shared_module=model.module,
-            )
-        )
-
-    yield Subject(engine=engine, model=model, push=push)
-    engine.close()
+    yield from embedded(engine, model)

@@ -7,11 +7,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("conformance")
 
 from conformance import *  # noqa: E402, F403
-from conformance import Subject, conformance_model  # noqa: E402
+from conformance import conformance_model  # noqa: E402
+from conformance_parts import embedded  # noqa: E402
 
 from lockstep.config.engine import EngineConfig  # noqa: E402
 from lockstep.engine.build import make_engine  # noqa: E402
-from lockstep.schema.weights import WeightUpdate  # noqa: E402
 
 SMALL = {"kv_cache_tokens": 1100, "prefill_chunk": 64, "max_batch": 20}
 """Two samples at full length: most of what runs has to move or to wait, and prompts come in chunks."""
@@ -24,14 +24,4 @@ def subject(request):
     engine = make_engine(EngineConfig(name="native", **(SMALL if small else {})), model=model)
     engine.ahead = int(small)
 
-    def push(version):
-        engine.update_weights(
-            WeightUpdate(
-                policy_version=version,
-                tensors=lambda: iter(model.module.state_dict().items()),
-                shared_module=model.module,
-            )
-        )
-
-    yield Subject(engine=engine, model=model, push=push)
-    engine.close()
+    yield from embedded(engine, model)

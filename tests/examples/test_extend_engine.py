@@ -17,6 +17,7 @@ pytest.register_assert_rewrite("conformance")
 
 from conformance import *  # noqa: E402, F403
 from conformance import Subject, conformance_model  # noqa: E402
+from conformance_parts import embedded  # noqa: E402
 
 from lockstep.cli.main import main  # noqa: E402
 from lockstep.config.engine import EngineConfig  # noqa: E402
@@ -33,17 +34,7 @@ def subject() -> Iterator[Subject]:
         model = conformance_model()
         engine = make_engine(EngineConfig(name=NAME), model=model)
 
-        def push(version: int) -> None:
-            engine.update_weights(
-                WeightUpdate(
-                    policy_version=version,
-                    tensors=lambda: iter(model.module.state_dict().items()),
-                    shared_module=model.module,
-                )
-            )
-
-        yield Subject(engine=engine, model=model, push=push, refuses=frozenset({"stop"}))
-        engine.close()
+        yield from embedded(engine, model, refuses=frozenset({"stop"}))
 
 
 def run(folder: Path, engine: str, *flags: str) -> int:

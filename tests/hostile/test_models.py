@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from classifiers import save_classifier
 from raising import raises
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoTokenizer
 
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig
@@ -97,23 +98,8 @@ def reward_model(folder: Path) -> RewardModel:
 
 
 def saved_classifier(folder: Path, tiny: Path, **more: Any) -> Path:
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        num_labels=1,
-        pad_token_id=0,
-        **more,
-    )
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4}
+    return save_classifier(folder, AutoTokenizer.from_pretrained(tiny), **sizes | more)
 
 
 def test_a_reward_models_score_does_not_depend_on_its_neighbours(

@@ -5,23 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from bisect_arms import batch_of
+from recorded import recording_header
 
 from lockstep.recording import RecordingWriter
-from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader
+from lockstep.schema.recording import InputMeta, RecordedInput
 
 GROUPS = ((5, 7), (5, 12, 3), (3, 3, 16, 2))
 
 
 def write_recording(path: Path, **axes: str) -> Path:
-    header = RecordingHeader(
-        created="2026-01-01T00:00:00Z",
-        framework="lockstep",
-        versions={},
+    header = recording_header(
         model={"name": "shape:tiny-llama", "dtype": "float32"},
-        vocab_size=256,
-        algorithm={"name": "sft"},
-        temperature=1.0,
-        max_tokens=None,
         axes=axes,
         capacity={"token_budget": 64, "max_seqlen": 32, "max_documents": 8},
     )

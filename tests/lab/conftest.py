@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import recording_header
 
 from lockstep import invariant
 from lockstep.algorithms.policy_loss import PolicyLoss
@@ -108,10 +109,7 @@ def record_steps(
                 loss=float(stats.losses[index]), logprobs=stats.logprobs[index], grad_norm=norm
             )
             inputs.append(RecordedInput(meta=meta, batch=batch, outputs=outputs))
-    header = RecordingHeader(
-        created="2026-01-01T00:00:00Z",
-        framework="lockstep",
-        versions={},
+    header = recording_header(
         model=config.model_dump(),
         vocab_size=256,
         algorithm=options.model_dump(),

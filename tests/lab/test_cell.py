@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from raising import raises
+from recorded import recording_header
 
 from lockstep.cli.replay import cell_fields, parser
 from lockstep.errors import ConfigError, RecordingError
@@ -13,18 +14,7 @@ from lockstep.schema.recording import RecordingHeader
 
 
 def header(**axes: object) -> RecordingHeader:
-    return RecordingHeader(
-        created="",
-        framework="lockstep",
-        versions={},
-        model={},
-        vocab_size=256,
-        algorithm={"name": "sft"},
-        temperature=1.0,
-        max_tokens=None,
-        axes=axes,
-        capacity={},
-    )
+    return recording_header(axes=axes)
 
 
 CPU = {"attention": "sdpa", "device": "cpu", "dtype": "float32", "execution": "eager", "layout": "packed"}

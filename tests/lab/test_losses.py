@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from raising import raises
+from recorded import recording_header
 
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.sft import SFTLoss
@@ -16,18 +17,7 @@ from lockstep.schema.recording import RecordingHeader
 
 
 def header(algorithm: dict[str, Any]) -> RecordingHeader:
-    return RecordingHeader(
-        created="",
-        framework="",
-        versions={},
-        model={},
-        vocab_size=9,
-        algorithm=algorithm,
-        temperature=1.0,
-        max_tokens=None,
-        axes={},
-        capacity={},
-    )
+    return recording_header(vocab_size=9, algorithm=algorithm)
 
 
 @pytest.fixture

@@ -49,6 +49,17 @@ tensorboard = false
 written at once, so that it is known what a kill leaves (test_checkpoint_background.py tests the others)."""
 
 
+def on_pairs(sft: Path, folder: Path, kind: str, pairs: list[dict[str, Any]]) -> Path:
+    """The config of an SFT run, made one of another kind on preference pairs, which are written beside it."""
+    source = folder / "pairs.jsonl"
+    source.write_text("\n".join(map(json.dumps, pairs)))
+    lines = sft.read_text().replace('kind = "sft"', f'kind = "{kind}"').splitlines()
+    lines = [f'source = "{source}"' if line.startswith("source") else line for line in lines]
+    path = folder / f"{kind}.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 @dataclass(frozen=True)
 class Ended:
     """What a command left: exit status (-9: killed by SIGKILL), standard output and error."""

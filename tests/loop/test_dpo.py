@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from loop_runs import Commands, everything, metrics_of
+from loop_runs import Commands, everything, metrics_of, on_pairs
 
 PAIRS = [
     {"prompt": f"Say {i}", "chosen": f"{i} it is, of course", "rejected": f"No, not {i}"} for i in range(24)
@@ -17,16 +17,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def dpo_toml(sft_toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The SFT run's config, made one of preference pairs."""
-    folder = tmp_path_factory.mktemp("dpo")
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
-    text = sft_toml.read_text().replace('kind = "sft"', 'kind = "dpo"')
-    lines = [
-        f'source = "{folder / "pairs.jsonl"}"' if line.startswith("source") else line
-        for line in text.splitlines()
-    ]
-    path = folder / "dpo.toml"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return on_pairs(sft_toml, tmp_path_factory.mktemp("dpo"), "dpo", PAIRS)
 
 
 def test_it_learns_to_prefer_and_goes_on_exactly_after_a_kill(

@@ -3,12 +3,11 @@ what they export."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from loop_runs import Commands, everything, metrics_of
+from loop_runs import Commands, everything, metrics_of, on_pairs
 from transformers import AutoModelForSequenceClassification
 
 from lockstep.config.batch import RewardModelConfig
@@ -31,16 +30,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def rm_toml(sft_toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The SFT run's config, made one of a reward model."""
-    folder = tmp_path_factory.mktemp("rm")
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
-    text = sft_toml.read_text().replace('kind = "sft"', 'kind = "rm"')
-    lines = [
-        f'source = "{folder / "pairs.jsonl"}"' if line.startswith("source") else line
-        for line in text.splitlines()
-    ]
-    path = folder / "rm.toml"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return on_pairs(sft_toml, tmp_path_factory.mktemp("rm"), "rm", PAIRS)
 
 
 def test_it_learns_exports_what_scores_the_same_and_goes_on_exactly_after_a_kill(

@@ -3,20 +3,19 @@ after a kill, and what is none is refused before the first step."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from classifiers import save_classifier
 from loop_runs import Commands, everything, metrics_of
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
 )
 from world_kills import kill_at
 
@@ -60,44 +59,18 @@ tensorboard = false
 """
 
 
-def classifier(folder: Path, tokenizer: Any, *, seed: int = 0, labels: int = 1) -> Path:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        num_labels=labels,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a policy, two reward models, one of which has another tokenizer, and prompts."""
     folder = tmp_path_factory.mktemp("reward-role")
-    path = Path(__file__).resolve().parents[2] / "examples" / "tiny_text_model.py"
-    spec = importlib.util.spec_from_file_location("tiny_text", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.save(folder / "policy")
+    shutil.copytree(tiny_folder, folder / "policy")
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    classifier(folder / "reward", tokenizer)
-    classifier(folder / "two-labels", tokenizer, labels=2)
+    save_classifier(folder / "reward", tokenizer)
+    save_classifier(folder / "two-labels", tokenizer, num_labels=2)
     other = AutoTokenizer.from_pretrained(folder / "policy")
     other.add_tokens(["+ ", "= ?"])
     other.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
-    classifier(folder / "other", other, seed=1)
+    save_classifier(folder / "other", other, seed=1)
     rows = [{"prompt": question} for question in QUESTIONS]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.toml").write_text(

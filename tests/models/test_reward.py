@@ -1,11 +1,10 @@
 import pytest
 import torch
+from classifiers import save_classifier
 from raising import raises
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
 )
 
 from lockstep.config.batch import RewardModelConfig
@@ -24,24 +23,9 @@ def saved(folder, tiny, *, labels=1, pad=0, template=True):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     if not template:
         tokenizer.chat_template = None
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        num_labels=labels,
-        pad_token_id=pad,
-        bos_token_id=1,
-        eos_token_id=2,
+    return save_classifier(
+        folder, tokenizer, num_labels=labels, pad_token_id=pad, max_position_embeddings=128
     )
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def loaded(folder, **more):

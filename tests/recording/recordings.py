@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recorded import recording_header
 from torch import Tensor
 
 from lockstep.packing import Bucket, pack
@@ -18,22 +19,18 @@ VOCAB = 300
 
 
 def header(**changes: Any) -> RecordingHeader:
-    return RecordingHeader(
-        **{
-            "created": "2026-01-02T03:04:05Z",
-            "framework": "lockstep",
-            "versions": {"torch": "2.13.0"},
-            "model": {"name": "shape:tiny-llama", "dtype": "float32"},
-            "vocab_size": VOCAB,
-            "algorithm": {"name": "grpo"},
-            "temperature": 1.0,
-            "max_tokens": 16,
-            "axes": {"attention": "sdpa"},
-            "capacity": {"token_budget": 64, "max_seqlen": 32, "max_documents": 4},
-            "notes": {"made": "by a test"},
-            **changes,
-        }
-    )
+    fields = {
+        "created": "2026-01-02T03:04:05Z",
+        "versions": {"torch": "2.13.0"},
+        "model": {"name": "shape:tiny-llama", "dtype": "float32"},
+        "vocab_size": VOCAB,
+        "algorithm": {"name": "grpo"},
+        "max_tokens": 16,
+        "axes": {"attention": "sdpa"},
+        "capacity": {"token_budget": 64, "max_seqlen": 32, "max_documents": 4},
+        "notes": {"made": "by a test"},
+    }
+    return recording_header(**fields | changes)
 
 
 def documents(lengths: tuple[int, ...], *, seed: int, policy: bool = True) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sampled
 import torch
+from recorded import recording_header
 from torch import Tensor, nn
 
 from lockstep.config.record import RecordConfig
@@ -20,20 +21,10 @@ from lockstep.recording import Recording
 from lockstep.recording.recorder import Recorder, RecorderSettings, draws_random_numbers
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample
-from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import Rollout, RolloutGroup
 
-HEADER = RecordingHeader(
-    created="2026-01-01T00:00:00+00:00",
-    framework="lockstep",
-    versions={},
-    model={"name": "shape:tiny-llama"},
-    vocab_size=100,
-    algorithm={"name": "grpo"},
-    temperature=1.0,
-    max_tokens=8,
-    axes={},
-    capacity={},
+HEADER = recording_header(
+    model={"name": "shape:tiny-llama"}, vocab_size=100, algorithm={"name": "grpo"}, max_tokens=8
 )
 
 
