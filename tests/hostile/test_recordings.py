@@ -145,7 +145,7 @@ def test_header_fields_are_checked(valid: Path, change: Any, named: str) -> None
         ("[" * 100_000, "JSON"),
         ('{"a": ' + "9" * 5000 + "}", "JSON"),
         ('{"a": [' + "1," * 2_000_000 + "1]}", "bytes of JSON"),
-        ('{"a": "' + "x" * 17_000_000 + '"}', "bytes of JSON"),
+        ('{"a": "' + "x" * 17_000_000 + '"}', "larger than 16,777,216 bytes"),
         ('{"format": "lockstep-recording", "version": 1}', "sha256"),
     ],
 )

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from lockstep.observe.files import (
     jsonable,
     open_plain,
     parse_json,
+    read_plain,
     sync_folder,
     write_atomic,
 )
@@ -75,38 +75,13 @@ class TensorSpan:
         return DTYPES[self.dtype].itemsize
 
 
-def check_inside(path: Path, root: Path) -> None:
-    """Refuse what is missing, no plain file, or a link that leads out of `root`.
-
-    Raises:
-        RecordingError: names the file.
-    """
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError) as error:
-        raise RecordingError(
-            f"{path}: cannot be read ({error}); the recording is incomplete", code="cannot-read"
-        ) from error
-    if not stat.S_ISREG(mode):
-        raise RecordingError(
-            f"{path}: is not a regular file; a recording holds files and folders only", code="not-a-file"
-        )
-    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise RecordingError(
-            f"{path}: is a link that leads out of the recording; copy the file itself there",
-            code="leads-out-of-folder",
-        )
-
-
 def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
     """A JSON object whose "sha256" is that of the file's bytes with these 64 digits written as zeros.
 
     Raises:
         RecordingError: names the file.
     """
-    check_inside(path, root)
-    with open_plain(path, RecordingError) as file:
-        raw = file.read(JSON_BYTES + 1)
+    raw = read_plain(path, RecordingError, root=root)
     value = parse_json(raw, str(path), RecordingError)
     if not isinstance(value, dict):
         raise RecordingError(f"{path}: holds a JSON {type(value).__name__}, not an object", code="wrong-type")
@@ -165,9 +140,8 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, root: Path) -> None:
-        check_inside(path, root)
         self.path = path
-        with open_plain(path, RecordingError) as file:
+        with open_plain(path, RecordingError, root=root) as file:
             status = os.fstat(file.fileno())
             self._stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
             size = status.st_size

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import RecordingError
+from lockstep.observe.files import open_plain
 from lockstep.observe.text import printable
-from lockstep.recording.storage.files import DTYPES, TensorFile, check_inside, write_tensors
+from lockstep.recording.storage.files import DTYPES, TensorFile, write_tensors
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.schema.recording import InputMeta
 
@@ -198,8 +199,8 @@ def _inside(recording: Path, name: str) -> Path | None:
             f"{folder}: is a link that leads elsewhere; copy the weights themselves there",
             code="leads-out-of-folder",
         )
-    check_inside(folder / FILE, folder)
-    return folder
+    with open_plain(folder / FILE, RecordingError, root=folder):
+        return folder
 
 
 def _may_be(folder: Path, weights: str | None, known: dict[Path, str] | None) -> bool:
