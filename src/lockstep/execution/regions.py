@@ -59,6 +59,7 @@ def compile_blocks(
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the decoder runs as compiled graphs: `compile_blocks` or `install_joint` was called."""
     forward = vars(decoder(module)).get("forward")
+    # Private, in torch 2.11 to 2.13: module.compile() sets it, and nothing public says that it was called.
     return getattr(forward, "is_graph", False) or decoder_layers(module)[0]._compiled_call_impl is not None
 
 

@@ -13,6 +13,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters, get_compilat
 from lockstep.errors import TrainError
 from lockstep.schema.compile_report import CompileReport
 
+# The newest: a run that compiles in every step must not fill the host's memory.
 _REASONS = 64
 
 

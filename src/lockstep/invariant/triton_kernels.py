@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Triton compiles another kernel for pointers that are not
+# multiples of 16 bytes, and may add in another order.
 _ALIGNMENT = 16
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """The interpreter's dot multiplies the bits of bfloat16 as if they were integers."""

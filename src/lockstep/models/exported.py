@@ -27,6 +27,7 @@ from lockstep.models.load import (
 from lockstep.models.shapes import PREFIX, shape_config
 from lockstep.observe.files import read_json
 
+# Pieces of each file, its ends included: reading all of a large model would take minutes.
 _PIECES = 64
 _PIECE_BYTES = 16 * 1024
 

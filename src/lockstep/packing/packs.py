@@ -32,6 +32,7 @@ from lockstep.schema.batch import (
     ValueSample,
 )
 
+# Each is a graph to compile, and more of them would save little padding.
 MAX_BUCKETS = 4
 _ALIGNMENT = 64
 _FLOATS = (

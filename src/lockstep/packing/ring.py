@@ -30,6 +30,7 @@ from torch import Tensor
 from lockstep.ops.masks import cu_seqlens
 from lockstep.schema.ring import RingShard, RingStep
 
+# A document below this part of a rank's share is never divided: one more of them stays within _SLACK.
 _WHOLE_SHARE = 32
 _SLACK = Fraction(1, 32)  # benchmarks/ring_attention.py sets -1, which nothing meets, to divide all it can
 _PAD_ROWS = 128  # the rows that a flash kernel computes together: smaller pieces would cost the same

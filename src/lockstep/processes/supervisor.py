@@ -254,6 +254,7 @@ def prctl(option: int, value: int) -> bool:
 
 def _kill(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
+        # One that has changed its user cannot be signalled; the others still must be.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 

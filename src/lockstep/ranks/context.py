@@ -472,5 +472,6 @@ def _store() -> Store:
     one."""
     if rendezvous.of_launcher():
         return rendezvous.launcher_store(timedelta(seconds=10))
+    # Private, in torch 2.11 to 2.13: nothing public gives the store that torch has made.
     store: Any = dist.distributed_c10d._get_default_store()
     return PrefixStore("lockstep", store)

@@ -15,6 +15,7 @@ TIMEOUT = timedelta(minutes=10)
 
 def group_timeout(device: torch.device) -> timedelta:
     """Return the timeout of the default process group's collectives on this kind of device."""
+    # Private, in torch 2.11 to 2.13: a group does not say publicly which timeout it was made with.
     group = dist.distributed_c10d._get_default_group()
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout

@@ -30,6 +30,7 @@ from lockstep.wire.groups import host_store as host_store
 
 _SHORTEST = 32
 """Fewest characters of a secret."""
+# Fixed, the tag's size is SHA-256's: ranks with and without a secret must send equally many bytes.
 _NONCE_BYTES = 32
 _TAG_BYTES = 32
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

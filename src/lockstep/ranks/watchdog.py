@@ -28,6 +28,7 @@ _COMPUTES = 0.05
 """Share of a core above which a rank outside of collectives computes."""
 _LOOKS = 20
 """Looks per deadline."""
+# A twentieth of half an hour, a usual deadline, would report a hang 90 s late.
 _LONGEST_PAUSE = 15.0
 
 Counts = tuple[int, int, float]

@@ -122,6 +122,7 @@ class RowFile:
                 _write_all(self._fd, b"".join(line for _, line in lines))
             except OSError as error:
                 with contextlib.suppress(OSError):
+                    # Half a line would be a damaged row to whoever goes on with the file.
                     os.ftruncate(self._fd, size)
                 raise DataError(
                     f"cannot write to {self._journal}: {error.strerror}; {len(self.done)} of {self.expected} "
@@ -153,6 +154,7 @@ class RowFile:
         if self._journal != self.path:
             write_parquet(self.path, self._sorted_rows())
             sync_folder(self.path.parent)
+        # Between the two: whenever this stops, the journal or a file that is marked complete has all rows.
         self._write_meta(complete=True, summary=summary)
         if self._journal != self.path:
             self._journal.unlink()

@@ -14,6 +14,7 @@ from lockstep.errors import DataError
 
 JSON_COLUMNS = b"lockstep.json_columns"
 """Key in the file's metadata: names of the columns that hold JSON."""
+# Also the number of rows that are in memory at a time, in writing and in reading.
 ROWS_PER_GROUP = 4096
 
 

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from lockstep.wire.buckets import WireError
 
+# A broadcast of a bucket takes milliseconds: a longer pause would be a good part of it.
 _POLL_SECONDS = 0.0003
 _STORE_SECONDS = 10.0
 _NCCL_WATCHDOG = timedelta(days=1)

@@ -65,6 +65,7 @@ def import_handle(handle: Mapping[str, Any]) -> Tensor:
     index = device_index(handle["device"])
     fields = [_from_json(handle[name]) for name in _FIELDS]
     try:
+        # The private call below does not do it, and this may be the process's first use of the GPU.
         torch.cuda.init()
         with torch.cuda.device(index):
             storage = torch.UntypedStorage._new_shared_cuda(index, *fields)
@@ -75,6 +76,7 @@ def import_handle(handle: Mapping[str, Any]) -> Tensor:
         ) from error
     flat = torch.empty(0, dtype=named_dtype(handle["dtype"]), device=f"cuda:{index}")
     shape = tuple(handle["shape"])
+    # Those of a contiguous tensor, as no other is exported.
     strides = torch.empty(shape, device="meta").stride()
     return flat.set_(storage, handle["storage_offset"], shape, strides)
 

@@ -31,6 +31,7 @@ CHUNK_TOKENS = 128
 STOP_CHUNK_TOKENS = 8
 """The same with stop strings, which are found here: more than this many tokens are rarely computed in
 vain."""
+# Longer than any sample, which then comes in one chunk.
 NO_CHUNKS = 1 << 30
 NOT_FINITE = "NaN happened"
 """SGLang's name of the stop reason of a sample whose next token is outside the vocabulary."""

@@ -93,6 +93,7 @@ class Core:
         """End every sample now, with the tokens that it has."""
         from vllm.v1.engine import FinishReason as Reason
 
+        # vLLM's abort_request alone ends them without an output, and their tokens are wanted.
         states = self._engine.output_processor.request_states
         outputs = []
         for state in list(states.values()):

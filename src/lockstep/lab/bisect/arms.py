@@ -17,6 +17,7 @@ from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.local import LocalBackend
 
+# The noise is that of one other order of documents: yet another may give a few times as much.
 NOISE_FACTOR = 4.0
 FLOORS: Mapping[torch.dtype, tuple[float, float, float]] = {
     torch.float64: (1e-9, 1e-12, 1e-10),

@@ -163,6 +163,7 @@ class Capture:
 
     def _wrap_block(self, layer: nn.Module) -> None:
         """Wrap the call that torch.nn.Module makes; the compiled call itself stays as it is."""
+        # Private, in torch 2.11 to 2.13: hooks of a compiled module would be compiled with it.
         inner: Any = layer._compiled_call_impl
         name = self._names[id(layer)]
 
@@ -183,6 +184,7 @@ class Capture:
 
         base = getattr(self.module, causal_lm(self.module).base_model_prefix)
         name = base.config._attn_implementation or "eager"
+        # Private: `register` could replace the kernel, and nothing public takes a new one out again.
         mapping = AttentionInterface._global_mapping
         inner = mapping.get(name)
         if inner is None:  # "eager" is a function of each modelling file

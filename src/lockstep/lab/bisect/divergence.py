@@ -17,6 +17,7 @@ from lockstep.models.causal_lm import causal_lm
 from lockstep.schema.batch import PackedBatch
 
 HEAD = "lm_head (logprobs)"
+# Sketches are exact to a few percent: the first difference may lie some tensors beside where they see it.
 _AROUND = 8
 
 

@@ -284,6 +284,7 @@ def _is_open(info: os.stat_result) -> bool:
     """Whether any process has this file open, as far as this user may look."""
     for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
+            # Suppressed: the process may have ended by now, or be another user's.
             if os.path.samestat(os.stat(descriptor), info):
                 return True
     return False

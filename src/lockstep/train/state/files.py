@@ -24,6 +24,7 @@ from lockstep.observe import files
 from lockstep.observe.files import check_inside, file_errors
 from lockstep.observe.text import printable
 
+# A part is written while a thread hashes it: large enough that handing it over costs nothing beside that.
 _CHUNK = 1 << 24
 _MAX_JSON = 1 << 26
 """Bytes; state.json names each tensor of the model and the optimizer."""
