@@ -314,6 +314,7 @@ class Scheduler:
         """Close all gaps; `last` comes after the others, with room for `size` tokens."""
         self._settle()
         order = sorted(self._blocks, key=lambda s: (s is last, self._blocks[s].start))
+        # Taken before `pack`, which changes where blocks start; of each block only the rows that hold keys.
         before = [
             Move(source=e.start, target=0, count=min(e.size, s.known + s.in_flight))
             for s in order

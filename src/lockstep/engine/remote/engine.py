@@ -37,6 +37,7 @@ from lockstep.schema.weights import UpdateSession, WeightBucket
 _POLL_SECONDS = 0.1
 _DEATH_SECONDS = 10.0
 """A broken connection is the first sign of a crash; the process may take this long to be gone."""
+# Between two aborts: the server may not have known a sample yet when the first one came.
 _ABORT_SECONDS = 1.0
 _TRIES = 3
 
@@ -505,4 +506,5 @@ def no_tokens() -> Sample:
 def _open_limit(max_batch: int) -> int:
     """Connections at a time: as many as the engine decodes together and the file descriptors allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Half of them: the process opens other files, too.
     return max_batch if soft == resource.RLIM_INFINITY else max(1, min(max_batch, soft // 2))

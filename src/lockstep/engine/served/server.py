@@ -54,6 +54,7 @@ def main(argv: list[str]) -> None:
     """Serve what the file describes, see `lockstep.engine.served.engine.describe_server`, until killed."""
     about = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     host = make_host(about)
+    # The token leaves the environment, so that no process started from here inherits it.
     server = ThreadingHTTPServer((LOOPBACK, about["port"]), handler_of(host, token=os.environ.pop(TOKEN)))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()

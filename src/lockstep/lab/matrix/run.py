@@ -254,6 +254,7 @@ class _Work:
         return result
 
     def _run_all(self, pending: Sequence[MatrixCell], finish: Callable[[CellResult], None]) -> None:
+        # References first: every other cell is compared with one as soon as it ends.
         references = [cell for cell in pending if cell.name in set(self.reference_of.values())]
         rest = [cell for cell in pending if cell not in references]
         if self.options.jobs == 1:

@@ -174,6 +174,8 @@ class _Suite(Suite[BenchCell, CellResult, BenchResult]):
     def _environment(self, folder: Path) -> dict[str, str]:
         if not self.options.fresh_cache:
             return {}
+        # A folder for each cell: one that finds what an earlier
+        # cell has compiled would look cheaper than it is.
         caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
         return {variable: str(folder / "cache" / name) for variable, name in caches.items()}
 
