@@ -26,11 +26,13 @@ from torch import Tensor
 
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
-from lockstep.loop.checkpoint import CheckpointManager
+from lockstep.loop.checkpoint import CheckpointManager, verify
 from lockstep.loop.roles import ALGORITHM, Roles
 from lockstep.processes.garbage import search_rarely
 from lockstep.protocols.train import FinishSave
+from lockstep.ranks import node_folders
 from lockstep.ranks.context import RankContext, init_ranks
+from lockstep.ranks.node_folders import NodeFolders
 from lockstep.train.state import files
 from lockstep.train.state.parts import Layout, LiveTensors, Reader, TensorMeta, read_flat
 from lockstep.train.state.rng import rng_state
@@ -444,7 +446,7 @@ def a_background_save_holds_what_was_there(ranks: RankContext) -> None:
 
 
 def ranks_see_one_folder(ranks: RankContext) -> None:
-    """A node whose disk is not shared: rank 0 does not find what rank 3 has written."""
+    """Rank 0 does not find what rank 3 has written, on a disk that was found to be shared."""
     checkpoints = manager(ranks, "apart")
     backend = Backend(Sharded(truth(1), dp=4, tp=1, group=dist.group.WORLD))
     if ranks.rank == 3:
@@ -456,9 +458,70 @@ def ranks_see_one_folder(ranks: RankContext) -> None:
             return inner(own, background=background)
 
         backend.save = elsewhere  # type: ignore[method-assign]
-    with fails(ranks, r"rank 0 does not see \['files-00003.*all nodes share"):
+    with fails(ranks, r"rank 0 does not see \['files-00003.*shows files late"):
         checkpoints.save(1, backend, {})
     assert checkpoints.find() is None
+
+
+@contextmanager
+def on_two_nodes(ranks: RankContext) -> Iterator[NodeFolders]:
+    """Two ranks on each of two nodes, which have different folders under the same path, "run"."""
+    node, before = ranks.rank // 2, dict(os.environ)
+    os.environ |= {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": "2"}
+    here = OUT / f"node-{node}"
+    (here / "run").mkdir(exist_ok=True, parents=True)
+    os.chdir(here)
+    chunk, node_folders._CHUNK = node_folders._CHUNK, 100
+    try:
+        yield NodeFolders(Path("run"), ranks=ranks)
+    finally:
+        node_folders._CHUNK = chunk
+        os.chdir(OUT)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def nodes_without_a_common_folder(ranks: RankContext) -> None:
+    """Checkpoints are whole on rank 0's node; the other one has what it needs to load one, and no more."""
+    parts = Sharded(truth(1), dp=4, tp=1, group=dist.group.WORLD)
+    with on_two_nodes(ranks) as folders:
+        assert folders.leaders == {2: 2, 3: 2} and folders.leads == (ranks.rank == 2)
+        ranks.gather(None, None, what="looked")
+        assert list(Path("run").iterdir()) == [], "the mark is gone"
+        for background in (False, True):
+            config = CheckpointConfig(background=background)
+            made = CheckpointManager(Path("run/checkpoints"), config, ranks=ranks, folders=folders)
+            made.save(1 + background, Backend(parts, step=1), {"seen": 5})
+            made.finish()
+            path = made.find()
+            assert path is not None and path.is_dir() == (ranks.rank < 2)
+            backend = Backend(Sharded(truth(0), dp=4, tp=1, group=dist.group.WORLD))
+            assert made.load(path, backend) == {"seen": 5, "step": 1 + background}
+            assert backend.parts.expected(truth(1))
+            verify(path)  # all of it, on every node
+        ranks.gather(None, None, what="verified")
+        resumed = CheckpointManager(Path("run/checkpoints"), config, ranks=ranks, folders=folders)
+        ranks.gather(None, None, what="cleared")
+        assert resumed.steps() == ([1, 2] if ranks.rank < 2 else [])
+
+
+def a_full_disk_while_nodes_send_is_an_error_of_all(ranks: RankContext) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    backend = Backend(Sharded(truth(1), dp=4, tp=1, group=dist.group.WORLD))
+    with on_two_nodes(ranks) as folders:
+        config = CheckpointConfig(background=False)
+        made = CheckpointManager(Path("run/full"), config, ranks=ranks, folders=folders)
+        write = node_folders._write
+        node_folders._write = full
+        with fails(ranks, r"rank 0: .*cannot be copied \(No space left on device\)"):
+            made.save(1, backend, {})
+        node_folders._write = write
+        assert made.find() is None and not any(Path("run/full").glob("*"))
+        ranks.gather(None, None, what="looked")
+        made.save(1, backend, {})
+        assert made.find() == Path("run/full/step-000001")
 
 
 def killed(ranks: RankContext) -> None:
@@ -491,6 +554,8 @@ CASES = (
     a_missing_algorithm_state_of_one_rank_is_an_error_of_all,
     a_background_save_holds_what_was_there,
     ranks_see_one_folder,
+    nodes_without_a_common_folder,
+    a_full_disk_while_nodes_send_is_an_error_of_all,
 )
 
 if __name__ == "__main__":

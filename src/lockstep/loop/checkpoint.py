@@ -38,6 +38,7 @@ from lockstep.observe.files import check_inside, file_errors, jsonable, sync_fol
 from lockstep.observe.text import printable
 from lockstep.protocols.train import FinishSave, Saved
 from lockstep.ranks.context import RankContext
+from lockstep.ranks.node_folders import NodeFolders
 from lockstep.train.state.files import (
     FileRecord,
     check_record,
@@ -104,9 +105,11 @@ class CheckpointManager:
     `save`, `poll`, `finish`, `find` and `load` together; an error of one is an error of all.
 
     Args:
-        directory: the run's checkpoints folder; made when it is first needed. All ranks see it.
+        directory: the run's checkpoints folder; made when it is first needed.
         config: retention, and whether saves are written in the background.
         ranks: None: this process is alone.
+        folders: which ranks see rank 0's; None: all. On the nodes of the others the folder holds only what a
+            save is about to send, and what a resumed run has been sent.
         say: shows a line for the user; None: nothing is shown.
     """
 
@@ -116,14 +119,17 @@ class CheckpointManager:
         config: CheckpointConfig,
         *,
         ranks: RankContext | None = None,
+        folders: NodeFolders | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.config = config
         self._say = say
         self._ranks = RankContext.alone() if ranks is None else ranks
+        self._folders = NodeFolders(directory, ranks=RankContext.alone()) if folders is None else folders
         self._saving: _Saving | None = None
         self._ranks.from_first(self._remove_leftovers, what="removing leftovers of interrupted saves")
+        self._clear_node()
 
     def save(
         self,
@@ -163,6 +169,7 @@ class CheckpointManager:
             lambda: self._make_temporary(path, state), Path, what="beginning a checkpoint"
         )
         with self._removed_on_error(temporary):
+            self._folders.make(temporary)
             try:
                 finish = backend.save(temporary, background=background)
             except OSError as error:
@@ -350,7 +357,7 @@ class CheckpointManager:
         try:
             yield
         except BaseException:
-            if self._ranks.is_first:
+            if self._ranks.is_first or self._folders.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
@@ -364,8 +371,15 @@ class CheckpointManager:
             )
             for own in written:
                 hashes |= own
+            self._folders.collect(saving.temporary)
             self._ranks.from_first(lambda: self._finalize(saving, hashes), what="completing a checkpoint")
+        self._clear_node()
         return saving.path
+
+    def _clear_node(self) -> None:
+        """Remove all that a node has here for a while only, because rank 0's folder is elsewhere."""
+        if self._folders.leads:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def _written(self, saving: _Saving) -> dict[str, str]:
         """sha256 of this rank's files by name."""
@@ -396,8 +410,8 @@ class CheckpointManager:
             records[name] = FileRecord(bytes=file.stat().st_size, sha256=hashes.get(name) or sha256_of(file))
         if unseen := sorted(hashes.keys() - records.keys()):
             raise CheckpointError(
-                f"{folder}: rank 0 does not see {unseen[:3]}, which other ranks have written; run_dir must "
-                "be one folder that all nodes share",
+                f"{folder}: rank 0 does not see {unseen[:3]}, which other ranks have written; is run_dir a "
+                "file system that shows files late?",
                 code="no-such-file",
             )
         metric = saving.metric if saving.metric is not None and math.isfinite(saving.metric) else None
@@ -473,6 +487,7 @@ class CheckpointManager:
 
     def _verify(self, path: Path) -> None:
         """Raises CheckpointError on every rank."""
+        self._folders.spread(path)
         rank, size = self._ranks.rank, self._ranks.world_size
         self._ranks.each(lambda: verify(path, part=rank, of=size), what="verifying a checkpoint")
 

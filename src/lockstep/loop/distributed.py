@@ -22,11 +22,13 @@ import transformers
 
 from lockstep.config.load import check_resumable, dump_toml, override, to_values
 from lockstep.config.run import RunConfig, check_ranks
-from lockstep.observe.files import write_atomic
+from lockstep.errors import ConfigError
+from lockstep.observe.files import file_errors, write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.ranks.environment import BACKSTOP_SECONDS, FLIGHT_DIR, WAIT_SECONDS
 from lockstep.ranks.launch import in_launcher
+from lockstep.ranks.node_folders import NodeFolders
 from lockstep.version import __version__
 
 
@@ -110,8 +112,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flattened
 
 
-def open_run_dir(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> RunDir:
-    """Open the run's folder: locked and written by rank 0, read by the others, which must see the same files.
+def open_run_dir(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> tuple[RunDir, NodeFolders]:
+    """Open the run's folder: locked and written by rank 0, read by the others. A node that does not see it
+    has a folder of its own under the same path.
 
     Raises:
         ConfigError: it holds another run, or another process writes it; on every rank.
@@ -123,10 +126,24 @@ def open_run_dir(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> 
     path = ranks.broadcast(
         None if opened is None else opened.path, Path | None, what="opening the run directory"
     )
-    if opened is not None:
-        return opened
     assert path is not None, "rank 0 has opened it"
-    return FollowedRunDir(path)
+    own = opened or FollowedRunDir(path)
+    try:
+        folders = NodeFolders(path, ranks=ranks)
+        files = ranks.from_first(lambda: _read_by_all(own), dict[str, str], what="reading the run directory")
+        with ranks.together("making a node's run directory"):
+            if folders.leads:
+                own = FollowedRunDir.of_node(path, files)
+    except BaseException:
+        own.close()
+        raise
+    return own, folders
+
+
+def _read_by_all(folder: RunDir) -> dict[str, str]:
+    """Files of rank 0's folder that every rank reads."""
+    with file_errors(folder.path, ConfigError):
+        return {file.name: file.read_text(encoding="utf-8") for file in (folder.config, folder.manifest)}
 
 
 def _create(run: RunConfig) -> RunDir:

@@ -38,7 +38,8 @@ class Roles:
         finishes = {"": self.policy.save(directory, **how)}
         for role, backend in self.others.items():
             folder = directory / role
-            self.ranks.from_first(folder.mkdir, what=f"beginning the checkpoint of role {role}")
+            with self.ranks.together(f"beginning the checkpoint of role {role}"):
+                folder.mkdir(exist_ok=True)  # of each node that has a folder of its own
             finishes[f"{role}/"] = backend.save(folder, **how)
 
         numbers = self.ranks.from_first(

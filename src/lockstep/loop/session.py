@@ -18,7 +18,7 @@ import torch
 
 from lockstep import attention
 from lockstep.config.run import GRPORun, RunConfig
-from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.distributed import (
@@ -31,13 +31,13 @@ from lockstep.loop.distributed import (
 from lockstep.loop.first_step_gap import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.loop.peer_copy import PeerCopies
+from lockstep.loop.run_state import checked_run_state, seen_field
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display
 from lockstep.observe.memory import memory_metrics
 from lockstep.observe.metrics import MetricsLog
-from lockstep.observe.run_dir import is_evaluation
-from lockstep.observe.run_history import EVALUATIONS, is_step
+from lockstep.observe.run_history import EVALUATIONS
 from lockstep.observe.run_log import RunLog
 from lockstep.observe.spans import Spans
 from lockstep.observe.text import printable
@@ -88,7 +88,7 @@ class Session:
             mode=run.log.display if self.ranks.is_first else "off",
         )
         self.spans = Spans(on_change=self._phase)
-        self.dir = open_run_dir(run, self.ranks, resume=resume)
+        self.dir, self._folders = open_run_dir(run, self.ranks, resume=resume)
         self._log: RunLog | None = None
         """Set in `__enter__`: a resume that is refused leaves the folder as it was."""
         self._logging = contextlib.ExitStack()
@@ -116,7 +116,11 @@ class Session:
         """Seconds of evaluations and saves since the last step."""
         try:
             self._checkpoints = CheckpointManager(
-                self.dir.checkpoints, run.checkpoint, ranks=self.ranks, say=self.display.note
+                self.dir.checkpoints,
+                run.checkpoint,
+                ranks=self.ranks,
+                folders=self._folders,
+                say=self.display.note,
             )
             self._from = self._restore_state(checkpoint) if self._resumed else None
         except BaseException:
@@ -140,9 +144,9 @@ class Session:
             copied = self._copies.newest()
         if copied is not None:
             self._source, (path, state) = "memory", copied
-            self._state = _checked(state, path)
+            self._state = checked_run_state(state, path)
         elif (path := self._checkpoints.find(checkpoint)) is not None:
-            self._source, self._state = "checkpoint", _checked(self._checkpoints.check(path), path)
+            self._source, self._state = "checkpoint", checked_run_state(self._checkpoints.check(path), path)
             self._state["checkpoints_read"] = self._state.get("checkpoints_read", 0) + 1
         done = int(self._state.get("step", 0))
         with self.ranks.together("looking at what is done"):
@@ -190,6 +194,8 @@ class Session:
         self._interrupt.__enter__()
         self.display.__enter__()
         self.display.note(f"run directory: {self.dir.path}")
+        if self._folders.leaders:
+            self.display.note(self._folders.text())
         if self._copies is None and self.run.cluster is not None and self.run.cluster.peer_copy:
             self.display.note("cluster.peer_copy heals ranks of --ranks and --cluster; here is one process")
         return self
@@ -421,7 +427,7 @@ class Session:
                 ),
                 updates_per_step=updates_per_step,
                 resume_at=first_step,
-                inputs_seen=int(self._state.get(_seen(role), 0)),
+                inputs_seen=int(self._state.get(seen_field(role), 0)),
                 rank=coordinates.at["dp"],
                 world_size=coordinates.sizes["dp"],
                 mesh=coordinates.at if self.ranks.world_size > 1 else {},
@@ -620,7 +626,7 @@ class Session:
                 self._copies.save(done, backend, self._run_state(), busy=self._checkpoints.busy)
 
     def _run_state(self) -> dict[str, Any]:
-        seen = {_seen(role): recorder.inputs_seen for role, recorder in self._recorders.items()}
+        seen = {seen_field(role): recorder.inputs_seen for role, recorder in self._recorders.items()}
         return self._state | {"wall_seconds": self._wall(), "inputs_seen": 0, **seen}
 
     @contextlib.contextmanager
@@ -651,6 +657,7 @@ class Session:
     def interrupted(self, done: int, backend: Saved) -> dict[str, Any]:
         """Save after `done` steps and end the run for now."""
         path = self.save(done, backend, wait=True)
+        self._close_recorders()
         self.display.note(f"stopped after {done} steps; saved {path}")
         return self._summary("interrupted", **self._resume_fields(done))
 
@@ -660,15 +667,19 @@ class Session:
         if self.run.checkpoint.save_at_end and self._saved != done:
             self.save(done, backend, wait=True)
         self._checkpoints.finish()
-        for (
-            recorder
-        ) in self._recorders.values():  # nothing is fed any more; one that dies now leaves it whole
-            recorder.close()
+        self._close_recorders()
         if self.run.checkpoint.export_at_end:
             with self.spans("export"):
                 backend.export(self.dir.path / "export")
             extra["export"] = str(self.dir.path / "export")
         return self._summary("finished", **extra)
+
+    def _close_recorders(self) -> None:
+        """End the recordings, of which nothing more comes, and bring what the ranks have written together."""
+        for recorder in self._recorders.values():
+            recorder.close()
+        for folder in (self.dir.logs, *(recorder.directory for recorder in self._recorders.values())):
+            self._folders.collect(folder)
 
     def _write(self, step: int, values: Mapping[str, Any], *, evaluation: str | None = None) -> None:
         if not self.ranks.is_first:
@@ -720,50 +731,6 @@ def _log_header(ranks: RankContext, *, resumed: bool) -> str:
     versions = ", ".join(f"{name} {now[name]}" for name in ("lockstep", "torch", "transformers", "python"))
     how = "resumed" if resumed else "started"
     return f"=== {how}: rank {ranks.rank} of {ranks.world_size}, {versions}, {now['platform']}"
-
-
-def _seen(role: str) -> str:
-    """The field of run_state.json with the number of inputs that a recorder has seen."""
-    return "inputs_seen" if role == "policy" else f"inputs_seen_{role}"
-
-
-def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the run_state, its fields checked to be what `Session` writes. Raises CheckpointError."""
-    evaluations = state.get("evaluations")
-    known = isinstance(evaluations, dict) and all(
-        name in EVALUATIONS and is_evaluation(each) for name, each in evaluations.items()
-    )
-    if known:  # what is set by default is missing where an earlier version wrote it
-        state.setdefault("evaluated", [[each["step"], name] for name, each in state["evaluations"].items()])
-    state.setdefault("inputs_seen", 0)
-    state.setdefault("gap_checked", True)
-    evaluated, seconds = state.get("evaluated"), state.get("wall_seconds")
-    good = {
-        "step": is_step(state.get("step")),
-        "wall_seconds": isinstance(seconds, int | float) and 0 <= seconds < 1e12,
-        "trained_tokens": is_step(state.get("trained_tokens")),
-        "inputs_seen": is_step(state["inputs_seen"]),
-        "gap_checked": isinstance(state["gap_checked"], bool),
-        "inputs_seen_value": is_step(state.get("inputs_seen_value", 0)),
-        "evaluations": known,
-        "evaluated": isinstance(evaluated, list) and all(map(_is_evaluated, evaluated)),
-    }
-    if known and good["evaluated"]:
-        last = {name: step for step, name in state["evaluated"]}
-        good["evaluations"] = last == {name: each["step"] for name, each in state["evaluations"].items()}
-    for name, right in good.items():
-        if not right:
-            raise CheckpointError(
-                f"{path}: field {name!r} of run_state.json is {state.get(name)!r:.200}",
-                code="wrong-field",
-                name=name,
-            )
-    return state
-
-
-def _is_evaluated(value: Any) -> bool:
-    """Return whether `value` is [steps done, name of an evaluation]."""
-    return isinstance(value, list) and len(value) == 2 and is_step(value[0]) and value[1] in EVALUATIONS
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:

@@ -38,6 +38,8 @@ from lockstep.observe.run_history import (
     recorded_steps,
 )
 
+OF_NODE = "of-rank-0.txt"
+"""Marks the folder that a node has because it does not see that of rank 0."""
 _UNFINISHED = re.compile(
     r"\.(config\.toml|manifest\.json|metrics\.jsonl|summary\.json)\.[a-z0-9_]{8}"
     r"|\.(evaluation-\w+(-\d+)?|step-\d+)\.jsonl\.[a-z0-9_]{8}"
@@ -266,8 +268,31 @@ class RunDir:
 class FollowedRunDir(RunDir):
     """The folder of a run that rank 0, another process, writes: methods that would write do nothing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
+        self._node_lock = lock
         self._name_files(path)
+
+    @classmethod
+    def of_node(cls, path: Path, files: Mapping[str, str]) -> FollowedRunDir:
+        """Make the folder of a node that does not see rank 0's, and lock it.
+
+        Args:
+            files: of rank 0's folder, which every rank reads: name -> text.
+
+        Raises:
+            ConfigError: there is a run in it, another process writes it, or it cannot be made.
+        """
+        if not (path / OF_NODE).exists():
+            check_free(path)
+        check_layout(path)
+        with file_errors(path, ConfigError, "made", advice="name another folder with --run-dir"):
+            path.mkdir(parents=True, exist_ok=True)
+            made = cls(path, RunLock(path / "lock"))
+            write_atomic(path / OF_NODE, "Files of this node's ranks; the run is on the node of rank 0.\n")
+            made.logs.mkdir(exist_ok=True)
+            for name, text in files.items():
+                write_atomic(path / name, text)
+        return made
 
     def rewind(self, steps_done: int, *, evaluated: Collection[str] = EVALUATIONS) -> None:
         """Nothing."""
@@ -287,7 +312,9 @@ class FollowedRunDir(RunDir):
         """Nothing."""
 
     def close(self) -> None:
-        """Nothing is locked."""
+        """Release the lock of a node's own folder; rank 0's is not ours."""
+        if self._node_lock is not None:
+            self._node_lock.release()
 
 
 def _keep(path: Path, kept: bytes) -> None:

@@ -149,13 +149,13 @@ class RankContext:
         """
         if self.control is None:
             return [value]
-        return self._wait(lambda: gather_objects(value, kind, group=self.control), what)
+        return self.wait_for(lambda: gather_objects(value, kind, group=self.control), what)
 
     def broadcast(self, value: T, kind: Any = JsonValue, *, what: str) -> T:
         """Return rank 0's value on every rank. Raises as `gather`."""
         if self.control is None:
             return value
-        return self._wait(lambda: broadcast_object(value, kind, group=self.control), what)
+        return self.wait_for(lambda: broadcast_object(value, kind, group=self.control), what)
 
     def any(self, flag: bool, *, what: str) -> bool:
         """Return whether the flag is True on any rank. Raises RankError."""
@@ -179,7 +179,7 @@ class RankContext:
             mine = encode_object((make(), None), outcome)
         except Exception as raised:  # not swallowed: raised below, here and on every other rank
             error, mine = raised, encode_object((None, _Failure.of(raised)), outcome)
-        parts = self._wait(lambda: gather_bytes(mine, group=self.control), what)
+        parts = self.wait_for(lambda: gather_bytes(mine, group=self.control), what)
         everyone = [decode_object(part, outcome, sender=rank) for rank, part in enumerate(parts)]
         for rank, (_, failure) in enumerate(everyone):
             if failure is not None:
@@ -241,8 +241,9 @@ class RankContext:
             POSITION_KEY.format(rank=self.rank), json.dumps(position | {"text": f"{where}: {what}"})
         )
 
-    def _wait(self, collective: Callable[[], T], what: str) -> T:
-        """Run a collective in a thread: gloo waits outside Python, and this thread must still get Ctrl-C."""
+    def wait_for(self, collective: Callable[[], T], what: str) -> T:
+        """Run a collective of `control` in a thread: gloo waits outside Python, and this thread must still
+        get Ctrl-C. Raises RankError, as `gather`."""
         ended: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
