@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 import lockstep.train.local as local
 import lockstep.train.loss_module as loss_module
 from lockstep.errors import ConfigError, RecordingError
-from lockstep.lab.replay import ranks as rank_replay
 from lockstep.lab.replay import run as lab_replay
 from lockstep.lab.replay.cell import Cell
 from lockstep.lab.replay.deadline import Deadline
 from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.ranks import replay_simulated
 from lockstep.lab.replay.replayer import Replayer
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
 from lockstep.lab.replay.run import ReplayResult, replay
@@ -390,9 +390,9 @@ def test_a_deadline_ends_the_process_with_everything_written(tmp_path: Path) -> 
     assert "test_a_deadline" in (tmp_path / "out/tracebacks/000004.txt").read_text()
 
 
-@pytest.mark.parametrize("module", [lab_replay, rank_replay])
+@pytest.mark.parametrize("call", [replay, replay_simulated])
 def test_the_deadline_is_there_in_the_warm_up_too(
-    recording: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: Any
+    recording: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Any
 ) -> None:
     real, calls, ended = Replayer.run, [], []
 
@@ -403,9 +403,8 @@ def test_the_deadline_is_there_in_the_warm_up_too(
         return real(self, index)
 
     monkeypatch.setattr(Replayer, "run", slow_at_first)
-    monkeypatch.setattr(module, "Deadline", functools.partial(Deadline, leave=ended.append))
+    monkeypatch.setattr(lab_replay, "Deadline", functools.partial(Deadline, leave=ended.append))
     files = ReplayFiles(tmp_path / "out", echo=lambda _: None)
-    call = replay if module is lab_replay else rank_replay.replay_simulated
     call(recording, options(recording, max_inputs=2, warmup=1, timeout=2.0), files=files)
     assert ended == [1] and calls[0] == 0 and len(calls) == 3
     assert "slow_at_first" in (tmp_path / "out/tracebacks/000000.txt").read_text()

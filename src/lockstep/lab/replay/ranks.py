@@ -25,7 +25,7 @@ from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.rank_backend import RankBackend, SimulatedBackend
 from lockstep.lab.replay.replayer import Replayer
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.replay.run import ReplayResult, finish, opening
+from lockstep.lab.replay.run import OnRow, ReplayResult, Session, opening
 from lockstep.lab.replay.step_plan import PlannedStep, PlanReport, StepPlan, diagnose, plan_steps
 from lockstep.lab.replay.summary import counted
 from lockstep.ranks.context import PeerFailed, RankContext
@@ -43,19 +43,29 @@ _FAREWELL_SECONDS = 5.0
 
 _ROW: TypeAdapter[ReplayRow] = TypeAdapter(ReplayRow)
 
-OnRow = Callable[[ReplayRow, int, int], None]
 
+@dataclass(kw_only=True)
+class _Session(Session):
+    """Of the steps of several ranks."""
 
-@dataclass(slots=True)
-class _State:
-    """The state of a replay under way."""
-
-    rows: list[ReplayRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     summed: list[int] = field(default_factory=list)
     """Inputs whose gradients were kept."""
-    interrupted: bool = False
     desync: Desync | None = None
+
+
+class _RankSession(_Session):
+    """Of one real rank, whose files have no summary."""
+
+    steps = 0
+    """Of all ranks."""
+
+    def _progress(self, row: ReplayRow) -> tuple[int, int]:
+        return row.step + 1, self.steps
+
+    def _timed_out(self, index: int) -> None:
+        assert self.files is not None
+        self.files.row(self.replayer.timed_out_row(index))
 
 
 def rank_options(options: ReplayOptions, ranks: RankContext) -> ReplayOptions:
@@ -133,15 +143,8 @@ def replay_simulated(
     # The cell is that of one process: nothing of what it computes is distributed.
     options = dataclasses.replace(options, cell=dataclasses.replace(options.cell, ranks=ranks))
     replayer = Replayer(recording, options, files=files)
-    state = _State()
-
-    def partial(index: int) -> None:
-        state.rows.append(replayer.timed_out_row(index))
-        if files is not None:
-            files.row(state.rows[-1])
-            files.summary(finish(replayer, state.rows, started=started, interrupted=True))
-
-    with Deadline(options.timeout, files=files, on_expiry=partial) as deadline:
+    state = _Session(replayer=replayer, files=files, on_row=on_row, started=started)
+    with state.deadline() as deadline:
         replayer.warm_up(deadline)
     plan = plan_of(recording, replayer.order, options)
     report = diagnose(plan, recording.lengths, zero_stage=_zero_stage(options))
@@ -150,37 +153,21 @@ def replay_simulated(
         want_gradients=lambda: replayer.outputs is not None and replayer.outputs.wants_gradients,
     )
     replayer.policy.backend = backend
-    _announce(replayer, report, files, how=f"{ranks} simulated ranks, one after the other in this process")
-    if on_ready is not None:
-        on_ready(replayer)
-    try:
-        with Deadline(options.timeout, files=files, on_expiry=partial) as deadline:
-            for step in plan.steps:
-                rows = _simulated_step(replayer, backend, step, state, deadline)
-                for row in rows:
-                    state.rows.append(row)
-                    if files is not None:
-                        files.row(row)
-                    if on_row is not None:
-                        on_row(row, len(state.rows), len(replayer.order))
-    except KeyboardInterrupt:
-        state.interrupted = True
+    how = f"{ranks} simulated ranks, one after the other in this process"
+    state.begin(*_about(replayer, report, how=how), on_ready=on_ready)
+    with state.inputs() as deadline:
+        for step in plan.steps:
+            for row in _simulated_step(replayer, backend, step, state, deadline):
+                state.keep(row)
     if replayer.outputs is not None:
         replayer.outputs.summed = state.summed
-        if files is not None:
-            replayer.outputs.write(files.out)
-    summary = finish(replayer, state.rows, started=started, interrupted=state.interrupted)
     mixed = _mixed_weights(replayer, report)
     extra = {"simulated": True, "notes": state.notes, "desync": None, "mixed_weights": mixed}
-    summary = _with_ranks(summary, report, extra)
-    if files is not None:
-        files.summary(summary)
-    replayer.close()
-    return ReplayResult(rows=tuple(state.rows), summary=summary, interrupted=state.interrupted)
+    return state.end(_with_ranks(state.summary(), report, extra))
 
 
 def _simulated_step(
-    replayer: Replayer, backend: SimulatedBackend, step: PlannedStep, state: _State, deadline: Deadline
+    replayer: Replayer, backend: SimulatedBackend, step: PlannedStep, state: _Session, deadline: Deadline
 ) -> list[ReplayRow]:
     backend.start()
     own = [(rank, index) for rank, index in enumerate(step.inputs) if index is not None]
@@ -200,7 +187,7 @@ def _simulated_step(
     return [dataclasses.replace(row, grad_norm=norm) for row in rows]
 
 
-def _keep(replayer: Replayer, index: int, inputs: Sequence[int], delivered: bool, state: _State) -> None:
+def _keep(replayer: Replayer, index: int, inputs: Sequence[int], delivered: bool, state: _Session) -> None:
     """Correct KeptOutputs, which counts every call: only a step with gradients counts."""
     outputs = replayer.outputs
     if outputs is None or not outputs.summed or outputs.summed[-1] != index:
@@ -248,7 +235,8 @@ def replay_ranks(
     guard.at(-1, "loading the policy")
     own = ReplayFiles(setup.out / f"rank-{ranks.rank}", echo=_nothing)
     replayer = Replayer(recording, options, files=own)
-    with _deadline(replayer, own) as deadline:
+    state = _RankSession(replayer=replayer, files=own, on_row=on_row, started=started)
+    with state.deadline() as deadline:
         replayer.warm_up(deadline)
     plan = plan_of(recording, replayer.order, options)
     report = diagnose(plan, recording.lengths, zero_stage=_zero_stage(options))
@@ -260,68 +248,43 @@ def replay_ranks(
         zero_stage=_zero_stage(options),
     )
     replayer.policy.backend = backend
+    state.steps = len(plan.steps)
     if files is not None:
-        _announce(replayer, report, files, how=ranks.description)
+        for line in [*opening(replayer), *_about(replayer, report, how=ranks.description)]:
+            files.line(line)
     guard.exchange(-1, {"weights": replayer.policy.fingerprint}, what="the start", same=("weights",))
     if on_ready is not None:
         on_ready(replayer)
-    state = _State()
     try:
-        _run_steps(replayer, backend, plan, state, own, on_row)
+        _run_steps(replayer, backend, plan, state)
     finally:
         own.close()
     if ranks.rank != 0 and replayer.outputs is not None:
         replayer.outputs.write(own.out)
-    result = _merged(replayer, backend, report, state, setup=setup, started=started)
+    result = _merged(replayer, backend, report, state, setup=setup)
     if state.desync is None:
         replayer.close()
     return result
 
 
-def _run_steps(
-    replayer: Replayer,
-    backend: RankBackend,
-    plan: StepPlan,
-    state: _State,
-    own: ReplayFiles,
-    on_row: OnRow | None,
-) -> None:
+def _run_steps(replayer: Replayer, backend: RankBackend, plan: StepPlan, state: _Session) -> None:
     """Run all steps of this rank, until the ranks are out of step."""
-    rank, total = backend.guard.ranks.rank, len(plan.steps)
-
-    def keep(row: ReplayRow) -> None:
-        state.rows.append(row)
-        own.row(row)
-        if on_row is not None:
-            on_row(row, row.step + 1, total)
-
-    try:
-        with _deadline(replayer, own) as deadline:
-            for step in plan.steps:
-                index = step.inputs[rank]
-                if index is not None and state.desync is not None:
-                    base = replayer._base(index) | {"step": step.step, "rank": rank}
-                    keep(ReplayRow(**base, status="skipped"))
-                elif state.desync is None:
-                    deadline.start(-1 if index is None else index)
-                    row = _step(replayer, backend, step, state)
-                    deadline.stop()
-                    if row is not None:
-                        keep(row)
-    except KeyboardInterrupt:
-        state.interrupted = True
+    rank = backend.guard.ranks.rank
+    with state.inputs() as deadline:
+        for step in plan.steps:
+            index = step.inputs[rank]
+            if index is not None and state.desync is not None:
+                base = replayer._base(index) | {"step": step.step, "rank": rank}
+                state.keep(ReplayRow(**base, status="skipped"))
+            elif state.desync is None:
+                deadline.start(-1 if index is None else index)
+                row = _step(replayer, backend, step, state)
+                deadline.stop()
+                if row is not None:
+                    state.keep(row)
 
 
-def _deadline(replayer: Replayer, own: ReplayFiles) -> Deadline:
-    """The deadline of each of this rank's inputs."""
-
-    def partial(index: int) -> None:
-        own.row(replayer.timed_out_row(index))
-
-    return Deadline(replayer.options.timeout, files=own, on_expiry=partial)
-
-
-def _step(replayer: Replayer, backend: RankBackend, step: PlannedStep, state: _State) -> ReplayRow | None:
+def _step(replayer: Replayer, backend: RankBackend, step: PlannedStep, state: _Session) -> ReplayRow | None:
     """Run one step of this rank; None: it has no input."""
     rank, options = backend.guard.ranks.rank, replayer.options
     index, row = step.inputs[rank], None
@@ -365,10 +328,9 @@ def _merged(
     replayer: Replayer,
     backend: RankBackend,
     report: PlanReport,
-    state: _State,
+    state: _Session,
     *,
     setup: RankSetup,
-    started: float,
 ) -> ReplayResult:
     """Exchange what each rank has done; rank 0 merges it into one result."""
     guard, ranks, out, files = backend.guard, setup.ranks, setup.out, setup.files
@@ -390,17 +352,16 @@ def _merged(
         states = [own_state if rank == ranks.rank else None for rank in range(ranks.world_size)]
         state.desync = state.desync or missing
         own_state["desync"] = str(state.desync)
-    rows = state.rows if files is None else _rows_of_all(out, ranks.world_size)
     if files is not None:
+        state.rows = _rows_of_all(out, ranks.world_size)
         _take_over(replayer, [other for other in states[1:] if other is not None])
-        for row in rows:
+        for row in state.rows:
             files.row(row)
         if replayer.outputs is not None:
             replayer.outputs.summed = state.summed
             _merge_logprobs(replayer, out, ranks.world_size)
             replayer.outputs.write(out)
-    interrupted = state.interrupted or any(other is not None and other["interrupted"] for other in states)
-    summary = finish(replayer, rows, started=started, interrupted=interrupted)
+    state.interrupted |= any(other is not None and other["interrupted"] for other in states)
     present = [other for other in states if other is not None]
     extra: dict[str, Any] = {
         "simulated": False,
@@ -410,14 +371,14 @@ def _merged(
         "mixed_weights": _mixed_weights(replayer, report),
         "desync": next((other["desync"] for other in present if other["desync"]), own_state["desync"]),
     }
-    summary = _with_ranks(summary, report, extra)
+    summary = _with_ranks(state.summary(), report, extra)
     if files is not None:
         for note in extra["notes"]:
             files.line(note)
         if extra["desync"]:
             files.line(str(extra["desync"]))
         files.summary(summary)
-    return ReplayResult(rows=tuple(rows), summary=summary, interrupted=interrupted)
+    return state.result(summary)
 
 
 def _take_over(replayer: Replayer, others: Sequence[dict[str, Any]]) -> None:
@@ -455,17 +416,15 @@ def _merge_logprobs(replayer: Replayer, out: Path, world_size: int) -> None:
                 replayer.outputs.logprobs[int(index)] = value
 
 
-def _announce(replayer: Replayer, report: PlanReport, files: ReplayFiles | None, *, how: str) -> None:
-    if files is None:
-        return
+def _about(replayer: Replayer, report: PlanReport, *, how: str) -> list[str]:
+    """Lines about the ranks and what their steps would do in a job."""
     mixed = _mixed_weights(replayer, report)
     about = [
         f"mixed weights in {mixed} of {len(report.steps)} steps: the inputs of one step ran with different "
         "stored weights, each with its own, and their gradients are added up all the same: a sum that no job "
         "computes"
     ]
-    for line in [*opening(replayer), how, *report.lines(), *(about if mixed else [])]:
-        files.line(line)
+    return [how, *report.lines(), *(about if mixed else [])]
 
 
 def _mixed_weights(replayer: Replayer, report: PlanReport) -> int:

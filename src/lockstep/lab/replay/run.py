@@ -12,9 +12,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.lab.replay.deadline import Deadline
@@ -43,12 +44,86 @@ class ReplayResult:
         return not self.interrupted and all(row.status == "ok" for row in self.rows)
 
 
+OnRow = Callable[[ReplayRow, int, int], None]
+"""Called after every input with its row, how many are done, and how many there are."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A replay under way: its rows, and where they go."""
+
+    replayer: Replayer
+    files: ReplayFiles | None
+    """OUT; None: nothing is written."""
+    on_row: OnRow | None
+    started: float
+    rows: list[ReplayRow] = field(default_factory=list)
+    interrupted: bool = False
+
+    def begin(self, *lines: str, on_ready: Callable[[Replayer], None] | None) -> None:
+        """Say what is replayed, and `lines`."""
+        if self.files is not None:
+            for line in (*opening(self.replayer), *lines):
+                self.files.line(line)
+        if on_ready is not None:
+            on_ready(self.replayer)
+
+    def deadline(self) -> Deadline:
+        """The deadline of each input, at which what there is is written."""
+        return Deadline(self.replayer.options.timeout, files=self.files, on_expiry=self._timed_out)
+
+    def _timed_out(self, index: int) -> None:
+        self.rows.append(self.replayer.timed_out_row(index))
+        if self.files is not None:
+            self.interrupted = True
+            self.files.row(self.rows[-1])
+            self.files.summary(self.summary())
+
+    @contextlib.contextmanager
+    def inputs(self) -> Iterator[Deadline]:
+        """The time in which inputs run, each with a deadline; Ctrl-C ends it."""
+        try:
+            with self.deadline() as deadline:
+                yield deadline
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def keep(self, row: ReplayRow) -> None:
+        """Keep the row of an input that has run."""
+        self.rows.append(row)
+        if self.files is not None:
+            self.files.row(row)
+        if self.on_row is not None:
+            self.on_row(row, *self._progress(row))
+
+    def _progress(self, row: ReplayRow) -> tuple[int, int]:
+        return len(self.rows), len(self.replayer.order)
+
+    def summary(self) -> dict[str, Any]:
+        """Summarise what was replayed so far."""
+        seconds = time.perf_counter() - self.started
+        return summarise(self.replayer, self.rows, seconds=seconds, interrupted=self.interrupted)
+
+    def end(self, summary: dict[str, Any]) -> ReplayResult:
+        """Write outputs and summary, and close the policy."""
+        if self.files is not None:
+            if self.replayer.outputs is not None:
+                self.replayer.outputs.write(self.files.out)
+            self.files.summary(summary)
+        self.replayer.close()
+        return self.result(summary)
+
+    def result(self, summary: dict[str, Any]) -> ReplayResult:
+        """The result with this summary."""
+        return ReplayResult(rows=tuple(self.rows), summary=summary, interrupted=self.interrupted)
+
+
 def replay(
     recording: Recording,
     options: ReplayOptions,
     *,
     files: ReplayFiles | None = None,
-    on_row: Callable[[ReplayRow, int, int], None] | None = None,
+    on_row: OnRow | None = None,
     on_ready: Callable[[Replayer], None] | None = None,
 ) -> ReplayResult:
     """Replay the selected inputs, one after the other, in this process.
@@ -57,7 +132,6 @@ def replay(
 
     Args:
         files: OUT; None: nothing is written.
-        on_row: called after every input with its row, how many are done, and how many there are.
         on_ready: called once the policy is loaded.
 
     Raises:
@@ -65,41 +139,16 @@ def replay(
     """
     started = time.perf_counter()
     replayer = Replayer(recording, options, files=files)
-    if files is not None:
-        for line in opening(replayer):
-            files.line(line)
-    if on_ready is not None:
-        on_ready(replayer)
-    rows: list[ReplayRow] = []
-    interrupted = False
-
-    def partial(index: int) -> None:
-        row = replayer.timed_out_row(index)
-        if files is not None:
-            files.row(row)
-            files.summary(finish(replayer, [*rows, row], started=started, interrupted=True))
-
-    try:
-        with Deadline(options.timeout, files=files, on_expiry=partial) as deadline:
-            replayer.warm_up(deadline)
-            for index in replayer.order:
-                deadline.start(index)
-                row = replayer.run(index)
-                deadline.stop()
-                rows.append(row)
-                if files is not None:
-                    files.row(row)
-                if on_row is not None:
-                    on_row(row, len(rows), len(replayer.order))
-    except KeyboardInterrupt:
-        interrupted = True
-    summary = finish(replayer, rows, started=started, interrupted=interrupted)
-    if files is not None:
-        if replayer.outputs is not None:
-            replayer.outputs.write(files.out)
-        files.summary(summary)
-    replayer.close()
-    return ReplayResult(rows=tuple(rows), summary=summary, interrupted=interrupted)
+    session = Session(replayer=replayer, files=files, on_row=on_row, started=started)
+    session.begin(on_ready=on_ready)
+    with session.inputs() as deadline:
+        replayer.warm_up(deadline)
+        for index in replayer.order:
+            deadline.start(index)
+            row = replayer.run(index)
+            deadline.stop()
+            session.keep(row)
+    return session.end(session.summary())
 
 
 def opening(replayer: Replayer) -> list[str]:
@@ -130,10 +179,3 @@ def _contract_lines(replayer: Replayer) -> list[str]:
     if not difference:
         return [f"kernel contract {here.hash[:12]}, the recorded one: logprobs must be bitwise equal"]
     return [f"kernel contract {here.hash[:12]}, not the recorded one: {'; '.join(difference)}"]
-
-
-def finish(
-    replayer: Replayer, rows: Sequence[ReplayRow], *, started: float, interrupted: bool
-) -> dict[str, Any]:
-    """Summarise what was replayed so far."""
-    return summarise(replayer, rows, seconds=time.perf_counter() - started, interrupted=interrupted)
