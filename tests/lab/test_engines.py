@@ -22,11 +22,11 @@ from lockstep.errors import ConfigError
 from lockstep.lab.engine_parity import run as lab
 from lockstep.lab.engine_parity import worker as engines_worker
 from lockstep.lab.engine_parity.prompts import make_prompts, read_data
-from lockstep.lab.engine_parity.report import report, write_reports
+from lockstep.lab.engine_parity.report import report
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
 from lockstep.lab.engine_parity.run import EngineChoice, EnginesOptions, run_engines
 from lockstep.lab.suite.process import ExitStatus, ProcessRunner
-from lockstep.lab.suite.report import show
+from lockstep.lab.suite.report import show, write_report
 
 MODEL = "shape:tiny-llama"
 HERE = Path(__file__).parent
@@ -144,7 +144,7 @@ def test_reports_escape_what_engines_write(tmp_path: Path, one_process: None):
     show(report(result), console)
     rows = console.export_text().splitlines()[2:4]
     assert [row.split()[:3] for row in rows] == [["Writes", "before", "reference"], ["hf", "before", "4/4"]]
-    write_reports(result, tmp_path / "out")
+    write_report(report(result), result.as_dict(), tmp_path / "out", "engines")
     page = (tmp_path / "out/engines.html").read_text()
     assert "<script" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "\x1b" not in page and "http" not in page.replace("http-equiv", "")
@@ -174,7 +174,7 @@ def test_every_ending_is_a_row(tmp_path: Path):
     assert "no end after 40 s (--timeout), in generate (wrong_engines.py:" in found["Hangs"].reason
     assert found["Crashes"].phases[0].greedy is not None, "what was done before is compared"
     assert "Crashes: failed; Raises: failed; missing: refused; Hangs: hung" in result.verdict
-    write_reports(result, tmp_path / "out")
+    write_report(report(result), result.as_dict(), tmp_path / "out", "engines")
     assert "&lt;b&gt;this&lt;/b&gt;" in (tmp_path / "out/engines.html").read_text()
 
 

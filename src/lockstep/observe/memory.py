@@ -9,9 +9,9 @@ from pathlib import Path
 GIB = 1024**3
 
 
-def memory_metrics(device: str = "cpu", *, reset: bool = True) -> dict[str, float]:
+def memory_metrics(device: str = "cpu") -> dict[str, float]:
     """Return memory/rss_peak_gib, since the process started; on CUDA also memory/cuda_peak_gib, allocated
-    since the last call with `reset`, and memory/cuda_reserved_gib.
+    since the last call, and memory/cuda_reserved_gib.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
@@ -22,8 +22,7 @@ def memory_metrics(device: str = "cpu", *, reset: bool = True) -> dict[str, floa
 
         metrics["memory/cuda_peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
         metrics["memory/cuda_reserved_gib"] = torch.cuda.memory_reserved(device) / GIB
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(device)
     return metrics
 
 

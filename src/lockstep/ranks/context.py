@@ -356,7 +356,6 @@ def init_ranks(
     *,
     device: str = "cpu",
     seconds: float = CONTROL_SECONDS,
-    environ: Mapping[str, str] | None = None,
 ) -> RankContext:
     """Connect to the other ranks.
 
@@ -369,7 +368,7 @@ def init_ranks(
         ConfigError: the environment is not that of a launcher.
         RankError: the others did not connect in time, or a process that is no rank of this run did.
     """
-    environ = os.environ if environ is None else environ
+    environ = os.environ
     rank, world_size, local_rank = (_number(environ, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not 0 <= rank < world_size:
         raise ConfigError(

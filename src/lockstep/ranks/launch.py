@@ -89,10 +89,9 @@ class RankEnd:
         return f"; last seen at {self.position['text']}" if self.position else ""
 
 
-def in_launcher(environ: Mapping[str, str] | None = None) -> bool:
+def in_launcher() -> bool:
     """Return whether torchrun, the deepspeed launcher or `launch_ranks` started this process."""
-    environ = os.environ if environ is None else environ
-    return "RANK" in environ and "WORLD_SIZE" in environ
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def leave(status: int) -> None:

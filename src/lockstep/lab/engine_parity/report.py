@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from lockstep.lab.engine_parity.compare import BAR_NAMES, SeedMatch, Spread
 from lockstep.lab.engine_parity.phase import CACHE_BLOCK, Example, PhaseReport
@@ -20,18 +19,12 @@ from lockstep.lab.suite.report import (
     Table,
     Tone,
     heads,
-    write_report,
 )
 from lockstep.observe.text import printable_lines
 
 PARTS = ("agreement", "samples", "speed")
 DIVERGENCE_HEADS = ("engine", "phase", "prompt", "token", "reference", "engine's", "margin", "own margin")
 EXAMPLE_HEADS = ("engine", "phase", "prompt", "ids read", "ids answered", "finish", "text")
-
-
-def write_reports(result: EnginesResult, out: Path) -> None:
-    """Write engines.json, engines.md and engines.html into `out`."""
-    write_report(report(result), result.as_dict(), out, "engines")
 
 
 def report(result: EnginesResult) -> Report:

@@ -55,11 +55,7 @@ def report(result: MatrixResult) -> Report:
             Problem(name=cell.name, why=why, command=cell.command, log=cell.log or "", tone=_tone(cell))
             for cell, why in problems(result)
         ],
-        notes=[
-            *([] if result.complete else ["Not complete: cells are still to be run."]),
-            *notes,
-            limits_text(result),
-        ],
+        notes=[*notes, limits_text(result)],
         settings={},
         facts=dict(conditions(result)),
         command=result.command,

@@ -82,20 +82,17 @@ class ReplayFiles:
 
     out: Path
     echo: Callable[[str], None] = print
-    suffix: str = ""
-    """Suffix of the names of results and log, such as a rank's "-rank-0001"."""
     _opened: tuple[TextIO, TextIO] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if not self.suffix:
-            check_fresh(self.out)
+        check_fresh(self.out)
 
     def _files(self) -> tuple[TextIO, TextIO]:
         """(results, log)."""
         if self._opened is None:
             make_folder(self.out)
-            results = (self.out / f"results{self.suffix}.jsonl").open("w", encoding="utf-8")
-            self._opened = results, (self.out / f"replay{self.suffix}.log").open("w", encoding="utf-8")
+            results = (self.out / "results.jsonl").open("w", encoding="utf-8")
+            self._opened = results, (self.out / "replay.log").open("w", encoding="utf-8")
         return self._opened
 
     def line(self, text: str, *, show: bool = True) -> None:
@@ -117,7 +114,7 @@ class ReplayFiles:
     def traceback(self, index: int, error: BaseException) -> str:
         """Write an error's traceback; return its path below OUT."""
         text = "".join(traceback.format_exception(error))
-        name = f"tracebacks/{index:06d}{self.suffix}.txt"
+        name = f"tracebacks/{index:06d}.txt"
         (self.out / "tracebacks").mkdir(parents=True, exist_ok=True)
         (self.out / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         return name
