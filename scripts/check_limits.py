@@ -28,7 +28,7 @@ MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 
 BUDGETS = {
-    "lab": 11_750,
+    "lab": 11_730,
     "engine": 7_570,
     "recording": 5_145,
     "cli": 4_663,
