@@ -172,6 +172,7 @@ def test_death_in_mid_batch_asks_again_only_for_what_is_missing(engines, tmp_pat
     assert sorted(seen) == [21, 22, 23, 24]  # once each
     again = [b["sampling_params"]["seed"] for b in asked(tmp_path)[4:]]
     assert again == [21]
+    assert [c.attempt for c in results[0]] == [2, 1, 1, 1]
     assert engine.stats().restarts == 1
     assert not engine.dirty  # it reads its weights from the folder
 

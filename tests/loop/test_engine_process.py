@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from lockstep.config.run import GRPORun
 from lockstep.engine.remote.http import Unreachable
 from lockstep.engine.remote.stream import EventStreams
 from lockstep.loop.online import train_online
+from lockstep.observe.ledger import check_ledger
+from lockstep.observe.run_history import read_lines
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -118,6 +121,10 @@ def test_a_server_that_is_killed_in_a_batch_costs_no_bit(
     assert [step["engine/restarts"] for step in engine_metrics(run)] == [0.0, 1.0, 1.0]
     assert rollouts(run) == rollouts(reference)
     assert weights(run) == weights(reference)
+    attempts = Counter((row["step"], row["attempt"]) for row in read_lines(run / "ledger.jsonl"))
+    assert attempts == {(0, 1): 16, (1, 1): 5, (1, 2): 11, (2, 1): 16}
+    found = check_ledger(run)
+    assert (found.trained, found.asked_again, found.problems) == (48, 11, ())
     # A prompt is computed again for those of its samples that were missing.
     again = "rollout/cached_tokens"
     ours, theirs = (

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from loop_runs import TINY, everything
 
+from lockstep.observe.ledger import check_ledger
 from lockstep.ranks.heal import HealingRules, launch_healing
 from lockstep.ranks.launch import Launch
 
@@ -55,6 +56,7 @@ def assert_as_alone(folder: Path, name: str) -> dict[str, Any]:
     healed, alone = everything(folder / name), everything(folder / "alone")
     found = {field: healed["summary"].pop(field) for field in OF_HEALING}
     assert healed == alone
+    assert not check_ledger(folder / name).problems
     return found
 
 

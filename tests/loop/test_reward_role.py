@@ -22,6 +22,7 @@ from world_kills import kill_at
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.loop.online import train_online
+from lockstep.observe.ledger import check_ledger
 from lockstep.observe.run_history import read_lines
 
 QUESTIONS = [f"{i} + {i + 3} = ?" for i in range(12)]
@@ -238,6 +239,8 @@ def test_a_killed_run_goes_on_exactly_and_refuses_other_weights(
     ended = lockstep("train", "--resume", run, cwd=place)
     assert ended.code == 0, ended.out + ended.err
     assert everything(run) == everything(straight)
+    found = check_ledger(run)
+    assert (found.steps, found.trained, found.problems) == (3, 24, ())
 
 
 def test_two_ranks_score_a_share_each_as_one_process_does(

@@ -141,7 +141,8 @@ def test_what_is_switched_off_is_not_written(train: Run) -> None:
     )
     left = {p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file()}
     logs = {"logs/rank-0.log", "logs/flight/rank-0.flight", "logs/flight/rank-0.stacks"}
-    assert left == {"config.toml", "manifest.json", "metrics.jsonl", "summary.json", "lock"} | logs
+    files = {"config.toml", "manifest.json", "metrics.jsonl", "ledger.jsonl", "summary.json", "lock"}
+    assert left == files | logs
 
 
 def test_every_step_says_what_a_step_must_say(train: Run) -> None:

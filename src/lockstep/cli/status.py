@@ -2,6 +2,7 @@
 
 lockstep status runs/demo-20260101-120000
 lockstep status runs/* --json status.json
+lockstep status runs/demo-20260101-120000 --ledger
 lockstep status --cluster http://head:8265
 """
 
@@ -15,13 +16,15 @@ from collections.abc import Sequence
 from lockstep.cli import arguments as values
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable
+from lockstep.observe.ledger import check_ledger
 from lockstep.observe.text import echo
 from lockstep.ranks.watched_run import look
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0: what the runs are was told, whatever it is."""
+    """Exit status 0: what the runs are was told, whatever it is; 1: --ledger found a problem."""
     arguments = _parser().parse_args(argv)
+    good = True
     check_writable(arguments.json)
     if arguments.cluster is not None:
         from lockstep.cluster.jobs import Jobs
@@ -34,6 +37,13 @@ def main(argv: Sequence[str]) -> int:
     elif arguments.run:
         looks = [look(run) for run in arguments.run]
         texts, values_of = [one.text() for one in looks], [one.as_dict() for one in looks]
+        if arguments.ledger:
+            checks = [check_ledger(run) for run in arguments.run]
+            texts = [f"{text}\n{check.text()}" for text, check in zip(texts, checks, strict=True)]
+            values_of = [
+                value | {"ledger": check.as_dict()} for value, check in zip(values_of, checks, strict=True)
+            ]
+            good = not any(check.problems for check in checks)
     else:
         raise ConfigError(
             "status of what? name run directories, or --cluster http://HEAD:8265", code="missing-setting"
@@ -43,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json is not None:
         text = json.dumps(values_of, indent=2)
         arguments.json.write_text(text + "\n", encoding="utf-8")
-    return 0
+    return 0 if good else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,5 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=values.path, nargs="*", metavar="RUN_DIR", help="run directories")
     flags = values.Flags(parser)
     flags.cluster()
+    flags.switch("--ledger", "also check ledger.jsonl; exit status 1: samples were lost or trained twice")
     flags.value("--json", values.path, "write the same to this file")
     return parser

@@ -38,8 +38,9 @@ from lockstep.loop.metrics import (
 )
 from lockstep.loop.preflight import preflight
 from lockstep.loop.reward_role import describe_reward_models
+from lockstep.loop.rollout_rows import rollout_rows
 from lockstep.loop.scored import scored_indices, scored_metrics, scores_all, with_signal
-from lockstep.loop.session import Session, rollout_rows
+from lockstep.loop.session import Session
 from lockstep.loop.value_role import ValueRole
 from lockstep.observe.spans import Spans
 from lockstep.protocols import TokenLoss, ValueAlgorithm
@@ -128,7 +129,7 @@ def train_online(
                 result = trainer.update(sampled.groups, step=done, on_groups=begin)
                 metrics = result.metrics | sampled.counts | pushed
                 pushed = trainer.push(policy_version=done + 1)
-                session.log_rollouts()
+                session.log_rollouts(done, sampled.asked, result.groups)
                 # In the first step of each process that trains the policy: every start has a new engine.
                 if done == max(first_step, trainer.warmup_batches):
                     metrics |= session.check_gap(metrics, temperature=run.rollout.sampling.temperature)

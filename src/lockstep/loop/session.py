@@ -7,6 +7,7 @@ import dataclasses
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,7 @@ from lockstep.loop.distributed import (
 from lockstep.loop.first_step_gap import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.loop.peer_copy import PeerCopies
+from lockstep.loop.rollout_rows import ledger_rows, rollout_rows
 from lockstep.loop.run_state import checked_run_state, seen_field
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
@@ -47,7 +49,7 @@ from lockstep.ranks.guard import Desync, Guard
 from lockstep.ranks.recovery import recovery
 from lockstep.recording.recorder import Recorder, RecorderSettings
 from lockstep.schema.recording import RecordingHeader
-from lockstep.schema.rollout import RolloutGroup, Trajectory
+from lockstep.schema.rollout import RolloutGroup, SampleRecord
 
 _SINGLE_PROCESS = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
 _BETWEEN = ("time/evaluate", "time/save", "time/peer_copy")
@@ -569,14 +571,21 @@ class Session:
 
         self._rollouts = self._writer.submit(write)
 
-    def log_rollouts(self) -> None:
+    def log_rollouts(self, step: int, asked: Sequence[SampleRecord], groups: Sequence[RolloutGroup]) -> None:
         """Wait until the rollouts of the step are written, and display the first `log.samples_per_step`.
+        Write what became of every sample that the step asked for, before its line of metrics.jsonl.
+
+        Args:
+            groups: that the step's update was on.
 
         Raises:
             LockstepError: they could not be written.
         """
         assert self._rollouts is not None, "begin_rollouts() comes first"
         with self.spans("log"):
+            if self._metrics is not None:
+                trained = Counter(rollout.trajectory.seed for group in groups for rollout in group.rollouts)
+                self._metrics.write_ledger(ledger_rows(step, asked, trained))
             for row in self._rollouts.result():
                 content = row["token_ids"] if row["completion"] is None else row["completion"]
                 self.display.note(f"    [{row['reward']:.2f}] {content!r}"[:200])
@@ -731,34 +740,3 @@ def _log_header(ranks: RankContext, *, resumed: bool) -> str:
     versions = ", ".join(f"{name} {now[name]}" for name in ("lockstep", "torch", "transformers", "python"))
     how = "resumed" if resumed else "started"
     return f"=== {how}: rank {ranks.rank} of {ranks.world_size}, {versions}, {now['platform']}"
-
-
-def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
-    """Return one plain row per rollout, for JSONL. `token_ids` are those after the prompt. With several
-    turns `spans` says how many of them each author wrote, in order; only the policy's have logprobs."""
-    return [
-        {
-            "step": step,
-            "prompt_index": group.prompt.index,
-            "sample": number,
-            "prompt": group.prompt.text,
-            "completion": rollout.trajectory.text,
-            "prompt_token_ids": list(rollout.trajectory.prompt_token_ids),
-            "token_ids": [i for span in rollout.trajectory.spans[1:] for i in span.token_ids],
-            "rollout_logprobs": [round(p, 6) for span in rollout.trajectory.spans for p in span.logprobs],
-            **_turns(rollout.trajectory),
-            "finish_reason": rollout.trajectory.finish_reason,
-            "reward": rollout.reward,
-            "rewards": dict(rollout.rewards),
-            "seed": rollout.trajectory.seed,
-            "policy_version": rollout.trajectory.policy_version,
-        }
-        for group in groups
-        for number, rollout in enumerate(group.rollouts)
-    ]
-
-
-def _turns(trajectory: Trajectory) -> dict[str, Any]:
-    if len(trajectory.spans) == 2:
-        return {}
-    return {"spans": [[span.author, len(span.token_ids)] for span in trajectory.spans[1:]]}

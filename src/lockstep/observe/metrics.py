@@ -29,8 +29,8 @@ class Writer(Protocol):
 
 
 class JsonlWriter:
-    """metrics.jsonl: an object per line, which survives a killed process, and after `sync` a power cut. A
-    line that does not fit on the disk leaves no trace."""
+    """metrics.jsonl or ledger.jsonl: an object per line, which survives a killed process, and after `sync` a
+    power cut. A line that does not fit on the disk leaves no trace."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -41,7 +41,11 @@ class JsonlWriter:
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None) -> None:
         kind = {} if evaluation is None else {EVALUATION: evaluation}
-        line = json_lines([{"step": step, **kind, "timestamp": round(time.time(), 3), **metrics}]).encode()
+        self.append([{"step": step, **kind, "timestamp": round(time.time(), 3), **metrics}])
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write an object per line, all or none."""
+        line = json_lines(rows).encode()
         size = os.fstat(self._handle).st_size
         try:
             while line:
@@ -132,6 +136,7 @@ class MetricsLog:
 
     def __init__(self, writers: Iterable[Writer], *, run_dir: RunDir) -> None:
         self._writers = list(writers)
+        self._ledger: JsonlWriter | None = None
         self._run_dir = run_dir
 
     @classmethod
@@ -175,15 +180,22 @@ class MetricsLog:
             for writer in self._writers:
                 writer.write(step, metrics, evaluation=evaluation)
 
+    def write_ledger(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add to ledger.jsonl, which the first of them makes. Raises as `write`."""
+        with self._run_dir.writing(self._run_dir.ledger):
+            self._ledger = self._ledger or JsonlWriter(self._run_dir.ledger)
+            self._ledger.append(rows)
+
     def sync(self) -> None:
-        """Wait until metrics.jsonl is on the disk: a checkpoint relies on its lines. Raises as `write`."""
+        """Wait until both files are on the disk: a checkpoint relies on their lines. Raises as `write`."""
         with self._run_dir.writing(self._run_dir.metrics):
-            for writer in self._writers:
+            for writer in (*self._writers, self._ledger):
                 if isinstance(writer, JsonlWriter):
                     writer.sync()
 
     def close(self) -> None:
         """Close every writer. Raises as `write`."""
         with self._run_dir.writing(self._run_dir.metrics), contextlib.ExitStack() as closing:
-            for writer in self._writers:
-                closing.callback(writer.close)
+            for writer in (*self._writers, self._ledger):
+                if writer is not None:
+                    closing.callback(writer.close)

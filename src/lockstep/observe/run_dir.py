@@ -3,6 +3,7 @@
     config.toml      the resolved config
     manifest.json    versions, resolved axes, data report, ...
     metrics.jsonl    one object per step, and one per evaluation
+    ledger.jsonl     one object per sample that a step asked for
     summary.json     written at the end
     rollouts/        step-000012.jsonl, evaluation-NAME.jsonl
     checkpoints/     written by the loop
@@ -41,7 +42,7 @@ from lockstep.observe.run_history import (
 OF_NODE = "of-rank-0.txt"
 """Marks the folder that a node has because it does not see that of rank 0."""
 _UNFINISHED = re.compile(
-    r"\.(config\.toml|manifest\.json|metrics\.jsonl|summary\.json)\.[a-z0-9_]{8}"
+    r"\.(config\.toml|manifest\.json|(metrics|ledger)\.jsonl|summary\.json)\.[a-z0-9_]{8}"
     r"|\.(evaluation-\w+(-\d+)?|step-\d+)\.jsonl\.[a-z0-9_]{8}"
     r"|\.export\.(tmp|old)-[a-z0-9_]{8}"
 )
@@ -72,6 +73,7 @@ class RunDir:
         self.config = path / "config.toml"
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
+        self.ledger = path / "ledger.jsonl"
         self.summary = path / "summary.json"
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
@@ -156,17 +158,19 @@ class RunDir:
             evaluated: which evaluations of the weights after `steps_done` steps will not be made again.
 
         Raises:
-            CheckpointError: metrics.jsonl is damaged.
+            CheckpointError: metrics.jsonl or ledger.jsonl is damaged.
             TrainError: the disk is full or fails.
         """
-        if self.metrics.exists():
+        for path in (self.metrics, self.ledger):
+            if not path.exists():
+                continue
             kept = b"".join(
                 line.raw
-                for line in metric_lines(self.metrics)
+                for line in metric_lines(path)
                 if line.step < steps_done or (line.step == steps_done and line.evaluation in evaluated)
             )
-            with self.writing(self.metrics):
-                _keep(self.metrics, kept)
+            with self.writing(path):
+                _keep(path, kept)
         for file in self.rollouts.iterdir():
             match = STEP_FILE.fullmatch(file.name)
             if match and int(match[2]) >= steps_done + bool(match[1]):

@@ -19,13 +19,13 @@ EVALUATIONS = ("before", "during", "after")
 STEP_FILE = re.compile(r"(evaluation-)?step-(\d{1,18})\.jsonl")
 """A file of rollouts/."""
 
-FILES = ("config.toml", "manifest.json", "metrics.jsonl", "summary.json", "lock")
+FILES = ("config.toml", "manifest.json", "metrics.jsonl", "ledger.jsonl", "summary.json", "lock")
 FOLDERS = ("rollouts", "checkpoints", "logs", "recordings", "export", "engine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One line of metrics.jsonl."""
+    """One line of metrics.jsonl or of ledger.jsonl."""
 
     number: int
     """Counted from 1."""
@@ -68,7 +68,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metric_lines(path: Path) -> list[Line]:
-    """Read the lines of metrics.jsonl, except a truncated last one; none if there is no such file.
+    """Read the lines of metrics.jsonl or ledger.jsonl, except a truncated last one; none if there is no such
+    file.
 
     Raises:
         CheckpointError: a line is no JSON object with a step, and maybe an evaluation.

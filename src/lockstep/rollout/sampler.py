@@ -25,6 +25,7 @@ from lockstep.schema.rollout import (
     Prompt,
     Rollout,
     RolloutGroup,
+    SampleRecord,
     SamplingParams,
     Trajectory,
 )
@@ -66,6 +67,8 @@ class SampledStep:
 
     groups: tuple[RolloutGroup, ...]
     """In prompt order; empty when generation was aborted."""
+    asked: tuple[SampleRecord, ...] = ()
+    """Every sample that was asked for, in prompt order, also those that are in no group."""
     counts: dict[str, float]
     """By name. rollout/dropped_rollouts, rollout/dropped_groups: lost to a reward's on_error = "drop".
     rollout/cached_tokens: prompt tokens that were shared. Of dynamic sampling: rollout/resample_rounds and
@@ -172,6 +175,7 @@ class _Share:
 
     rollouts: tuple[tuple[Rollout, ...] | None, ...] = ()
     """By prompt of the share; None: the group was dropped."""
+    asked: tuple[SampleRecord, ...] = ()
     counts: dict[str, float] = field(default_factory=dict)
     aborted: bool = False
 
@@ -225,7 +229,12 @@ class GroupSampler:
         for share in shares:
             for name, value in share.counts.items():
                 counts[name] = counts.get(name, 0.0) + value
-        return SampledStep(groups=groups, counts=counts)
+        place = {prompt.index: i for i, prompt in enumerate(prompts)}
+        asked = sorted(
+            (record for share in shares for record in share.asked),
+            key=lambda record: (place[record.prompt_index], record.sample),
+        )
+        return SampledStep(groups=groups, counts=counts, asked=tuple(asked))
 
     def _share(
         self, prompts: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
@@ -276,7 +285,8 @@ class GroupSampler:
             by_group = scores.results()
             if self.reward_models is not None:
                 by_group = _add_models(self.reward_models, prompts, completions, by_group)
-        share = _scored(completions, by_group, self.rewards)
+        indices = [prompt.index for prompt in prompts]
+        share = _scored(completions, by_group, self.rewards, indices=indices, key=key)
         if self.reward_models is not None:
             share.counts.update(_named(self.reward_models.take_counts()))
         return share
@@ -301,6 +311,7 @@ class GroupSampler:
         """
         num_groups = rollout.prompts_per_step
         kept: list[RolloutGroup] = []
+        asked: list[SampleRecord] = []
         counts: dict[str, float] = {}
         tried: set[tuple[int, ...]] = set()
         rejected = 0
@@ -316,12 +327,19 @@ class GroupSampler:
             good = [group for group in sampled.groups if resampling.keep(group)]
             rejected += len(sampled.groups) - len(good)
             kept += good
+            prompts_of = {group.prompt.index for group in good}
+            asked += [
+                record
+                if record.dropped or record.prompt_index in prompts_of
+                else replace(record, dropped="no-signal")
+                for record in sampled.asked
+            ]
             if len(kept) >= num_groups:
                 rounds = {
                     "rollout/resample_rounds": float(sampling_round),
                     "rollout/rejected_groups": float(rejected),
                 }
-                return SampledStep(groups=tuple(kept), counts=counts | rounds)
+                return SampledStep(groups=tuple(kept), counts=counts | rounds, asked=tuple(asked))
         raise RewardError(
             f"step {key.step}: after algorithm.max_resample_rounds = {key.sampling_round + 1} rounds only "
             f"{len(kept)} of {num_groups} groups have rewards that differ ({rejected} were all equal); the "
@@ -393,34 +411,50 @@ def _scored(
     completions: Sequence[Sequence[Completion]],
     scores: Mapping[int, Sequence[Scored | None]],
     rewards: RewardSet,
+    *,
+    indices: Sequence[int],
+    key: SampleKey,
 ) -> _Share:
     """Rollouts with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
     kept: list[tuple[Rollout, ...] | None] = []
+    asked: list[SampleRecord] = []
     dropped_rollouts = dropped_groups = cached = 0
     for number, group in enumerate(completions):
+        first = key.sampling_round * len(group)
         rollouts = tuple(
             Rollout(
                 trajectory=Trajectory.of(completion),
                 reward=score.total,
                 rewards=score.by_name,
                 weights=score.weights,
+                sample=first + i,
             )
-            for completion, score in zip(group, scores[number], strict=True)
+            for i, (completion, score) in enumerate(zip(group, scores[number], strict=True))
             if score is not None
         )
         cached += sum(c.cached_tokens for c in group)
         dropped_rollouts += len(group) - len(rollouts)
-        if len(rollouts) < min(2, len(group)):
-            dropped_groups += 1
-            kept.append(None)
-        else:
-            kept.append(rollouts)
+        whole = len(rollouts) >= min(2, len(group))
+        dropped_groups += not whole
+        kept.append(rollouts if whole else None)
+        asked += [
+            SampleRecord(
+                prompt_index=indices[number],
+                sample=first + i,
+                seed=completion.seed,
+                policy_versions=(completion.policy_version,),
+                attempt=completion.attempt,
+                dropped="reward" if score is None else None if whole else "group",
+            )
+            for i, (completion, score) in enumerate(zip(group, scores[number], strict=True))
+        ]
     counts = {
         "rollout/dropped_rollouts": float(dropped_rollouts),
         "rollout/dropped_groups": float(dropped_groups),
         "rollout/cached_tokens": float(cached),
     }
-    return _Share(rollouts=tuple(kept), counts=counts | _named(rewards.take_counts()))
+    counts |= _named(rewards.take_counts())
+    return _Share(rollouts=tuple(kept), asked=tuple(asked), counts=counts)
 
 
 def _named(counts: Mapping[str, int]) -> dict[str, float]:

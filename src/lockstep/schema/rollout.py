@@ -74,6 +74,8 @@ class Completion:
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were not computed for this sample (shared with its group, or
     cached)."""
+    attempt: int = 1
+    """How often the engine was asked for it: above 1 after its server died or a connection broke."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +130,8 @@ class Trajectory:
     engine: str
     cached_tokens: int = 0
     """Completion.cached_tokens, added up over the turns."""
+    attempt: int = 1
+    """Of the turn that was asked for most often."""
 
     @classmethod
     def of(cls, completion: Completion) -> Trajectory:
@@ -147,6 +151,7 @@ class Trajectory:
             seed=completion.seed,
             engine=completion.engine,
             cached_tokens=completion.cached_tokens,
+            attempt=completion.attempt,
         )
 
     def continued(self, token_ids: tuple[int, ...], completion: Completion) -> Trajectory:
@@ -164,7 +169,10 @@ class Trajectory:
         added = (Span(author="tool", token_ids=token_ids),) if token_ids else ()
         later = Trajectory.of(completion)
         cached = self.cached_tokens + completion.cached_tokens
-        return replace(later, spans=(*self.spans, *added, later.spans[1]), cached_tokens=cached)
+        attempt = max(self.attempt, completion.attempt)
+        return replace(
+            later, spans=(*self.spans, *added, later.spans[1]), cached_tokens=cached, attempt=attempt
+        )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -182,9 +190,14 @@ class Trajectory:
         return sum(len(span.token_ids) for span in self.spans if span.author == "policy")
 
     @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """The policies that wrote a part of it, the oldest first."""
+        return tuple(sorted({span.policy_version for span in self.spans if span.policy_version is not None}))
+
+    @property
     def policy_version(self) -> int:
         """The oldest policy that wrote a part of it."""
-        return min(span.policy_version for span in self.spans if span.policy_version is not None)
+        return self.policy_versions[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +211,24 @@ class Rollout:
     """By reward name, before weights; shaping terms (overlong, kl) are listed too."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """By reward name, what it was multiplied by in the total; 1 where a name is missing (shaping terms)."""
+    sample: int = 0
+    """Its number among those that the step asked for of its prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRecord:
+    """One sample that a step asked for, for the ledger of the run."""
+
+    prompt_index: int
+    sample: int
+    """Its number among those of the prompt; rounds of dynamic sampling continue the count."""
+    seed: int
+    policy_versions: tuple[int, ...]
+    """Those that wrote it, the oldest first."""
+    attempt: int
+    dropped: Literal["reward", "group", "no-signal"] | None = None
+    """Why nothing is trained on it. reward: a reward with on_error = "drop" failed on it; group: on too many
+    others of its group; no-signal: dynamic sampling replaced its group. None: it goes into the update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -165,6 +165,7 @@ def test_a_server_that_dies_in_mid_batch_is_started_again_and_no_sample_is_lost(
     )
     assert seen == [0, 1]  # the first had finished and is not asked again
     assert rows[1][0].token_ids == tuple(range(21, 111))
+    assert [row[0].attempt for row in rows] == [1, 2]
     assert engine.stats().restarts == 1
     assert [len(body["rid"]) for _, body in asked(tmp_path, "/generate")] == [2, 1]
 
@@ -183,7 +184,8 @@ def test_a_server_that_hangs_is_an_error_within_its_deadline(engines):
 
 def test_broken_connections_are_made_again(engines):
     engine = engines({"break_streams": 2})
-    assert engine.generate([request(10, max_tokens=20)])[0][0].token_ids == tuple(range(11, 31))
+    (row,) = engine.generate([request(10, max_tokens=20)])
+    assert row[0].token_ids == tuple(range(11, 31)) and row[0].attempt == 3
     assert engine.stats().restarts == 0
 
 

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -100,6 +101,8 @@ class RemoteEngine(ReceivingEngine):
         """Samples that the flow does not know yet."""
         self._jobs: dict[str, tuple[Job, dict[str, Any]]] = {}
         """Samples of the flow that have not ended, with the bodies of their requests."""
+        self._attempts: dict[str, int] = {}
+        """How often each of them was requested."""
         self._flow: Flow | None = None
         self._finished_jobs: list[Ended] = []
         self._recovering: int | None = None
@@ -139,6 +142,7 @@ class RemoteEngine(ReceivingEngine):
                 while self._new:
                     job, body = self._new.popleft()
                     self._jobs[job.id] = (job, body)
+                    self.requested(job)
                     flow.add(job, body)
                 flow.step()
                 if self._abort.is_set():
@@ -150,9 +154,13 @@ class RemoteEngine(ReceivingEngine):
         ended, self._finished_jobs = self._finished_jobs, []
         return ended
 
+    def requested(self, job: Job) -> None:
+        """Count a request of a sample."""
+        self._attempts[job.id] = self._attempts.get(job.id, 0) + 1
+
     def ended(self, job: Job, sample: Sample) -> None:
         """Take a sample that has ended from the flow."""
-        completion = self._checked(job, sample)
+        completion = replace(self._checked(job, sample), attempt=self._attempts.pop(job.id))
         del self._jobs[job.id]
         assert job.turn is not None
         self._finished_jobs.append((job.turn, job.sample, completion))
@@ -161,12 +169,14 @@ class RemoteEngine(ReceivingEngine):
         self._close_flow()
         self._new.clear()
         self._jobs.clear()
+        self._attempts.clear()
         self._finished_jobs.clear()
 
     def _whole_flow(self) -> Flow:
         """A new flow with all samples that have not ended."""
         flow = self._new_flow()
         for job, body in self._jobs.values():
+            self.requested(job)
             flow.add(job, body)
         return flow
 
@@ -473,6 +483,7 @@ class _PostFlow:
                     code="unreachable",
                     tries=_TRIES,
                 )
+            engine.requested(job)
             self._batch.submit(job.id, engine._driver.generate_path, body)
         if self._jobs:
             self.watch.check(len(self._jobs))

@@ -252,6 +252,7 @@ class _Flow:
                     code="unreachable",
                     tries=_TRIES,
                 )
+            self._engine.requested(job)
             self._waiting.append(job)
 
     def _end(self, job: Job, sample: Sample) -> None:

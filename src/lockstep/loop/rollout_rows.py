@@ -1,0 +1,61 @@
+"""The rows of rollouts/ and of ledger.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.observe.ledger import sample_id
+from lockstep.schema.rollout import RolloutGroup, SampleRecord, Trajectory
+
+
+def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
+    """Return one plain row per rollout, for JSONL. `token_ids` are those after the prompt. With several
+    turns `spans` says how many of them each author wrote, in order; only the policy's have logprobs."""
+    return [
+        {
+            "step": step,
+            "prompt_index": group.prompt.index,
+            "sample": rollout.sample,
+            "prompt": group.prompt.text,
+            "completion": rollout.trajectory.text,
+            "prompt_token_ids": list(rollout.trajectory.prompt_token_ids),
+            "token_ids": [i for span in rollout.trajectory.spans[1:] for i in span.token_ids],
+            "rollout_logprobs": [round(p, 6) for span in rollout.trajectory.spans for p in span.logprobs],
+            **_turns(rollout.trajectory),
+            "finish_reason": rollout.trajectory.finish_reason,
+            "reward": rollout.reward,
+            "rewards": dict(rollout.rewards),
+            "seed": rollout.trajectory.seed,
+            "policy_version": rollout.trajectory.policy_version,
+        }
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def ledger_rows(step: int, asked: Sequence[SampleRecord], trained: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Return a plain row for each sample of a step, and one more for each further time that it was trained.
+
+    Args:
+        trained: how often, by seed.
+    """
+    return [
+        {
+            "id": sample_id(step, record.prompt_index, record.sample),
+            "step": step,
+            "seed": record.seed,
+            "policy_versions": list(record.policy_versions),
+            "attempt": record.attempt,
+            "trained_step": step if trained.get(record.seed) else None,
+            "dropped": record.dropped,
+        }
+        for record in asked
+        for _ in range(max(1, trained.get(record.seed, 0)))
+    ]
+
+
+def _turns(trajectory: Trajectory) -> dict[str, Any]:
+    if len(trajectory.spans) == 2:
+        return {}
+    return {"spans": [[span.author, len(span.token_ids)] for span in trajectory.spans[1:]]}

@@ -1,0 +1,186 @@
+"""ledger.jsonl: what became of every sample that a run asked for, and the check that none was lost or trained
+twice.
+
+    {"id": "3/12/5", "step": 3, "seed": 7, "policy_versions": [3], "attempt": 1, "trained_step": 3,
+     "dropped": null}
+
+The lines of a step are written after its update, all at once, and before its line in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import DataError
+from lockstep.observe.run_history import is_step, read_lines
+
+_SHOWN = 20
+_MOST = 2**20
+"""Samples of a prompt: what a damaged config may ask the check to look for."""
+Sample = tuple[int, int, int]
+"""Step, prompt_index, and number among the samples of the prompt."""
+
+
+def sample_id(step: int, prompt_index: int, sample: int) -> str:
+    """Return the id of a sample in its run."""
+    return f"{step}/{prompt_index}/{sample}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerCheck:
+    """What the ledger of a run says of its finished steps."""
+
+    steps: int
+    samples: int
+    """That were asked for."""
+    trained: int
+    dropped: Mapping[str, int]
+    """By reason."""
+    asked_again: int
+    """Samples that were asked for more than once."""
+    problems: tuple[str, ...]
+    """Samples that were lost, or trained twice, by id; and lines that contradict themselves."""
+
+    def text(self) -> str:
+        """For a terminal."""
+        dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in self.dropped.items())
+        counts = [f"{self.trained} trained", dropped or "none dropped"]
+        if self.asked_again:
+            counts.append(f"{self.asked_again} asked for more than once")
+        verdict = f"{len(self.problems)} problems" if self.problems else "none lost, none trained twice"
+        lines = [f"ledger: {self.samples} samples in {self.steps} steps: {', '.join(counts)}; {verdict}"]
+        more = len(self.problems) - _SHOWN
+        shown = [*self.problems[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
+        return "\n".join(f"  {line}" for line in (*shown, *lines))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def check_ledger(run: Path) -> LedgerCheck:
+    """Check the ledger of a run against its config and the steps in metrics.jsonl. Lines of the step that was
+    going on when the run ended do not count: --resume does that step again.
+
+    Raises:
+        DataError: the run has no ledger.
+        CheckpointError: a file is damaged.
+    """
+    path = run / "ledger.jsonl"
+    if not path.is_file():
+        raise DataError(
+            f"{run}: has no ledger.jsonl: it is no RL run, or has finished no step", code="no-such-file"
+        )
+    metrics = read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+    steps = [row for row in metrics if "evaluation" not in row and is_step(row.get("step"))]
+    trained = {row["step"]: row.get("rollout/samples") for row in steps}
+    going_on = max(trained, default=-1) + 1
+    problems, rows = list[str](), dict[Sample, list[Mapping[str, Any]]]()
+    for number, row in enumerate(read_lines(path), 1):
+        sample, wrong = _sample(row)
+        if wrong is not None:
+            problems.append(f"line {number}: {wrong}")
+        if sample is not None and sample[0] != going_on:
+            rows.setdefault(sample, []).append(row)
+    problems += _repeated(rows) + _missing(rows, trained, *_asked_per_step(run / "config.toml"))
+    every = [row for same in rows.values() for row in same]
+    dropped = Counter(str(row["dropped"]) for row in every if row.get("dropped") is not None)
+    return LedgerCheck(
+        steps=len({step for step, _, _ in rows}),
+        samples=len(rows),
+        trained=sum(row.get("trained_step") is not None for row in every),
+        dropped=dict(sorted(dropped.items())),
+        asked_again=sum(same[0].get("attempt") != 1 for same in rows.values()),
+        problems=tuple(problems),
+    )
+
+
+def _sample(row: Mapping[str, Any]) -> tuple[Sample | None, str | None]:
+    """The sample of a line, if it has an id, and what is wrong with the line."""
+    name, step, versions = row.get("id"), row.get("step"), row.get("policy_versions")
+    parts = name.split("/") if isinstance(name, str) else []
+    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 19 for part in parts):
+        return None, f"id {name!r:.80} is not STEP/PROMPT/SAMPLE"
+    sample = (int(parts[0]), int(parts[1]), int(parts[2]))
+    trained, dropped = row.get("trained_step"), row.get("dropped")
+    if step != sample[0]:
+        return sample, f"sample {name} has step {step!r:.80}"
+    if (trained is None) == (dropped is None):
+        how = "neither trained nor dropped" if trained is None else "both trained and dropped"
+        return sample, f"sample {name} was {how}"
+    if trained not in (None, step):
+        return sample, f"sample {name} was trained in step {trained!r:.80}"
+    if not (isinstance(versions, list) and versions and all(is_step(v) and v <= sample[0] for v in versions)):
+        return sample, f"sample {name} has policy_versions {versions!r:.80}"
+    if not (is_step(row.get("attempt")) and row["attempt"] > 0):
+        return sample, f"sample {name} has attempt {row.get('attempt')!r:.80}"
+    return sample, None
+
+
+def _repeated(rows: Mapping[Sample, Sequence[Mapping[str, Any]]]) -> list[str]:
+    problems = []
+    for sample, same in rows.items():
+        times = sum(row.get("trained_step") is not None for row in same)
+        if len(same) > 1:
+            what = f"was trained {times} times" if times > 1 else f"has {len(same)} lines"
+            problems.append(f"sample {sample_id(*sample)} {what}")
+    return problems
+
+
+def _missing(
+    rows: Mapping[Sample, Sequence[Mapping[str, Any]]],
+    trained: Mapping[int, float | None],
+    prompts: int,
+    group_size: int,
+) -> list[str]:
+    """What is not there of the samples that every finished step has asked for."""
+    problems: list[str] = []
+    found = defaultdict[int, dict[int, set[int]]](lambda: defaultdict(set))
+    counts = Counter[int]()
+    for (step, prompt, number), same in rows.items():
+        found[step][prompt].add(number)
+        counts[step] += same[0].get("trained_step") is not None
+    for step in sorted(found.keys() | trained.keys()):
+        if step not in trained:
+            problems.append(f"step {step} is in the ledger, and not in metrics.jsonl")
+            continue
+        lost = list(_lost(step, found[step], group_size))
+        first = sum(any(number < group_size for number in numbers) for numbers in found[step].values())
+        if first != prompts:
+            lost.append(f"step {step} has samples of {first} prompts, and began with {prompts}")
+        if not lost and counts[step] != trained[step]:
+            lost.append(f"step {step} trained {trained[step]} samples, and the ledger has {counts[step]}")
+        problems += lost
+    return problems
+
+
+def _lost(step: int, found: Mapping[int, set[int]], group_size: int) -> Iterator[str]:
+    """Samples are asked for in whole groups, one in each round of dynamic sampling."""
+    for prompt, numbers in found.items():
+        for asked in sorted({number // group_size for number in numbers}):
+            for number in range(asked * group_size, (asked + 1) * group_size):
+                if number not in numbers:
+                    yield f"sample {sample_id(step, prompt, number)} was lost: it has no line"
+
+
+def _asked_per_step(config: Path) -> tuple[int, int]:
+    """Prompts of a step, and samples of a prompt. Raises DataError."""
+    try:
+        rollout = tomllib.loads(config.read_text(encoding="utf-8")).get("rollout")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{config}: is no TOML: {error}", code="not-toml") from error
+    table = rollout if isinstance(rollout, dict) else {}
+    prompts, group_size = table.get("prompts_per_step"), table.get("group_size")
+    if not (isinstance(prompts, int) and isinstance(group_size, int) and prompts > 0 < group_size < _MOST):
+        raise DataError(
+            f"{config}: has no rollout.prompts_per_step and rollout.group_size, so nobody knows how many "
+            "samples a step asked for; restore the file",
+            code="wrong-field",
+            path=config,
+        )
+    return prompts, group_size
