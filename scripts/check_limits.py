@@ -28,9 +28,9 @@ MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 
 BUDGETS = {
-    "lab": 11_730,
+    "lab": 11_710,
     "engine": 7_573,
-    "recording": 5_145,
+    "recording": 5_130,
     "cli": 4_673,
     "train": 4_370,
     "loop": 4_948,

@@ -39,7 +39,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
     for path, said in (
         ("no/x.json", "no such folder"),
         ("folder", "is a folder; name a file in it"),
-        ("pipe", "is a device or a pipe, no plain file"),
+        ("pipe", "is a device or a pipe, not a regular file"),
     ):
         assert main([*COMMANDS[name], "--json", path]) == 2
         seen = capsys.readouterr()

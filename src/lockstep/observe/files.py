@@ -185,10 +185,14 @@ def read_plain(
         LockstepError: of type `error`.
     """
     with open_plain(path, error, root=root) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
+        fits = os.fstat(file.fileno()).st_size <= limit
+        data = file.read(limit + 1) if fits else b""
+    if not fits or len(data) > limit:
         raise error(
-            f"{path}: is larger than {limit:,} bytes; no such file is that large", code="too-large", path=path
+            f"{path}: is larger than {limit:,} bytes; no such file is that large",
+            code="too-large",
+            path=path,
+            limit=limit,
         )
     return data
 

@@ -71,7 +71,7 @@ def read_losses(path: Path, *, key: str | None = None) -> Losses:
     file, kind = _find(Path(path))
     if kind == "tensorboard":
         return _from_tensorboard(file, key)
-    text = _read_text(file)
+    text = read_plain(file, ConfigError, limit=MOST_BYTES).decode("utf-8", errors="replace")
     if kind == "trainer_state":
         return _from_trainer_state(file, text, key)
     if kind == "jsonl":
@@ -126,24 +126,6 @@ def _find(path: Path) -> tuple[Path, str]:
 def _checkpoint_number(path: Path) -> int:
     number = path.parent.name.partition("-")[2]
     return int(number) if number.isdecimal() else -1
-
-
-def _read_text(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise ConfigError(
-                f"{path}: {size / 2**20:,.0f} MiB, more than {MOST_BYTES / 2**20:,.0f}; cut it down to the "
-                "lines with losses",
-                code="too-large",
-                path=path,
-                limit=MOST_BYTES,
-            )
-        return read_plain(path, ConfigError, limit=MOST_BYTES).decode("utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror})", code="cannot-read", path=path
-        ) from error
 
 
 # --- our own, and Hugging Face's ----------------------------------------------------------------------------

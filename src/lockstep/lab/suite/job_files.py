@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from lockstep.config.base import Record, Seconds
 from lockstep.config.problems import first_data
 from lockstep.errors import ConfigError
-from lockstep.observe.files import write_json
+from lockstep.observe.files import read_plain, write_json
 
 RESULT, RANK_LOGS = "result.json", "ranks"
 """How a worker ended; the folder of what its ranks print."""
@@ -71,11 +71,7 @@ def check_seconds(value: float, setting: str) -> None:
 def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:
     """Read a worker's job. Raises ConfigError."""
     try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); name a job file", code="cannot-read", path=path
-        ) from error
+        return kind.model_validate_json(read_plain(path, ConfigError))
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_problem(error)}", path=path, **first_data(error)) from error
 

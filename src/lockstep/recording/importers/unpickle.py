@@ -12,9 +12,7 @@ bounded by its size.
 from __future__ import annotations
 
 import io
-import os
 import pickletools
-import stat
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from lockstep.errors import RecordingError
+from lockstep.observe.files import read_plain
 from lockstep.recording.importers.symbols import (
     Budget,
     LazyArray,
@@ -69,7 +68,7 @@ def load_dump(path: Path) -> Dump:
         RecordingError: it is no dump, is damaged, or wants something that is not on the list; names the file.
     """
     where = path.name
-    data = _read(path, where)
+    data = read_plain(path, RecordingError, limit=MAX_FILE_BYTES)
     budget = Budget.of(len(data), where)
     value, kind = _load(data, where, budget, level=0)
     try:
@@ -80,25 +79,6 @@ def load_dump(path: Path) -> Dump:
         raise RecordingError(
             f"{where}: damaged: a tensor cannot be rebuilt ({error})", code="damaged-file"
         ) from error
-
-
-def _read(path: Path, where: str) -> bytes:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
-    except OSError as error:
-        raise RecordingError(f"{path}: cannot be read ({error.strerror})", code="cannot-read") from error
-    with os.fdopen(handle, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise RecordingError(f"{where}: is not a regular file", code="not-a-file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise RecordingError(
-                f"{where}: {status.st_size:,} bytes; dumps of at most {MAX_FILE_BYTES:,} are read, so dump "
-                "the inputs in several files",
-                code="too-large",
-                name="file",
-            )
-        return file.read(status.st_size)
 
 
 def _load(data: bytes, where: str, budget: Budget, *, level: int) -> tuple[Any, str]:
