@@ -20,9 +20,10 @@ from lockstep.errors import CheckpointError
 from lockstep.loop import checkpoint as module_under_test
 from lockstep.loop.checkpoint import CheckpointManager, verify
 from lockstep.protocols.train import FinishSave
-from lockstep.train.local import LAYOUT
-from lockstep.train.state.parts import LiveTensors
+from lockstep.train.state.parts import Layout, LiveTensors
 from lockstep.train.state.save_load import load_state, save_state
+
+LAYOUT = Layout(backend="local", mesh={})
 
 
 class Backend:
