@@ -44,7 +44,7 @@ BUDGETS = {
     "attention": 1_140,
     "algorithms": 970,
     "packing": 920,
-    "cluster": 980,
+    "cluster": 1_083,
     "execution": 730,
     "transfer": 710,
     "wire": 600,

@@ -114,7 +114,7 @@ def test_a_copy_that_fails_leaves_the_one_before(copies: PeerCopies) -> None:
     found = copies.newest()
     assert found is not None and found[0].name == "step-000001"
     save(copies, 3, Backend(3.0))
-    assert copies.said == ["no copy of the step before in memory: rank 0: memory is full"]  # type: ignore[attr-defined]
+    assert copies.said == ["no copy of step 2 in memory: rank 0: memory is full"]  # type: ignore[attr-defined]
     assert names(copies) == ["step-000001", "step-000003"]
 
 

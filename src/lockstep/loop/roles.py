@@ -50,7 +50,7 @@ class Roles:
 
         def finish() -> dict[str, str]:
             own = {f"{prefix}{name}": sha for prefix, of in finishes.items() for name, sha in of().items()}
-            return own | {ALGORITHM: numbers}
+            return own | ({ALGORITHM: numbers} if self.ranks.is_first else {})
 
         return finish
 

@@ -2,10 +2,12 @@
 
     /dev/shm/lockstep-copies-x1y2z3ab/     the launcher's, mode 0700, removed at the end
       step-000003/                         what a checkpoint of step 3 holds
-        complete-0.json, complete-1.json   which files a rank has written, and their sizes; written last
+        complete-0.json, complete-1.json   which files a rank has written, their sizes and, on several nodes,
+                                           their sha256; written last
 
 A step counts when all ranks have completed it. The launcher holds a lock on the folder: one that nobody holds
-was left by a launcher that was killed, and is removed by the next one.
+was left by a launcher that was killed, and is removed by the next one. On several nodes each has such a
+folder (lockstep.loop.copy_keeper), which also holds the parts of other nodes' ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigError
@@ -28,7 +31,9 @@ PLACE = Path("/dev/shm")
 LEAST_BYTES = 2**24
 """Free at the start, at least; how much is needed is known once the model is loaded."""
 _PREFIX = "lockstep-copies-"
-_STEP = re.compile(r"step-(\d{6,})")
+_STEP = re.compile(r"step-(\d{6,12})")
+_FILE = re.compile(r"(?:[a-z_]{1,40}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}")
+"""Of a role in its folder, or of the policy."""
 
 
 @contextlib.contextmanager
@@ -109,25 +114,76 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def complete(path: Path, rank: int, names: Iterable[str]) -> None:
-    """Say that a rank has written its files of a step. Raises OSError."""
-    sizes = {name: (path / name).stat().st_size for name in names}
-    write_atomic(path / _complete(rank), json.dumps(sizes))
+@dataclass(frozen=True, slots=True)
+class CopiedFile:
+    """A file of a part."""
+
+    bytes: int
+    sha256: str = ""
+    """Empty where it stays on this machine: nothing is hashed."""
+
+
+def complete(path: Path, rank: int, files: Mapping[str, CopiedFile]) -> None:
+    """Say that the folder of a step has the part of a rank: these files by name. Raises OSError."""
+    write_atomic(path / part_name(rank), part_text(files))
+
+
+def part_name(rank: int) -> str:
+    """The name of the file that says so."""
+    return f"complete-{rank}.json"
+
+
+def part_text(files: Mapping[str, CopiedFile]) -> str:
+    """Its content."""
+    return json.dumps({name: [file.bytes, file.sha256] for name, file in files.items()})
+
+
+def read_part(text: str | bytes) -> dict[str, CopiedFile]:
+    """The files that it lists. Raises ValueError: it is damaged."""
+    listed = json.loads(text)
+    if not isinstance(listed, dict):
+        raise ValueError("it lists no files")
+    files = {}
+    for name, entry in listed.items():
+        size, sha256 = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        if _FILE.fullmatch(name) is None or type(size) is not int or type(sha256) is not str or size < 0:
+            raise ValueError(f"{name[:80]!r} is no file of a copy, or its entry is damaged")
+        files[name] = CopiedFile(size, sha256)
+    return files
+
+
+def is_copied_file(path: str) -> bool:
+    """Whether a relative path may be that of a file in the folder.
+
+    Example:
+        >>> is_copied_file("step-000003/value/model.safetensors"), is_copied_file("step-000003/../a")
+        (True, False)
+    """
+    step, _, name = path.partition("/")
+    return _STEP.fullmatch(step) is not None and _FILE.fullmatch(name) is not None
+
+
+def part_files(path: Path, rank: int) -> dict[str, CopiedFile] | None:
+    """The files of a rank's part in the folder of a step, if all are there in their sizes; None: it is not
+    whole."""
+    try:
+        files = read_part((path / part_name(rank)).read_text())
+        whole = all((path / name).stat().st_size == file.bytes for name, file in files.items())
+    except (OSError, ValueError):
+        return None
+    return files if whole else None
+
+
+def whole_parts(folder: Path, ranks: int) -> dict[int, list[int]]:
+    """Return which ranks' parts are whole in the folder of each step."""
+    matches = [(path, _STEP.fullmatch(path.name)) for path in folder.glob("step-*")]
+    return {
+        int(match[1]): [rank for rank in range(ranks) if part_files(path, rank) is not None]
+        for path, match in matches
+        if match
+    }
 
 
 def committed_steps(folder: Path, ranks: int) -> list[int]:
     """Return the steps that all ranks have completed and whose files are as they left them, in order."""
-    matches = [(path, _STEP.fullmatch(path.name)) for path in folder.glob("step-*")]
-    return sorted(int(match[1]) for path, match in matches if match and _is_whole(path, ranks))
-
-
-def _is_whole(path: Path, ranks: int) -> bool:
-    try:
-        listed = [json.loads((path / _complete(rank)).read_text()) for rank in range(ranks)]
-        return all((path / name).stat().st_size == size for of in listed for name, size in of.items())
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _complete(rank: int) -> str:
-    return f"complete-{rank}.json"
+    return sorted(step for step, parts in whole_parts(folder, ranks).items() if len(parts) == ranks)

@@ -16,5 +16,11 @@ WAIT_SECONDS = 1800.0
 COPIES = "LOCKSTEP_COPIES"
 """In the environment of ranks that are healed (cluster.peer_copy): the folder for copies of their state
 (lockstep.ranks.copy_folder)."""
+COPY_PLACE = "LOCKSTEP_COPY_PLACE"
+"""In the environment of ranks on several nodes that are healed, until their node's host has seen it: where it
+makes such a folder in the node's own memory (lockstep.loop.copy_keeper)."""
+COPY_KEEPER = "LOCKSTEP_COPY_KEEPER"
+"""In the environment of those ranks: address, port and token, as JSON, of the process that keeps the folder
+of their node. Taken from there at the start, so that nothing that a rank starts inherits it."""
 RESTART = "LOCKSTEP_RESTART"
 """In the environment of ranks that were started again after a death: lockstep.ranks.recovery.Recovery."""

@@ -1,0 +1,263 @@
+"""The process that keeps a node's copies (cluster.peer_copy on several nodes), and hands them to other nodes.
+
+    with CopyKeeper(Path("/dev/shm"), "10.0.0.7") as keeper:    # in the process that hosts the node's ranks
+        environment = keeper.environment()                      # anew for every start of the ranks
+
+    GET  /room                     {"free": bytes}
+    PUT  /step-000003/NAME         keeps a file; {"sha256"} is of what has come
+    GET  /step-000003/NAME         the file
+
+`python -m lockstep.loop.copy_keeper PLACE ADDRESS` makes the folder (lockstep.ranks.copy_folder) and removes
+it when its stdin closes: whatever ends the host, by SIGKILL too. Each line of stdin begins a generation of
+ranks: from then on only those are answered who know the token that is printed then, so that a rank of the
+generation before, on a node that was thought dead, can change nothing. It loads no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+from lockstep.engine.served.handler import STRANGER, TokenHandler, bearer
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.ranks.copy_folder import copy_folder, is_copied_file
+from lockstep.ranks.environment import COPIES, COPY_KEEPER
+
+CHUNK = 1 << 20
+"""Bytes that are read, hashed and written at once."""
+_START_SECONDS = 120.0
+"""For the process to answer a line."""
+_END_SECONDS = 30.0
+"""For the folder to be removed, in which ranks that are being ended may still write."""
+
+
+class CopyKeeper:
+    """That process, as its host sees it. A context manager, at whose end the folder is gone.
+
+    Args:
+        place: where the folder is made.
+        address: this node's, as the others reach it; the process listens there.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(self, place: Path, address: str) -> None:
+        command = [sys.executable, "-m", "lockstep.loop.copy_keeper", str(place), address]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def environment(self) -> dict[str, str]:
+        """What the next generation of this node's ranks needs to know; the one before is answered no more.
+
+        Raises:
+            ConfigError: `place` is no folder, cannot be written, or is full.
+            CheckpointError: the process does not answer.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+            about = json.loads(self._line())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"the process that keeps the copies of this node's ranks does not answer ({error}); is the "
+                "node out of memory? Set cluster.peer_copy = false",
+                code="process-died",
+                setting="cluster.peer_copy",
+            ) from error
+        if "error" in about:
+            raise ConfigError(about["error"], **about["data"])
+        return {COPIES: about.pop("folder"), COPY_KEEPER: json.dumps(about)}
+
+    def _line(self) -> bytes:
+        """The next that it prints. Raises OSError: nothing within the deadline."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(_START_SECONDS):
+                raise OSError(f"nothing within {_START_SECONDS:g} s")
+        return self._process.stdout.readline()
+
+    def close(self) -> None:
+        """Remove the folder. Idempotent."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+            self._line()  # its end: the process that removes is no child of this one
+        self._process.stdout.close()
+        self._process.wait()
+
+    def __enter__(self) -> CopyKeeper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def main(argv: list[str]) -> None:
+    """Keep copies until stdin closes."""
+    place, address = Path(argv[0]), argv[1]
+    if os.fork():  # Ray kills the children of a worker that ends, and the folder would be left
+        os._exit(0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    if not sys.stdin.buffer.readline():
+        return
+    try:
+        with copy_folder(place) as folder:
+            try:
+                _keep(folder, address)
+            finally:
+                _empty(folder)
+    except ConfigError as error:
+        _tell({"error": str(error), "data": error.data})
+
+
+def _keep(folder: Path, address: str) -> None:
+    own: dict[str, Any] = {"folder": folder, "authorization": b""}
+    handler: type[BaseHTTPRequestHandler] = type("Handler", (_Handler,), own)
+    with _server(address, handler) as server:
+        threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+        about = {"folder": str(folder), "address": address, "port": server.server_address[1]}
+        while True:
+            token = secrets.token_hex(32)
+            handler.authorization = bearer(token)  # type: ignore[attr-defined]
+            _tell({**about, "token": token})
+            if not sys.stdin.buffer.readline():
+                break
+        server.shutdown()
+
+
+def _tell(about: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(about) + "\n")
+    sys.stdout.flush()
+
+
+def _server(address: str, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
+    """Raises ConfigError: the address is not this node's."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        daemon_threads, block_on_close = True, False
+
+    try:
+        return Server((address, 0), handler)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.peer_copy = true: {address}, the node's address in the cluster, cannot be listened on "
+            f"({error.strerror}); start the node's part of the cluster with an address of its own, or set "
+            "cluster.peer_copy = false",
+            code="unreachable",
+            setting="cluster.peer_copy",
+        ) from error
+
+
+def _empty(folder: Path) -> None:
+    """Remove the folder, also while others write in it."""
+    until = time.monotonic() + _END_SECONDS
+    while folder.exists() and time.monotonic() < until:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
+
+
+class _Handler(TokenHandler):
+    """Of one folder, with fields of the class."""
+
+    folder: Path
+
+    def do_GET(self) -> None:
+        if not self.allowed():
+            self.reply(401, json.dumps({"error": STRANGER}).encode())
+        elif self.path == "/room":
+            self.reply(200, json.dumps({"free": shutil.disk_usage(self.folder).free}).encode())
+        elif (path := self._file()) is None:
+            self.reply(404, b"{}")
+        else:
+            self._send(path)
+
+    def do_PUT(self) -> None:
+        sent = self.headers.get("Content-Length", "")
+        length = int(sent) if sent.isdecimal() and len(sent) < 16 else -1
+        if not self.allowed():
+            self.reply(401, json.dumps({"error": STRANGER}).encode())
+        elif (path := self._file()) is None or length < 0:
+            self.reply(404, b"{}")
+        else:
+            try:
+                for parent in reversed(path.relative_to(self.folder).parents[:-1]):
+                    (self.folder / parent).mkdir(mode=0o700, exist_ok=True)
+                self._keep(path, length)
+            except OSError as error:
+                self.reply(507, json.dumps({"error": str(error)}).encode())
+
+    def _file(self) -> Path | None:
+        """What the path names; None: nothing that may be here."""
+        name = self.path.removeprefix("/")
+        return self.folder / name if is_copied_file(name) else None
+
+    def _send(self, path: Path) -> None:
+        try:
+            file = path.open("rb")
+        except OSError:
+            self.reply(404, b"{}")
+            return
+        with file:
+            self.close_connection = True
+            self.send_response(200)
+            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+            self.end_headers()
+            shutil.copyfileobj(file, self.wfile, CHUNK)
+
+    def _keep(self, path: Path, length: int) -> None:
+        """A file has its name when all of it has come, from a rank that is still of the generation."""
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            with partial.open("xb") as file:
+                sha256 = copied(self.rfile, file, length)
+            if sha256 is None or not self.allowed():
+                self.close_connection = True
+                return
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        self.reply(200, json.dumps({"sha256": sha256}).encode())
+
+
+class _Source(Protocol):
+    def readinto(self, buffer: Any, /) -> int | None: ...
+
+
+class _Target(Protocol):
+    def write(self, data: memoryview, /) -> Any: ...
+
+
+def copied(source: _Source, target: _Target, length: int) -> str | None:
+    """Copy so many bytes; their sha256, or None: the source has fewer."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
+    while length:
+        count = source.readinto(buffer[: min(CHUNK, length)])
+        if not count:
+            return None
+        digest.update(buffer[:count])
+        target.write(buffer[:count])
+        length -= count
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
