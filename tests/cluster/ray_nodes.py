@@ -1,6 +1,7 @@
-"""A Ray cluster on this machine, with a token, until stdin closes: ray_nodes.py FOLDER two|head.
+"""A Ray cluster on this machine, with a token, until stdin closes: ray_nodes.py FOLDER two|spare|head.
 
 two     two nodes of one CPU; FOLDER/address is that of the cluster
+spare   three nodes of one CPU beside the head, which has none: each of them may die
 head    one node of two CPUs with a dashboard on loopback; FOLDER/address is that of the dashboard
 """
 
@@ -10,7 +11,8 @@ import socket
 import sys
 from pathlib import Path
 
-folder, two = Path(sys.argv[1]), sys.argv[2] == "two"
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+head = kind == "head"
 token = folder / "token"
 with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
     file.write(secrets.token_hex(32))
@@ -29,15 +31,16 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-common = {"num_cpus": 1 if two else 2, "object_store_memory": 80_000_000}
-args = {**common, "temp_dir": str(folder / "ray"), "include_dashboard": not two, "dashboard_port": None}
-if not two:
+common = {"num_cpus": 1, "object_store_memory": 80_000_000}
+args = {**common, "num_cpus": {"two": 1, "spare": 0, "head": 2}[kind]}
+args |= {"temp_dir": str(folder / "ray"), "include_dashboard": head, "dashboard_port": None}
+if head:
     args |= {"dashboard_host": "127.0.0.1", "dashboard_port": free_port()}
     args |= {"dashboard_agent_listen_port": free_port()}  # of itself one number for all clusters of a machine
 cluster = Cluster(initialize_head=True, head_node_args=args)
-if two:
+for _ in range({"two": 1, "spare": 3, "head": 0}[kind]):
     cluster.add_node(**common)
-(folder / "new").write_text(cluster.address if two else f"http://127.0.0.1:{args['dashboard_port']}")
+(folder / "new").write_text(f"http://127.0.0.1:{args['dashboard_port']}" if head else cluster.address)
 (folder / "new").rename(folder / "address")
 sys.stdin.read()
 cluster.shutdown()

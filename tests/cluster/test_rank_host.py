@@ -1,13 +1,17 @@
 """A rank's host, without a cluster around it."""
 
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from raising import raises
 
-from lockstep.cluster.rank_host import CHUNK, RankHost, check_submitter, submitter
+from lockstep.cluster.rank_host import CHUNK, NodeHost, RankHost, check_submitter, submitter
 from lockstep.errors import ConfigError
+from lockstep.ranks.environment import COPY_PLACE
 
 
 def followed(host: RankHost) -> tuple[bytes, bytes, int]:
@@ -49,6 +53,29 @@ def test_ctrl_c_reaches_a_rank_whose_host_has_it_blocked(tmp_path: Path) -> None
         assert followed(host)[2] == -signal.SIGINT
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def test_copies_stay_from_one_generation_of_ranks_to_the_next(tmp_path: Path) -> None:
+    host = NodeHost(1, address="127.0.0.1")
+    script = "import os; print(os.environ['LOCKSTEP_COPIES'], os.environ['LOCKSTEP_COPY_KEEPER'])"
+
+    def generation() -> tuple[Path, dict[str, Any]]:
+        host.start(["-c", script], [{COPY_PLACE: str(tmp_path)}], cwd=str(tmp_path))
+        out, err, status = followed(host._hosts[0])
+        assert status == 0, err
+        folder, _, keeper = out.decode().partition(" ")
+        return Path(folder), json.loads(keeper)
+
+    folder, keeper = generation()
+    again, keeper_again = generation()
+    assert again == folder and keeper_again["port"] == keeper["port"]
+    assert keeper_again["token"] != keeper["token"]
+    (killed,) = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
+    killed.kill()
+    new, _ = generation()
+    assert new != folder and [*tmp_path.iterdir()] == [new], "what nobody keeps any more is removed"
+    host.close()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_node_without_the_folder_refuses(tmp_path: Path) -> None:

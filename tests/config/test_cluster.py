@@ -26,6 +26,8 @@ def test_it_draws_the_ranks_of_each_node() -> None:
         "node 0: [cpu 0: rank 0] [cpu 1: rank 1]  each: policy + value",
         "node 1: [cpu 0: rank 2] [cpu 1: rank 3]  each: policy + value",
     ]
+    copied = cluster(nodes=3, peer_copy=True).draw(["policy"])
+    assert copied[3:] == ["copies in memory after each step: node 0 -> node 1 -> node 2 -> node 0"]
 
 
 @pytest.mark.parametrize(

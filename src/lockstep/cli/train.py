@@ -199,31 +199,37 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     log_dir, own = folder / "logs" / "ranks" / started, ["train", *argv, *flags]
     watch = command.rank_timeout or WAIT_SECONDS
-    healing = _healing(command.run.cluster, run_dir=folder)
+    again = f"--ranks {command.ranks}" if command.cluster is None else f"--cluster {command.cluster}"
+    again = f"lockstep train --resume {shlex.quote(str(folder))} {again}"
+    healing = _healing(command, run_dir=folder, again=again)
     if command.cluster is not None:
-        again = f"--cluster {command.cluster}"
         status = _launch_on_cluster(command, own, log_dir=log_dir, healing=healing)
     else:
         assert command.ranks is not None
-        again, ranks = f"--ranks {command.ranks}", command.ranks
+        ranks = command.ranks
         if healing is None:
             status = launch_ranks(own, ranks=ranks, timeout=None, log_dir=log_dir, graceful=True, watch=watch)
         else:
             status = launch_healing_ranks(own, ranks=ranks, log_dir=log_dir, watch=watch, rules=healing)
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
-        resume = f"go on with: lockstep train --resume {shlex.quote(str(folder))} {again}"
+        resume = f"go on with: {again}"
         if not (folder / "config.toml").exists():
             resume = "nothing had begun: start it again by the same command"
         echo(f"train: interrupted, stopped at once, {folder}, {resume}")
     return status
 
 
-def _healing(config: ClusterConfig | None, *, run_dir: Path) -> HealingRules | None:
+def _healing(command: TrainCommand, *, run_dir: Path, again: str) -> HealingRules | None:
     """What is done about a rank that dies; None: the run ends."""
+    config = command.run.cluster
     if config is None or not config.peer_copy:
         return None
     return HealingRules(
-        copy_dir=config.copy_dir or PLACE, max_restarts=config.max_restarts, run_dir=run_dir.absolute()
+        copy_dir=config.copy_dir or PLACE,
+        max_restarts=config.max_restarts,
+        run_dir=run_dir.absolute(),
+        each_node=command.cluster is not None and config.nodes > 1,
+        resume=again,
     )
 
 

@@ -1,12 +1,14 @@
-"""One rank on a node: a process of its own, whose output is handed to whoever asks.
+"""The ranks on a node: processes of their own, whose output is handed to whoever asks.
 
-Runs inside the process that the cluster provider has there (a Ray actor), which does nothing but this for
-each rank of the node: the rank is a Child of it (lockstep.processes), so it ends with everything it started
-when this process ends.
+Runs inside the process that the cluster provider has there (a Ray actor), which does nothing but this: each
+rank is a Child of it (lockstep.processes), so it ends with everything it started when this process ends.
+Where copies of the ranks' state are kept in each node's memory, that is done beside it
+(lockstep.loop.copy_keeper).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -21,8 +23,10 @@ from typing import Any
 
 import lockstep
 from lockstep.cluster.environment import staying
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.loop.copy_keeper import CopyKeeper
 from lockstep.processes.child import Child
+from lockstep.ranks.environment import COPY_PLACE
 from lockstep.version import __version__
 
 CHUNK = 40_000
@@ -75,6 +79,53 @@ def check_submitter() -> None:
             f"{platform.node()} has {here}; install the same version on both",
             code="version-differs",
         )
+
+
+class NodeHost:
+    """The hosts of a node's ranks, in one generation after the other.
+
+    Args:
+        address: of this node, as others reach it.
+    """
+
+    def __init__(self, ranks: int, *, address: str) -> None:
+        self._address = address
+        self._hosts = [RankHost() for _ in range(ranks)]
+        self._keeper: CopyKeeper | None = None
+
+    def host(self, local_rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the host of one rank."""
+        return getattr(self._hosts[local_rank], method)(*args, **kwargs)
+
+    def start(self, argv: Sequence[str], env: Sequence[Mapping[str, str]], **how: Any) -> None:
+        """Start all ranks of the node; those of the generation before have ended.
+
+        Args:
+            env: of each rank.
+            how: as of RankHost.start.
+
+        Raises:
+            ConfigError: as RankHost.start, and there is no room for copies.
+        """
+        self._hosts = [RankHost() for _ in env]
+        more: dict[str, str] = {}
+        if place := env[0].get(COPY_PLACE):
+            more = self._environment_of_copies(Path(place))
+        for host, own in zip(self._hosts, env, strict=True):
+            host.start(argv, {n: v for n, v in own.items() if n != COPY_PLACE} | more, **how)
+
+    def _environment_of_copies(self, place: Path) -> dict[str, str]:
+        if self._keeper is not None:
+            with contextlib.suppress(CheckpointError):
+                return self._keeper.environment()
+            self._keeper.close()  # it has been killed, as when memory is full; the next node has the copies
+        self._keeper = CopyKeeper(place, self._address)
+        return self._keeper.environment()
+
+    def close(self) -> None:
+        """Remove the node's copies."""
+        if self._keeper is not None:
+            self._keeper.close()
 
 
 class RankHost:

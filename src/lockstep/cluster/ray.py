@@ -7,8 +7,10 @@
 A placement group has one bundle per node, and a bundle one actor, which starts one process per rank
 (lockstep.cluster.rank_host). Ray places, starts and watches; what travels through it is argv, environment and
 the text that ranks write, in pieces that Ray keeps out of its object store. When the driver or a node dies,
-Ray ends the actors, and with each of them its ranks. An actor takes half a percent of a core for itself, as
-Ray wakes it 100 times a second, so there is one per node; the driver waits for calls that stay open.
+Ray ends the actors, and with each of them its ranks. Actors that keep copies of their ranks' state stay
+until the provider is closed, and Ray moves the bundle of a node that has died to another one. An actor takes
+half a percent of a core for itself, as Ray wakes it 100 times a second, so there is one per node; the driver
+waits for calls that stay open.
 
 Token authentication is always on. Ray loads when a function here is called, after the environment is set.
 """
@@ -34,11 +36,12 @@ from typing import Any, TypeVar
 
 from lockstep.cluster.environment import staying, travelling
 from lockstep.cluster.launch import LOOPBACK
-from lockstep.cluster.rank_host import COMPARED, RankHost, facts
+from lockstep.cluster.rank_host import COMPARED, NodeHost, facts
 from lockstep.config.cluster import ClusterConfig, check_temp_dir
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.cache import cache_root
 from lockstep.observe.files import write_atomic
+from lockstep.observe.text import echo
 from lockstep.processes.child import Child
 from lockstep.protocols.cluster import Answers, Node, Placement, RankEnded, World
 
@@ -54,6 +57,7 @@ _FOLLOW_SECONDS = 300.0
 """How long an answer about a rank waits for news."""
 _ANSWER_SECONDS = 10.0
 """For the answer of a node to a question about its rank."""
+_RETRY_SECONDS = 1.0
 _FREE_BYTES = 2**30
 _STALE_SECONDS = 60.0
 _LIMITS = {"RAY_ROTATION_MAX_BYTES": str(8 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "1"}
@@ -222,6 +226,11 @@ class RayProvider:
         check_token(address)
         ray = import_ray()
         self._ray, self._config, self.log_dir = ray, config, log_dir
+        self._heals = config.peer_copy and config.nodes > 1
+        """Whether places, and the copies in their memory, are kept from one world to the next."""
+        self._group: Any = None
+        self._actors: list[Any] = []
+        """By node."""
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="lockstep")
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -236,6 +245,10 @@ class RayProvider:
 
     def close(self) -> None:
         """Leave the cluster."""
+        if self._actors:
+            calls = [actor.close.remote() for actor in self._actors]
+            self._ray.wait(calls, num_returns=len(calls), timeout=2 * _END_SECONDS)
+            self._give_back()
         self._ray.shutdown()
 
     def nodes(self) -> list[Node]:
@@ -256,21 +269,35 @@ class RayProvider:
 
         Raises:
             ConfigError: there is no such place, or what is installed there differs.
-            ClusterError: a rank's actor died.
+            ClusterError: a rank's actor died, or no node is free in the place of one that has died.
         """
-        group = self._reserve(placement)
-        actors = [self._actor(group, placement, node) for node in range(placement.nodes)]
-        members = [_Member(actors[slot.node], slot.local_rank) for slot in placement.slots]
-        world = World(placement=placement, log_dir=self.log_dir, members=members, place=group)
+        healing, until = bool(self._actors), time.monotonic() + self._config.node_seconds
+        while True:
+            if self._group is None:
+                self._group = self._reserve(placement)
+            self._fill_places(placement, until=until)
+            try:
+                return self._start(placement, env, argv)
+            except ClusterError as lost:
+                if not healing or time.monotonic() > until:
+                    raise
+                echo(f"lockstep: {lost}; trying again", file=sys.stderr)
+                time.sleep(_RETRY_SECONDS)
+
+    def _start(self, placement: Placement, env: Sequence[Mapping[str, str]], argv: Sequence[str]) -> World:
+        members = [_Member(self._actors[slot.node], slot.local_rank) for slot in placement.slots]
+        world = World(placement=placement, log_dir=self.log_dir, members=members)
         try:
-            there = self._get([actor.facts.remote() for actor in actors])
+            there = self._get([actor.facts.remote() for actor in self._actors])
             _compare(there)
+            kwargs = {"cwd": None if _is_job() else os.getcwd(), "secrets": tuple(self._config.secrets)}
             started = []
-            for slot, member, own in zip(placement.slots, members, env, strict=True):
-                environment = dict(own) | _devices(there[slot.node], placement)
-                environment.setdefault("OMP_NUM_THREADS", str(_threads(there[slot.node], placement)))
-                kwargs = {"cwd": None if _is_job() else os.getcwd(), "secrets": tuple(self._config.secrets)}
-                started.append(member.call("start", list(argv), environment, **kwargs))
+            for node, (actor, facts_there) in enumerate(zip(self._actors, there, strict=True)):
+                more = _devices(facts_there, placement)
+                threads = {"OMP_NUM_THREADS": str(_threads(facts_there, placement))}
+                own = env[node * placement.per_node : (node + 1) * placement.per_node]
+                here = [threads | dict(of_rank) | more for of_rank in own]
+                started.append(actor.start.remote(list(argv), here, **kwargs))
             self._get(started)
         except BaseException:
             self.stop(world)
@@ -280,6 +307,68 @@ class RayProvider:
         for member in members:
             member.follow()
         return world
+
+    def _fill_places(self, placement: Placement, *, until: float) -> None:
+        """An actor on each node: those that live stay, with their copies; Ray moves the places of a node that
+        has died to another one.
+
+        Raises:
+            ClusterError: no other node is free in time.
+        """
+        kept = self._living()
+        lost = [node for node, actor in enumerate(kept) if actor is None]
+        if lost:
+            named = ", ".join(map(str, lost))
+            seconds = max(0.0, until - time.monotonic())
+            echo(
+                f"lockstep: node {named} of {placement.nodes} is lost; waiting at most {seconds:.0f} s for "
+                "another in its place",
+                file=sys.stderr,
+            )
+        kept = kept or [None] * placement.nodes
+        self._actors = [
+            self._actor(self._group, placement, node) if actor is None else actor
+            for node, actor in enumerate(kept)
+        ]
+        try:
+            self._await([self._actors[node] for node in lost], placement, until=until)
+        except BaseException:  # also Ctrl-C
+            for node in lost:
+                self._kill(self._actors[node])
+            raise
+
+    def _await(self, actors: Sequence[Any], placement: Placement, *, until: float) -> None:
+        calls = [actor.facts.remote() for actor in actors]
+        if not calls:
+            return
+        seconds = max(0.0, until - time.monotonic())
+        there, _ = self._ray.wait(calls, num_returns=len(calls), timeout=seconds)
+        if len(there) < len(calls):
+            has = "; ".join(f"{n.name}: {n.cpus} CPUs, {n.gpus} GPUs" for n in self.nodes())
+            raise ClusterError(
+                f"a node has died, and none with {_bundle(placement)} became free in its place within "
+                f"cluster.node_seconds = {self._config.node_seconds:g}; the cluster has {has}, some of it in "
+                "use. Add a node, then go on",
+                code="not-enough",
+                setting="cluster.node_seconds",
+            )
+
+    def _living(self) -> list[Any]:
+        """The actors by node; None in the place of one that is gone."""
+        errors = self._ray.exceptions
+        calls = [actor.facts.remote() for actor in self._actors]
+        if calls:
+            self._ray.wait(calls, num_returns=len(calls), timeout=START_SECONDS)
+        living: list[Any] = []
+        for call, actor in zip(calls, self._actors, strict=True):
+            try:
+                self._ray.get(call, timeout=0)
+            except (errors.RayActorError, errors.GetTimeoutError):
+                self._kill(actor)
+                living.append(None)
+            else:
+                living.append(actor)
+        return living
 
     def watch(self, world: World) -> Iterator[RankEnded]:
         """Yield every rank that has ended, and append what the ranks wrote to their logs."""
@@ -311,7 +400,6 @@ class RayProvider:
 
     def stop(self, world: World, number: signal.Signals | None = None) -> None:
         """Pass a signal on, or end all and give their places back."""
-        gone = (self._ray.exceptions.RayError,)
         call = "end" if number is None else "send_signal"
         arguments = () if number is None else (int(number),)
         calls = [member.call(call, *arguments) for member in world.members]
@@ -323,11 +411,23 @@ class RayProvider:
             self.wait(world, deadline - time.monotonic())
             for _ in self.watch(world):
                 pass
-        for actor in {id(member.actor): member.actor for member in world.members}.values():
-            with contextlib.suppress(*gone):
-                self._ray.kill(actor)
-        with contextlib.suppress(*gone):
-            self._ray.util.remove_placement_group(world.place)
+        if self._heals:
+            for member in world.members:
+                if member.answer is not None and member.ended is None:
+                    self._kill(member.actor)  # a rank that cannot be ended: its place is not used again
+        else:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for actor in self._actors:
+            self._kill(actor)
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.util.remove_placement_group(self._group)
+        self._group, self._actors = None, []
+
+    def _kill(self, actor: Any) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(actor)
 
     def logs(self, world: World) -> list[Path]:
         """rank-N.log and rank-N.err.log of every rank."""
@@ -336,7 +436,7 @@ class RayProvider:
 
     def _reserve(self, placement: Placement) -> Any:
         """A placement group: a bundle per node."""
-        bundle = {"CPU": placement.per_node} | ({"GPU": placement.per_node} if placement.gpus else {})
+        bundle = _bundle(placement)
         strategy = "STRICT_PACK" if placement.nodes == 1 else "STRICT_SPREAD"
         group = self._ray.util.placement_group([bundle] * placement.nodes, strategy=strategy)
         if not group.wait(timeout_seconds=START_SECONDS):
@@ -403,15 +503,11 @@ def _is_job() -> bool:
     return bool(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"))
 
 
-class _NodeActor:
+class _NodeActor(NodeHost):
     """The actor of one node."""
 
     def __init__(self, ranks: int) -> None:
-        self._hosts = [RankHost() for _ in range(ranks)]
-
-    def host(self, local_rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the host of one rank."""
-        return getattr(self._hosts[local_rank], method)(*args, **kwargs)
+        super().__init__(ranks, address=import_ray().util.get_node_ip_address())
 
     def facts(self) -> dict[str, Any]:
         ray = import_ray()
@@ -441,6 +537,11 @@ class _Member:
 def _short(error: Exception) -> str:
     """What Ray says, on one line."""
     return " ".join(str(error).split())[:300]
+
+
+def _bundle(placement: Placement) -> dict[str, int]:
+    """What the ranks of a node need."""
+    return {"CPU": placement.per_node} | ({"GPU": placement.per_node} if placement.gpus else {})
 
 
 def _devices(there: Mapping[str, Any], placement: Placement) -> dict[str, str]:

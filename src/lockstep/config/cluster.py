@@ -50,12 +50,15 @@ class ClusterConfig(Config):
     """MB of Ray's object store under --cluster local. No tensor goes through it."""
     peer_copy: bool = False
     """Keep each rank's state also in host memory that outlives it, copied while the next step goes on; when a
-    rank dies, all are started again and go on from there. Also with --ranks. One node only."""
+    rank dies, all are started again and go on from there. Also with --ranks. On several nodes also in the
+    memory of the next node, so that the run outlives the death of a node."""
     max_restarts: NonNegativeInt = 3
     """With peer_copy: how often in a run. Then a death ends it."""
     copy_dir: FilePath | None = None
-    """With peer_copy: a folder in memory (tmpfs) with room for two copies of the state of all ranks of the
-    machine; None: /dev/shm."""
+    """With peer_copy: a folder in memory (tmpfs), on each node, with room for two copies of the state of all
+    ranks; None: /dev/shm."""
+    node_seconds: PositiveFloat = 600.0
+    """With peer_copy on several nodes: how long to wait for a node in the place of one that has died."""
 
     @property
     def per_node(self) -> int:
@@ -153,14 +156,6 @@ class ClusterConfig(Config):
                 code="no-effect",
                 setting="slots",
             )
-        if self.peer_copy and self.nodes > 1:
-            raise ConfigError(
-                f"peer_copy = true with nodes = {self.nodes}: copies are in the memory of one machine, and a "
-                "node that is lost takes them with it; set peer_copy = false and checkpoint.every, or "
-                "nodes = 1",
-                code="unsupported-combination",
-                setting="peer_copy",
-            )
         if self.ranks > MOST_SLOTS:
             raise ConfigError(
                 f"nodes * ranks per node = {self.nodes} * {self.per_node} = {self.ranks} is above "
@@ -172,8 +167,8 @@ class ClusterConfig(Config):
         return self
 
     def draw(self, roles: Sequence[str]) -> list[str]:
-        """Return a line per node: which ranks it runs, on what, and which roles each of them holds; and one
-        for the processes of each further world.
+        """Return a line per node: which ranks it runs, on what, and which roles each of them holds; one for
+        the processes of each further world, and one for copies that go from node to node.
 
         Example:
             >>> ClusterConfig(nodes=2, gpus=2).draw(["policy", "ref"])[0]
@@ -190,6 +185,9 @@ class ClusterConfig(Config):
             boxes = " ".join(f"[{kind} {slot}: beside rank {rank}]" for slot, rank in ranks)
             for number, world in zip(WORLD_NUMBERS, self.worlds, strict=False):
                 lines.append(f"  {number} world: {boxes}  each: {' + '.join(world)}")
+        if self.peer_copy and self.nodes > 1:
+            ring = " -> ".join(f"node {node}" for node in [*range(self.nodes), 0])
+            lines.append(f"copies in memory after each step: {ring}")
         return lines
 
 

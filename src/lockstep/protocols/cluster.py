@@ -85,8 +85,6 @@ class World:
     """On the machine of the driver: rank-N.log and rank-N.err.log."""
     members: Sequence[Any]
     """By rank; the provider's own."""
-    place: Any = None
-    """The provider's own: what it gives back when the world has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +111,11 @@ class Provider(Protocol):
     def nodes(self) -> list[Node]: ...
 
     def start(self, placement: Placement, env: Sequence[Mapping[str, str]], argv: Sequence[str]) -> World:
-        """Start `argv` once per slot.
+        """Start `argv` once per slot; the ranks of the world before, if there was one, have been stopped.
 
         Args:
-            env: of each rank, beside what programs need of the environment of its node.
+            env: of each rank, beside what programs need of the environment of its node. COPY_PLACE of
+                lockstep.ranks.environment asks for a folder of copies on each node that outlives the ranks.
 
         Raises:
             ConfigError: there is no such place, or what is installed there differs.

@@ -1,4 +1,4 @@
-"""Start all ranks again when one has died: they go on from copies of their state in this machine's memory.
+"""Start all ranks again when one has died: they go on from copies of their state in host memory.
 
     rules = HealingRules(copy_dir=Path("/dev/shm"), max_restarts=3, run_dir=Path("runs/a"))
     status = launch_healing(lambda logs: Launch(command, ranks=2, log_dir=logs), rules, log_dir=Path("logs"))
@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.errors import LockstepError
 from lockstep.observe.text import echo
 from lockstep.ranks.copy_folder import committed_steps, copy_folder
-from lockstep.ranks.environment import COPIES
+from lockstep.ranks.environment import COPIES, COPY_PLACE
 from lockstep.ranks.launch import Launch, LaunchInterrupted, check_launch, signals_raised
 from lockstep.ranks.recovery import Recovery
 
@@ -33,6 +34,10 @@ class HealingRules:
     max_restarts: int
     run_dir: Path
     """The run's folder, or where it will be."""
+    each_node: bool = False
+    """Whether each node makes that folder, in its own memory; False: the launcher, on this machine."""
+    resume: str = ""
+    """Command that goes on from the last checkpoint, for the user."""
 
 
 def launch_healing_ranks(
@@ -64,13 +69,17 @@ def launch_healing(make: Callable[[Path], Launch], rules: HealingRules, *, log_d
     """
     with signals_raised():
         try:
+            if rules.each_node:
+                return _generations(make, rules, None, log_dir)
             with copy_folder(rules.copy_dir) as copies:
                 return _generations(make, rules, copies, log_dir)
         except LaunchInterrupted as interrupted:  # between two generations
             return 128 + interrupted.number
 
 
-def _generations(make: Callable[[Path], Launch], rules: HealingRules, copies: Path, log_dir: Path) -> int:
+def _generations(
+    make: Callable[[Path], Launch], rules: HealingRules, copies: Path | None, log_dir: Path
+) -> int:
     recovery: Recovery | None = None
     while True:
         number = 0 if recovery is None else recovery.number
@@ -78,11 +87,16 @@ def _generations(make: Callable[[Path], Launch], rules: HealingRules, copies: Pa
         logs.mkdir(parents=True, exist_ok=True)
         launch = make(logs)
         launch.heals = True
-        launch.extra = {COPIES: str(copies)}
+        launch.extra = {COPY_PLACE: str(rules.copy_dir)} if copies is None else {COPIES: str(copies)}
         if recovery is not None:
             recovery.mark("begin again")
             launch.extra |= recovery.environment()
-        status = launch.run(None)
+        try:
+            status = launch.run(None)
+        except LockstepError:
+            if recovery is not None:
+                _say_how_to_resume(rules)
+            raise
         if launch.death is None:
             return status
         if number == rules.max_restarts:
@@ -97,7 +111,13 @@ def _generations(make: Callable[[Path], Launch], rules: HealingRules, copies: Pa
             died=launch.died,
         )
         recovery.phases["end the others"] = time.time() - launch.died
-        steps = committed_steps(copies, launch.ranks)
+        steps = [] if copies is None else committed_steps(copies, launch.ranks)
         source = f"healed from host memory at step {steps[-1]}" if steps else "started again"
         again = f"restart {recovery.number} of {recovery.most}"
         echo(f"lockstep: {launch.death}; the run is {source} ({again})", file=sys.stderr)
+
+
+def _say_how_to_resume(rules: HealingRules) -> None:
+    saved = any(rules.run_dir.glob("checkpoints/*/complete.json"))
+    how = f"go on with: {rules.resume}" if saved else "no checkpoint was saved: start it again"
+    echo(f"lockstep: the ranks of {rules.run_dir} could not be started again; {how}", file=sys.stderr)
