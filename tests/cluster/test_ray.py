@@ -98,7 +98,7 @@ def train(
 def numbers(run: Path) -> list[dict[str, object]]:
     """The metrics but for those of time and memory."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    left_out = re.compile(r"timestamp|time/.*|memory/.*|throughput/.*|.*per_second")
+    left_out = re.compile(r"world/.*|timestamp|time/.*|memory/.*|throughput/.*|.*per_second")
     return [{k: v for k, v in line.items() if not left_out.fullmatch(k)} for line in lines]
 
 
