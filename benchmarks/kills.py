@@ -9,10 +9,10 @@ directory and the undisturbed run's end: the whole process group at once, or wit
 process of the run, drawn evenly from those kinds that live then (the command itself, a supervisor, a rank, a
 worker that scores). A run that does not end well by itself is resumed until it does. Compared are the bytes
 of the exported weights of every trained model, and every metric of every step but times, memory and
-throughput. With --ranks the run is fsdp2's, and its reward is a function that runs in a worker. --resume adds
-to what the file holds. With --peer-copy no checkpoint is saved before the end, and a death of a rank must
-heal by itself (cluster.peer_copy): only a run whose command was killed is begun anew. The exit status is 0
-when every run was equal.
+throughput; and the ledger must have lost no sample and trained none twice. With --ranks the run is fsdp2's,
+and its reward is a function that runs in a worker. --resume adds to what the file holds. With --peer-copy no
+checkpoint is saved before the end, and a death of a rank must heal by itself (cluster.peer_copy): only a run
+whose command was killed is begun anew. The exit status is 0 when every run was equal.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from typing import Any
 
 import psutil
 import torch
+
+from lockstep.observe.ledger import check_ledger
 
 DEADLINE = 300.0
 """Seconds that one run may take."""
@@ -229,7 +231,7 @@ def logged_steps(run: Path) -> int:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """Hashes of the exported weights, and the metrics of each step."""
+    """Hashes of the exported weights, the metrics of each step, and what its ledger says went wrong."""
     exports = sorted(run.glob("export*/*.safetensors"))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = {
@@ -243,6 +245,7 @@ def outcome(run: Path) -> dict[str, Any]:
             str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in exports
         },
         "metrics": steps,
+        "ledger": list(check_ledger(run).problems),
     }
 
 
