@@ -38,7 +38,7 @@ BUDGETS = {
     "models": 2_890,
     "config": 2_760,
     "ranks": 2_242,
-    "observe": 1_961,
+    "observe": 1_963,
     "invariant": 1_190,
     "data": 1_330,
     "attention": 1_140,

@@ -52,7 +52,9 @@ class LedgerCheck:
         counts = [f"{self.trained} trained", dropped or "none dropped"]
         if self.asked_again:
             counts.append(f"{self.asked_again} asked for more than once")
-        verdict = f"{len(self.problems)} problems" if self.problems else "none lost, none trained twice"
+        verdict = "none lost, none trained twice"
+        if self.problems:
+            verdict = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
         lines = [f"ledger: {self.samples} samples in {self.steps} steps: {', '.join(counts)}; {verdict}"]
         more = len(self.problems) - _SHOWN
         shown = [*self.problems[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
