@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from raising import raises
 
-from lockstep.cluster.ray import RayProvider, _Member
+from lockstep.cluster.ray import ClusterError, RayProvider, _Member
 from lockstep.protocols.cluster import Answers, Placement, RankEnded, World
 
 if importlib.util.find_spec("ray") is None:
@@ -59,3 +60,46 @@ def test_an_end_is_told_until_it_has_been_heard(tmp_path: Path) -> None:
     ended = [RankEnded(rank=0, status=3)]
     assert list(made.watch(world)) == ended and list(made.watch(world)) == ended
     assert (tmp_path / "rank-0.log").read_bytes() == b"bye", "its text is taken once"
+
+
+def places(monkeypatch: pytest.MonkeyPatch, answers: list[Any], *, new: Any) -> tuple[RayProvider, list[Any]]:
+    """A provider whose nodes' actors answer so, and actors that it has killed; new: what one in the place of
+    another answers."""
+
+    def actor(answer: Any) -> Any:
+        return SimpleNamespace(facts=SimpleNamespace(remote=lambda: answer), answer=answer)
+
+    made, _ = provider([])
+    killed: list[Any] = []
+    late = type("GetTimeoutError", (LostError,), {})
+
+    def get(call: Any, *, timeout: float) -> Any:
+        if call == "late":
+            raise late
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    made._ray.get, made._ray.kill, made._ray.nodes = get, killed.append, list
+    made._ray.exceptions.RayActorError, made._ray.exceptions.GetTimeoutError = LostError, late
+    made._config, made._group = SimpleNamespace(node_seconds=1.0), None  # type: ignore[assignment]
+    made._actors = [actor(answer) for answer in answers]
+    monkeypatch.setattr(RayProvider, "_actor", lambda *_: actor(new))
+    return made, killed
+
+
+def test_nodes_that_live_stay_and_others_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, killed = places(monkeypatch, ["a", LostError("its node has died"), "late"], new="n")
+    before = list(made._actors)
+    made._fill_places(Placement(nodes=3, per_node=1), until=1e12)
+    assert [actor.answer for actor in made._actors] == ["a", "n", "n"]
+    assert made._actors[0] is before[0] and killed == before[1:]
+
+
+def test_no_node_in_the_place_of_another_is_an_error_and_nobody_waits_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, killed = places(monkeypatch, ["a", LostError("its node has died")], new="late")
+    with raises(ClusterError, "not-enough: cluster.node_seconds"):
+        made._fill_places(Placement(nodes=2, per_node=1), until=0.0)
+    assert made._actors[1] in killed and made._actors[0] not in killed
