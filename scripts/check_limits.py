@@ -29,7 +29,7 @@ MAX_P99_LINES = 50
 
 BUDGETS = {
     "lab": 11_710,
-    "engine": 7_573,
+    "engine": 7_570,
     "recording": 5_130,
     "cli": 4_679,
     "train": 4_370,

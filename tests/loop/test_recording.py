@@ -234,7 +234,7 @@ def test_what_a_step_failed_on_is_there(tiny_toml: Path, tmp_path: Path, monkeyp
     def check(losses: Any, batches: Any, *, step: int) -> None:
         require_finite([*losses[:-1], losses[-1] * (math.nan if step == 1 else 1.0)], batches, step=step)
 
-    monkeypatch.setattr("lockstep.train.local.require_finite", check)
+    monkeypatch.setattr("lockstep.train.base.require_finite", check)
     run = load_run(tiny_toml, overrides=BASE | {"run_dir": str(tmp_path / "run")})
     with raises(TrainError, "not-finite", step=1, micro_batch=1):
         train_online(run)  # type: ignore[arg-type]

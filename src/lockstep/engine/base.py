@@ -29,6 +29,10 @@ class ModelEngine(Streaming):
         self._state = "awake"
         self._policy_version = 0
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._kv_bytes = 0
+        """Of the KV cache, at most so far."""
+        self._kv_use: float | None = None
+        self._restarts = 0
 
     def _check(self, turn: Turn) -> None:
         self._check_request(turn.request, index=turn.index)
@@ -55,7 +59,8 @@ class ModelEngine(Streaming):
             )
 
     def _require_ready(self) -> None:
-        self._require_awake("generate")
+        if self._state != "awake":
+            self._require_awake("generate")
 
     def _completion(  # the request, the sample's seed, and what was sampled
         self,
@@ -90,9 +95,8 @@ class ModelEngine(Streaming):
             cached_tokens=cached_tokens,
         )
 
-    def _stats(
-        self, *, kv_cache_bytes: int, kv_cache_use: float | None = None, restarts: int = 0
-    ) -> EngineStats:
+    def stats(self) -> EngineStats:
+        """See lockstep.protocols.InferenceEngine."""
         return EngineStats(
             policy_version=self._policy_version,
             requests=self._requests,
@@ -100,10 +104,10 @@ class ModelEngine(Streaming):
             cached_tokens=self._cached_tokens,
             completion_tokens=self._completion_tokens,
             generate_seconds=self._seconds,
-            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_bytes=self._kv_bytes,
             queued=self._open,
-            kv_cache_use=kv_cache_use,
-            restarts=restarts,
+            kv_cache_use=self._kv_use,
+            restarts=self._restarts,
         )
 
 

@@ -18,7 +18,6 @@ from lockstep.engine.weights import copy_weights
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.observe.memory import is_out_of_memory
-from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import GenerationRequest
 from lockstep.schema.weights import WeightUpdate
 
@@ -117,8 +116,6 @@ class EmbeddedEngine(ModelEngine):
         self._config, self._model = config, model
         self.on_token: OnToken | None = None
         """Called after each token, in the thread that computes; set it while nothing runs."""
-        self._peak_bytes = 0
-        """Of the KV cache."""
 
     def _run(self) -> Sequence[EndedSample]:
         raise NotImplementedError
@@ -190,9 +187,6 @@ class EmbeddedEngine(ModelEngine):
     def wake(self) -> None:
         self._require_open()
         self._state = "awake"
-
-    def stats(self) -> EngineStats:
-        return self._stats(kv_cache_bytes=self._peak_bytes)
 
     def close(self) -> None:
         """Idempotent; every other call but `stats` is an error afterwards."""

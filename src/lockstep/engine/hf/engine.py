@@ -58,15 +58,14 @@ class HFEngine(EmbeddedEngine):
 
     def _end(self) -> None:
         self._generation = None
-        self._clear_cache()
+        self._kv_bytes = max(self._kv_bytes, self._cache.num_bytes)
+        self._cache.clear()
 
     def _give_back(self) -> None:
-        self._clear_cache()
+        self._end()
         self._skeleton.linears.clear()
         self._sampler = Sampler()
 
-    _weights_changed = _give_back
-
-    def _clear_cache(self) -> None:
-        self._peak_bytes = max(self._peak_bytes, self._cache.num_bytes)
-        self._cache.clear()
+    def _weights_changed(self) -> None:
+        # Only these: the cache is empty between streams.
+        self._skeleton.linears.clear()

@@ -109,8 +109,8 @@ class NativeEngine(EmbeddedEngine):
             self.counts.preemptions += generation.scheduler.preemptions
 
     def stats(self) -> EngineStats:
-        use = 0.0 if self._generation is None else self._generation.scheduler.use
-        return self._stats(kv_cache_bytes=self._peak_bytes, kv_cache_use=use)
+        self._kv_use = 0.0 if self._generation is None else self._generation.scheduler.use
+        return super().stats()
 
     def _give_back(self) -> None:
         self._kv_cache = self._runner = None
@@ -209,7 +209,7 @@ class NativeEngine(EmbeddedEngine):
                 self._runner.forget()
             self._kv_cache = None  # its memory first
             self._kv_cache = KVCache(shape, tokens)
-            self._peak_bytes = max(self._peak_bytes, self._kv_cache.num_bytes)
+            self._kv_bytes = max(self._kv_bytes, self._kv_cache.num_bytes)
 
     def _refuse(self, turn: Turn, capacity: int) -> NoReturn:
         request, needed = turn.request, end_of(turn.request, self._model) - 1
@@ -232,7 +232,7 @@ class NativeEngine(EmbeddedEngine):
         config = self._config
         return (
             "engine.memory_fraction",
-            f"engine {NAME} ran out of memory with a KV cache of {self._peak_bytes} bytes, engine.max_batch "
+            f"engine {NAME} ran out of memory with a KV cache of {self._kv_bytes} bytes, engine.max_batch "
             f"= {config.max_batch} and engine.prefill_chunk = {config.prefill_chunk}; lower "
             "engine.memory_fraction or engine.kv_cache_tokens, or one of these",
         )

@@ -108,9 +108,7 @@ class RemoteEngine(ReceivingEngine):
         self._recovering: int | None = None
         """The thread that sends weights to a restarted server in the middle of a stream."""
         self._pushed = False
-        self._restarts = 0
-        self._kv_use: float | None = None
-        self._kv_bytes, self._kv_peak = 0, 0.0
+        self._kv_capacity, self._kv_peak = 0, 0.0
         self.request_seconds = config.request_seconds
         self.max_model_len = spec.max_model_len
         self.receivers = config.tp
@@ -231,7 +229,7 @@ class RemoteEngine(ReceivingEngine):
             self._server.start(self._driver.ready)
             try:
                 self._driver.check()
-                self._kv_bytes = self._driver.memory().get("kv_cache_bytes", 0)
+                self._kv_capacity = self._driver.memory().get("kv_cache_bytes", 0)
             except BaseException:
                 self._server.stop()
                 raise
@@ -424,11 +422,8 @@ class RemoteEngine(ReceivingEngine):
 
     def stats(self) -> EngineStats:
         """Totals; without the KV cache's use if the server does not answer."""
-        return self._stats(
-            kv_cache_bytes=int(self._kv_bytes * self._kv_peak),
-            kv_cache_use=self._kv_use,
-            restarts=self._restarts,
-        )
+        self._kv_bytes = int(self._kv_capacity * self._kv_peak)
+        return super().stats()
 
     def describe(self) -> dict[str, Any]:
         """Describe the server for the manifest: version, url, and the command and environment that started

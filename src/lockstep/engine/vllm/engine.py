@@ -73,7 +73,7 @@ class VLLMEngine(ReceivingEngine):
                     what="start",
                     deadline=time.monotonic() + config.start_seconds,
                 )
-                self._kv_cache_bytes = int(self._memory(seconds=config.start_seconds)["kv_cache_bytes"])
+                self._kv_bytes = int(self._memory(seconds=config.start_seconds)["kv_cache_bytes"])
         except BaseException:
             self._state = "closed"
             self._thread.end(seconds=0.0)
@@ -286,10 +286,8 @@ class VLLMEngine(ReceivingEngine):
 
     def stats(self) -> EngineStats:
         open_now = self._state in ("awake", "asleep")
-        return self._stats(
-            kv_cache_bytes=self._kv_cache_bytes,
-            kv_cache_use=self._core.kv_cache_use() if open_now else None,
-        )
+        self._kv_use = self._core.kv_cache_use() if open_now else None
+        return super().stats()
 
     def memory(self) -> dict[str, float]:
         """Bytes, by name: weights, KV cache; on a GPU also of the allocator and the device."""
