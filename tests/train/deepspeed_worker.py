@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-sys.path.append(str(Path(__file__).parents[1] / "loop"))
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("loop", "common")]
 
 from scored_tools import compare_on_ranks
 

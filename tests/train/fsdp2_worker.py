@@ -30,7 +30,7 @@ from fsdp2_tools import (
     pair,
 )
 
-sys.path.append(str(Path(__file__).parents[1] / "loop"))
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("loop", "common")]
 
 from scored_tools import compare_on_ranks
 
