@@ -200,7 +200,7 @@ def test_an_interpreter_that_is_none(tmp_path):
 
 OWNER = """
 import sys, threading, time
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {paths!r}
 from servers import answers, process
 server = process({folder!r})
 def start():
@@ -216,7 +216,8 @@ print("up" if server.ended() is None else "gone", flush=True)
 
 def owner(folder, then="time.sleep(600)"):
     write_plan(folder, {"grandchild": True})
-    code = OWNER.format(tests=str(Path(__file__).parent), folder=str(folder), then=then)
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "common")]
+    code = OWNER.format(paths=paths, folder=str(folder), then=then)
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "up\n"
     return child
