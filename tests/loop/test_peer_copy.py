@@ -213,6 +213,20 @@ def test_a_restart_goes_on_from_memory(
     assert (tmp_path / "run/checkpoints/step-000004").is_dir()
 
 
+def test_a_restart_goes_on_on_another_host(
+    dead: GRPORun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run/lock").write_text('{"pid": 1, "started": "1", "host": "the node that died"}')
+    assert healed(dead, tmp_path, monkeypatch)["restarts"] == 1
+
+
+def test_only_a_restart_of_the_run_takes_its_lock(dead: GRPORun, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    (tmp_path / "other/lock").write_text('{"pid": 1, "started": "1", "host": "another"}')
+    with raises(ConfigError, "locked"):
+        train_online(tiny(tmp_path / "other"), resume=tmp_path / "other")
+
+
 def test_without_copies_it_goes_on_from_the_checkpoint(
     dead: GRPORun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,17 @@ def test_a_reused_pid_is_not_the_owner_and_another_host_is_respected(tmp_path: P
         RunLock(path)
 
 
+def test_who_was_started_after_a_death_takes_the_lock_of_another_host_only(tmp_path: Path) -> None:
+    """The launcher has ended the ranks before; a process of this machine that lives is not one of them."""
+    create(tmp_path).close()
+    (tmp_path / "lock").write_text(lock_text(host="elsewhere", started="1"))
+    with RunDir.open(tmp_path, restarted=True):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    (tmp_path / "lock").write_text(lock_text())
+    with raises(ConfigError, "locked"):
+        RunDir.open(tmp_path, restarted=True)
+
+
 def test_release_leaves_a_lock_that_another_process_took_over(tmp_path: Path) -> None:
     lock = RunLock(tmp_path / "lock")
     (tmp_path / "lock").write_text(lock_text())

@@ -29,6 +29,7 @@ from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.ranks.environment import BACKSTOP_SECONDS, FLIGHT_DIR, WAIT_SECONDS
 from lockstep.ranks.launch import in_launcher
 from lockstep.ranks.node_folders import NodeFolders
+from lockstep.ranks.recovery import recovery
 from lockstep.version import __version__
 
 
@@ -152,7 +153,9 @@ def _create(run: RunConfig) -> RunDir:
 
 def _reopen(run: RunConfig, folder: Path) -> RunDir:
     check_resumable(folder, run)
-    opened = RunDir.open(folder)
+    restart = recovery()
+    # The node of the rank 0 that wrote it may be gone, with its name still in the lock.
+    opened = RunDir.open(folder, restarted=restart is not None and restart.resume == folder.absolute())
     # Another number of steps, say, must still hold when this process is killed and resumed again.
     try:
         with opened.writing(opened.config):

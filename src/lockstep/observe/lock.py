@@ -27,12 +27,16 @@ class RunLock:
     """Held from construction to `release`. A lock whose process is gone (or whose pid now belongs to another
     process) is taken over; a lock from another host cannot be checked and is respected.
 
+    Args:
+        restarted: whoever started this process knows that what held the lock on another host has ended: that
+            one is taken over as well.
+
     Raises:
         ConfigError: another live process holds it, or the folder cannot be written.
         TrainError: the disk is full or fails.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, restarted: bool = False) -> None:
         self.path = path
         self._me: dict[str, Any] = {
             "pid": os.getpid(),
@@ -43,7 +47,8 @@ class RunLock:
         # a killed run has forked.
         with _locked(path) as file:
             owner = _parse(file.read(_MAX_BYTES))
-            if owner is not None and owner != self._me and _alive(owner, self._me["host"]):
+            alive = owner is not None and _alive(owner, self._me["host"], elsewhere=not restarted)
+            if owner is not None and owner != self._me and alive:
                 raise ConfigError(
                     f"{str(path.parent)!r} is being written by process {owner['pid']} on host "
                     f"{owner['host']!r}; wait for it, use another --run-dir, or, if it is surely gone, "
@@ -150,5 +155,6 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     return owner if whole else None
 
 
-def _alive(owner: dict[str, Any], host: str) -> bool:
-    return bool(owner["host"] != host or process_start(owner["pid"]) == owner["started"])
+def _alive(owner: dict[str, Any], host: str, *, elsewhere: bool = True) -> bool:
+    """elsewhere: the answer for a process of another host."""
+    return elsewhere if owner["host"] != host else process_start(owner["pid"]) == owner["started"]

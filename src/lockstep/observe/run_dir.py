@@ -133,8 +133,11 @@ class RunDir:
         return run_dir
 
     @classmethod
-    def open(cls, path: Path) -> RunDir:
+    def open(cls, path: Path, *, restarted: bool = False) -> RunDir:
         """Open an existing run, to resume it; call `rewind` before writing.
+
+        Args:
+            restarted: as of RunLock.
 
         Raises:
             ConfigError: `path` holds no run, or another process is writing it.
@@ -147,7 +150,7 @@ class RunDir:
                 code="wrong-kind-of-file",
                 path=path,
             )
-        return cls(path, RunLock(path / "lock"))
+        return cls(path, RunLock(path / "lock", restarted=restarted))
 
     def rewind(self, steps_done: int, *, evaluated: Collection[str] = EVALUATIONS) -> None:
         """Remove what was written after the first `steps_done` steps, so that a resumed run writes it again.
