@@ -19,9 +19,10 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.online import OnlineTrainer, train_online
 from lockstep.loop.own_parts import check_own_backend
 from lockstep.loop.peer_copy import PeerCopies
+from lockstep.observe.metrics import MetricsLog
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
-from lockstep.ranks.environment import COPIES, RESTART
+from lockstep.ranks.environment import COPIES, COPY_KEEPER, RESTART
 from lockstep.ranks.recovery import Recovery, recovery
 from lockstep.train.state.parts import Layout, LiveTensors
 from lockstep.train.state.save_load import load_state, save_state
@@ -181,10 +182,10 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GRPORun]:
     recovery.cache_clear()
 
 
-def tiny(folder: Path) -> GRPORun:
+def tiny(folder: Path, **changed: Any) -> GRPORun:
     settings = {"steps": 4, "rollout.prompts_per_step": 2, "rollout.group_size": 2, "log.tensorboard": False}
     settings |= {"rollout.sampling.max_tokens": 4, "checkpoint.every": 2, "eval.num_prompts": 2}
-    settings |= {"checkpoint.background": False, "run_dir": str(folder)}
+    settings |= {"checkpoint.background": False, "run_dir": str(folder)} | changed
     run = load_run("tiny", overrides=settings)
     assert isinstance(run, GRPORun)
     return run
@@ -225,6 +226,24 @@ def test_only_a_restart_of_the_run_takes_its_lock(dead: GRPORun, tmp_path: Path)
     (tmp_path / "other/lock").write_text('{"pid": 1, "started": "1", "host": "another"}')
     with raises(ConfigError, "locked"):
         train_online(tiny(tmp_path / "other"), resume=tmp_path / "other")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_copy_that_outlives_a_node_comes_after_the_lines_of_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    """What a node that dies had not yet sent to a common disk is lost."""
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv(COPIES, str(tmp_path / "memory"))
+    if nodes == 2:
+        monkeypatch.setenv(COPY_KEEPER, json.dumps({"address": "10.0.0.1", "port": 1, "token": ""}))
+    monkeypatch.setattr(PeerCopies, "begin", lambda *_: None)
+    order: list[str] = []
+    sync = MetricsLog.sync
+    monkeypatch.setattr(MetricsLog, "sync", lambda log: order.append("sync") or sync(log))
+    monkeypatch.setattr(PeerCopies, "save", lambda *_, **__: order.append("copy"))
+    train_online(tiny(tmp_path / "run", **{"checkpoint.every": 0, "checkpoint.export_at_end": False}))
+    assert order == [*(["sync", "copy"] * 4 if nodes == 2 else ["copy"] * 4), "sync"]
 
 
 def test_without_copies_it_goes_on_from_the_checkpoint(

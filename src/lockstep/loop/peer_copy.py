@@ -56,6 +56,9 @@ class PeerCopies:
         self, folder: Path, *, ranks: RankContext, say: Callable[[str], None], ring: CopyRing | None = None
     ) -> None:
         self.folder, self._ranks, self._say, self._ring = folder, ranks, say, ring
+        self.on_nodes = ring is not None
+        """Whether they outlive the death of rank 0's node, and with it of what it has not yet written to a
+        disk."""
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._begun: int | None = None

@@ -632,6 +632,8 @@ class Session:
         made room for that (cluster.peer_copy)."""
         if self._copies is not None:
             with self.spans("peer_copy"):
+                if self._metrics is not None and self._copies.on_nodes:
+                    self._metrics.sync()  # as before a checkpoint
                 self._copies.save(done, backend, self._run_state(), busy=self._checkpoints.busy)
 
     def _run_state(self) -> dict[str, Any]:
