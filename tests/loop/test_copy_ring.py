@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
+import io
 import json
 import os
 import shutil
@@ -21,8 +23,9 @@ from typing import Any
 import pytest
 from raising import raises
 
+from lockstep.engine.served.handler import bearer
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.loop import copy_ring, peer_copy
+from lockstep.loop import copy_keeper, copy_ring, peer_copy
 from lockstep.loop.copy_keeper import CopyKeeper
 from lockstep.loop.copy_ring import CopyRing, Keeper
 from lockstep.loop.peer_copy import PeerCopies
@@ -145,6 +148,29 @@ def test_a_file_that_changes_on_its_way_is_no_part(
         patch.setattr(copy_ring._Request, "write", damaged)
         ring(nodes, 0).send(path, names(0))
     assert whole_parts(nodes[1].folder, 3) == {1: []}
+
+
+def test_a_node_whose_memory_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where most of the file has not been sent yet."""
+    size = 64 * 2**20  # more than sockets hold
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(copy_keeper, "copied", full)  # the keeper's; the ring has its own
+    own = {"folder": tmp_path, "authorization": bearer("t")}
+    with copy_keeper._server("127.0.0.1", type("Handler", (copy_keeper._Handler,), own)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            keeper = Keeper(address="127.0.0.1", port=server.server_address[1], token="t")
+            with raises(CheckpointError, "no-space"):
+                file = io.BytesIO(bytes(size))
+                CopyRing([keeper], 0, seconds=SECONDS)._put(f"{STEP}/a", file, size, until=1e12)
+        finally:
+            server.shutdown()
+            thread.join(SECONDS)
+    assert list((tmp_path / STEP).iterdir()) == []
 
 
 def test_half_a_file_is_not_kept(nodes: list[Node]) -> None:

@@ -202,8 +202,13 @@ class _Handler(TokenHandler):
                 for parent in reversed(path.relative_to(self.folder).parents[:-1]):
                     (self.folder / parent).mkdir(mode=0o700, exist_ok=True)
                 self._keep(path, length)
+            except (ConnectionError, TimeoutError):
+                self.close_connection = True
             except OSError as error:
-                self.reply(507, json.dumps({"error": str(error)}).encode())
+                with contextlib.suppress(OSError):
+                    self.reply(507, json.dumps({"error": str(error)}).encode())
+                    while length > 0 and self.rfile.read(CHUNK):  # who still sends would not see the answer
+                        length -= CHUNK
 
     def _file(self) -> Path | None:
         """What the path names; None: nothing that may be here."""
