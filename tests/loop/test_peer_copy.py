@@ -104,9 +104,17 @@ def test_a_step_goes_without_a_copy_while_another_is_written(copies: PeerCopies)
     assert copies.left_out == 2 and names(copies) == ["step-000001"]
 
 
-def test_a_copy_that_fails_leaves_the_one_before(copies: PeerCopies) -> None:
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (CheckpointError("memory is full", code="no-space"), "memory is full"),
+        (MemoryError(), "MemoryError()"),
+        (ValueError("no state"), "ValueError('no state')"),
+    ],
+)
+def test_a_copy_that_fails_leaves_the_one_before(copies: PeerCopies, error: Exception, text: str) -> None:
     def fail() -> None:
-        raise CheckpointError("memory is full", code="no-space")
+        raise error
 
     broken = Backend(2.0)
     broken.gate = fail
@@ -115,7 +123,7 @@ def test_a_copy_that_fails_leaves_the_one_before(copies: PeerCopies) -> None:
     found = copies.newest()
     assert found is not None and found[0].name == "step-000001"
     save(copies, 3, Backend(3.0))
-    assert copies.said == ["no copy of step 2 in memory: rank 0: memory is full"]  # type: ignore[attr-defined]
+    assert copies.said == [f"no copy of step 2 in memory: rank 0: {text}"]  # type: ignore[attr-defined]
     assert names(copies) == ["step-000001", "step-000003"]
 
 

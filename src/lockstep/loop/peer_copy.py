@@ -60,7 +60,7 @@ class PeerCopies:
         """Whether they outlive the death of rank 0's node, and with it of what it has not yet written to a
         disk."""
         self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._error: BaseException | None = None
         self._begun: int | None = None
         """The step of the last copy that was begun."""
         self._kept: int | None = None
@@ -151,7 +151,7 @@ class PeerCopies:
     def save(self, step: int, backend: Saved, run_state: Mapping[str, Any], *, busy: bool) -> None:
         """Begin the copy of the state after `step` steps, unless the one before is still being written on one
         of the ranks, or the loop is `busy` with a checkpoint, which uses the same buffers."""
-        mine = _BUSY if busy or self._writing else None if self._error is None else str(self._error)
+        mine = _BUSY if busy or self._writing else None if self._error is None else _said(self._error)
         told = self._ranks.gather(mine, str | None, what="beginning a copy in memory")
         if _BUSY in told:
             self.left_out += 1
@@ -241,7 +241,12 @@ class PeerCopies:
             else:
                 files = self._ring.send(path, names)
             complete(path, self._ranks.rank, files)
-        except CheckpointError as error:
-            self._error = error
         except OSError as error:
             self._error = CheckpointError(f"{path} cannot be written: {error}", code="cannot-write")
+        except BaseException as error:  # whatever it is: this rank's part is not whole
+            self._error = error
+
+
+def _said(error: BaseException) -> str:
+    """What it says; of one that nobody expects also its type."""
+    return str(error) if isinstance(error, CheckpointError) else repr(error)
