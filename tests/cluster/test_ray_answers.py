@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import importlib.util
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from raising import raises
 
+from lockstep.cluster import ray
 from lockstep.cluster.ray import ClusterError, RayProvider, _Member
 from lockstep.protocols.cluster import Answers, Placement, RankEnded, World
 
@@ -22,6 +24,10 @@ class LostError(Exception):
     """As ray.exceptions.RayError."""
 
 
+class UnavailableError(LostError):
+    """As ray.exceptions.ActorUnavailableError."""
+
+
 def provider(answers: list[Any]) -> tuple[RayProvider, World]:
     """One whose ranks' nodes answer so: "late" never comes, an error is raised."""
 
@@ -30,13 +36,13 @@ def provider(answers: list[Any]) -> tuple[RayProvider, World]:
             raise call
         return call
 
-    ray = SimpleNamespace(
+    made_up = SimpleNamespace(
         wait=lambda calls, **_: ([c for c in calls if c != "late"], [c for c in calls if c == "late"]),
         get=get,
         exceptions=SimpleNamespace(RayError=LostError),
     )
     made = object.__new__(RayProvider)
-    made._ray = ray
+    made._ray = made_up
     members = [SimpleNamespace(call=lambda *_, answer=answer: answer) for answer in answers]
     placement = Placement(nodes=len(answers), per_node=1)
     return made, World(placement=placement, log_dir=Path(), members=members)
@@ -64,10 +70,11 @@ def test_an_end_is_told_until_it_has_been_heard(tmp_path: Path) -> None:
 
 def places(monkeypatch: pytest.MonkeyPatch, answers: list[Any], *, new: Any) -> tuple[RayProvider, list[Any]]:
     """A provider whose nodes' actors answer so, and actors that it has killed; new: what one in the place of
-    another answers."""
+    another answers. A list of answers is of one call after the other."""
 
     def actor(answer: Any) -> Any:
-        return SimpleNamespace(facts=SimpleNamespace(remote=lambda: answer), answer=answer)
+        asked = iter(answer if isinstance(answer, list) else itertools.repeat(answer))
+        return SimpleNamespace(facts=SimpleNamespace(remote=lambda: next(asked)), answer=answer)
 
     made, _ = provider([])
     killed: list[Any] = []
@@ -82,6 +89,8 @@ def places(monkeypatch: pytest.MonkeyPatch, answers: list[Any], *, new: Any) -> 
 
     made._ray.get, made._ray.kill, made._ray.nodes = get, killed.append, list
     made._ray.exceptions.RayActorError, made._ray.exceptions.GetTimeoutError = LostError, late
+    made._ray.exceptions.ActorUnavailableError = UnavailableError
+    monkeypatch.setattr(ray, "START_SECONDS", 0.0)
     made._config, made._group = SimpleNamespace(node_seconds=1.0), None  # type: ignore[assignment]
     made._actors = [actor(answer) for answer in answers]
     monkeypatch.setattr(RayProvider, "_actor", lambda *_: actor(new))
@@ -91,7 +100,7 @@ def places(monkeypatch: pytest.MonkeyPatch, answers: list[Any], *, new: Any) -> 
 def test_nodes_that_live_stay_and_others_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     made, killed = places(monkeypatch, ["a", LostError("its node has died"), "late"], new="n")
     before = list(made._actors)
-    made._fill_places(Placement(nodes=3, per_node=1), until=1e12)
+    made._fill_places(Placement(nodes=3, per_node=1), made._living(), until=1e12)
     assert [actor.answer for actor in made._actors] == ["a", "n", "n"]
     assert made._actors[0] is before[0] and killed == before[1:]
 
@@ -101,5 +110,36 @@ def test_no_node_in_the_place_of_another_is_an_error_and_nobody_waits_on(
 ) -> None:
     made, killed = places(monkeypatch, ["a", LostError("its node has died")], new="late")
     with raises(ClusterError, "not-enough: cluster.node_seconds"):
-        made._fill_places(Placement(nodes=2, per_node=1), until=0.0)
+        made._fill_places(Placement(nodes=2, per_node=1), made._living(), until=0.0)
     assert made._actors[1] in killed and made._actors[0] not in killed
+
+
+def test_a_node_that_cannot_be_reached_for_a_moment_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the copies in its memory."""
+    made, killed = places(monkeypatch, ["a", [UnavailableError(), UnavailableError(), "b"]], new="n")
+    before = list(made._actors)
+    monkeypatch.setattr(ray, "START_SECONDS", 120.0)
+    assert made._living() == before and killed == []
+
+
+def test_a_node_that_is_not_reached_in_time_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, killed = places(monkeypatch, ["a", UnavailableError()], new="n")
+    assert made._living() == [made._actors[0], None] and killed == [made._actors[1]]
+
+
+def test_the_wait_for_another_node_begins_when_the_dead_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To know it may take as long as cluster.node_seconds."""
+    made, _ = places(monkeypatch, ["a"], new="n")
+    made._group, clock = object(), [0.0]
+
+    def living(_: RayProvider) -> list[Any]:
+        clock[0] += 120.0
+        return [None]
+
+    until: list[float] = []
+    monkeypatch.setattr(RayProvider, "_living", living)
+    monkeypatch.setattr(RayProvider, "_fill_places", lambda *_, **how: until.append(how["until"]))
+    monkeypatch.setattr(RayProvider, "_start", lambda *_: None)
+    monkeypatch.setattr(ray, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    made.start(Placement(nodes=1, per_node=1), [{}], [])
+    assert until == [121.0]

@@ -58,6 +58,8 @@ _FOLLOW_SECONDS = 300.0
 _ANSWER_SECONDS = 10.0
 """For the answer of a node to a question about its rank."""
 _RETRY_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+"""Between two looks for answers of nodes."""
 _FREE_BYTES = 2**30
 _STALE_SECONDS = 60.0
 _LIMITS = {"RAY_ROTATION_MAX_BYTES": str(8 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "1"}
@@ -271,11 +273,14 @@ class RayProvider:
             ConfigError: there is no such place, or what is installed there differs.
             ClusterError: a rank's actor died, or no node is free in the place of one that has died.
         """
-        healing, until = bool(self._actors), time.monotonic() + self._config.node_seconds
+        healing = bool(self._actors)
+        until: float | None = None
         while True:
             if self._group is None:
                 self._group = self._reserve(placement)
-            self._fill_places(placement, until=until)
+            living = self._living()
+            until = until or time.monotonic() + self._config.node_seconds
+            self._fill_places(placement, living, until=until)
             try:
                 return self._start(placement, env, argv)
             except ClusterError as lost:
@@ -308,14 +313,16 @@ class RayProvider:
             member.follow()
         return world
 
-    def _fill_places(self, placement: Placement, *, until: float) -> None:
+    def _fill_places(self, placement: Placement, kept: list[Any], *, until: float) -> None:
         """An actor on each node: those that live stay, with their copies; Ray moves the places of a node that
         has died to another one.
+
+        Args:
+            kept: as of `_living`.
 
         Raises:
             ClusterError: no other node is free in time.
         """
-        kept = self._living()
         lost = [node for node, actor in enumerate(kept) if actor is None]
         if lost:
             named = ", ".join(map(str, lost))
@@ -354,20 +361,27 @@ class RayProvider:
             )
 
     def _living(self) -> list[Any]:
-        """The actors by node; None in the place of one that is gone."""
-        errors = self._ray.exceptions
-        calls = [actor.facts.remote() for actor in self._actors]
-        if calls:
-            self._ray.wait(calls, num_returns=len(calls), timeout=START_SECONDS)
-        living: list[Any] = []
-        for call, actor in zip(calls, self._actors, strict=True):
-            try:
-                self._ray.get(call, timeout=0)
-            except (errors.RayActorError, errors.GetTimeoutError):
-                self._kill(actor)
-                living.append(None)
-            else:
-                living.append(actor)
+        """The actors by node; None: it is gone, or does not answer in time, and is killed.
+        One that is away for a moment is asked again, since the copies on its node would go with it."""
+        errors, until = self._ray.exceptions, time.monotonic() + START_SECONDS
+        living = list(self._actors)
+        calls = {node: actor.facts.remote() for node, actor in enumerate(self._actors)}
+        while calls:
+            late = time.monotonic() >= until
+            for node, call in list(calls.items()):
+                try:
+                    self._ray.get(call, timeout=0)
+                except (errors.RayActorError, errors.GetTimeoutError) as error:
+                    if not late and isinstance(error, errors.GetTimeoutError):
+                        continue
+                    if not late and isinstance(error, errors.ActorUnavailableError):
+                        calls[node] = living[node].facts.remote()
+                        continue
+                    self._kill(living[node])
+                    living[node] = None
+                del calls[node]
+            if calls:
+                time.sleep(_POLL_SECONDS)
         return living
 
     def watch(self, world: World) -> Iterator[RankEnded]:
