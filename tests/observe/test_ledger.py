@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from lockstep.loop.rollout_rows import ledger_rows
 from lockstep.observe.ledger import check_ledger
 from lockstep.observe.metrics import MetricsLog
 from lockstep.observe.run_dir import RunDir
+from lockstep.observe.run_history import read_lines
 from lockstep.schema.rollout import SampleRecord
 
 Rows = list[dict[str, Any]]
@@ -56,6 +58,26 @@ def test_a_whole_ledger_has_no_problems(run: Path) -> None:
     assert found.dropped == {"no-signal": 2}
     # Of the step that was going on when the run was killed.
     assert problems(run, [*good(), row("2/9/0")]) == []
+
+
+def test_steps_of_a_version_without_a_ledger_are_not_missed(run: Path) -> None:
+    rows = [each for each in good() if each["step"] == 1]
+    assert problems(run, rows) == ["step 0 has samples of 0 prompts, and began with 2"]
+    assert problems(run, [{"step": 1, "since": 1}, *rows]) == []
+    assert check_ledger(run).since == 1 and " in 1 steps since step 1: " in check_ledger(run).text()
+
+
+def test_a_resumed_run_without_a_ledger_says_since_when_it_has_one(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path / "run", config_toml="", manifest={}) as folder:
+        for first in (3, 4):
+            with contextlib.closing(MetricsLog.of_run(folder, tensorboard=False, first_step=first)) as log:
+                log.write_ledger([row(f"{first}/0/0")])
+        names = [each.get("id", each.get("since")) for each in read_lines(folder.ledger)]
+        assert names == [3, "3/0/0", "4/0/0"]
+        folder.ledger.open("a").write("\n")  # nobody writes such a line
+        for step, left in ((5, 3), (4, 2), (0, 0)):
+            folder.rewind(step)
+            assert len(read_lines(folder.ledger)) == left
 
 
 def without(name: str) -> Callable[[Rows], Rows]:

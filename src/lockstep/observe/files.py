@@ -177,19 +177,30 @@ def open_plain(
 
 
 def read_plain(
-    path: Path, error: type[LockstepError], *, root: Path | None = None, limit: int = JSON_BYTES
+    path: Path,
+    error: type[LockstepError],
+    *,
+    root: Path | None = None,
+    limit: int = JSON_BYTES,
+    advice: str = "no such file is that large",
 ) -> bytes:
     """Read all bytes of a plain file (see `open_plain`) of at most `limit` bytes.
+
+    Args:
+        advice: what to do about one that is larger; ends the message.
 
     Raises:
         LockstepError: of type `error`.
     """
     with open_plain(path, error, root=root) as file:
-        fits = os.fstat(file.fileno()).st_size <= limit
-        data = file.read(limit + 1) if fits else b""
-    if not fits or len(data) > limit:
+        size = os.fstat(file.fileno()).st_size
+        # Python allocates as much as is asked for; files of /proc and those that grow have more than they say.
+        data = file.read(size + 1) if size <= limit else b""
+        if size < len(data) <= limit:
+            data += file.read(limit + 1 - len(data))
+    if size > limit or len(data) > limit:
         raise error(
-            f"{path}: is larger than {limit:,} bytes; no such file is that large",
+            f"{path}: is larger than {limit:,} bytes; {advice}",
             code="too-large",
             path=path,
             limit=limit,

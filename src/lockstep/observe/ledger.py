@@ -4,7 +4,8 @@ twice.
     {"id": "3/12/5", "step": 3, "seed": 7, "policy_versions": [3], "attempt": 1, "trained_step": 3,
      "dropped": null}
 
-The lines of a step are written after its update, all at once, and before its line in metrics.jsonl.
+The lines of a step are written after its update, all at once, and before its line in metrics.jsonl. The ledger
+of a run that a version without one began starts with {"step": N, "since": N}.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError
+from lockstep.observe.files import read_plain
 from lockstep.observe.run_history import is_step, read_lines
 
 _SHOWN = 20
@@ -36,6 +38,8 @@ class LedgerCheck:
     """What the ledger of a run says of its finished steps."""
 
     steps: int
+    since: int
+    """The first step that it has to have: of a run that a version without a ledger began, the first after."""
     samples: int
     """That were asked for."""
     trained: int
@@ -55,7 +59,8 @@ class LedgerCheck:
         verdict = "none lost, none trained twice"
         if self.problems:
             verdict = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
-        lines = [f"ledger: {self.samples} samples in {self.steps} steps: {', '.join(counts)}; {verdict}"]
+        since = f" since step {self.since}" if self.since else ""
+        lines = [f"ledger: {self.samples} samples in {self.steps} steps{since}: {', '.join(counts)}; {verdict}"]
         more = len(self.problems) - _SHOWN
         shown = [*self.problems[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
         return "\n".join(f"  {line}" for line in (*shown, *lines))
@@ -82,18 +87,23 @@ def check_ledger(run: Path) -> LedgerCheck:
     steps = [row for row in metrics if "evaluation" not in row and is_step(row.get("step"))]
     trained = {row["step"]: row.get("rollout/samples") for row in steps}
     going_on = max(trained, default=-1) + 1
-    problems, rows = list[str](), dict[Sample, list[Mapping[str, Any]]]()
+    problems, rows, since = list[str](), dict[Sample, list[Mapping[str, Any]]](), 0
     for number, row in enumerate(read_lines(path), 1):
+        if number == 1 and is_step(row.get("since")):
+            since = row["since"]
+            continue
         sample, wrong = _sample(row)
         if wrong is not None:
             problems.append(f"line {number}: {wrong}")
         if sample is not None and sample[0] != going_on:
             rows.setdefault(sample, []).append(row)
+    trained = {step: count for step, count in trained.items() if step >= since}
     problems += _repeated(rows) + _missing(rows, trained, *_asked_per_step(run / "config.toml"))
     every = [row for same in rows.values() for row in same]
     dropped = Counter(str(row["dropped"]) for row in every if row.get("dropped") is not None)
     return LedgerCheck(
         steps=len({step for step, _, _ in rows}),
+        since=since,
         samples=len(rows),
         trained=sum(row.get("trained_step") is not None for row in every),
         dropped=dict(sorted(dropped.items())),
@@ -172,10 +182,11 @@ def _lost(step: int, found: Mapping[int, set[int]], group_size: int) -> Iterator
 
 def _asked_per_step(config: Path) -> tuple[int, int]:
     """Prompts of a step, and samples of a prompt. Raises DataError."""
+    text = read_plain(config, DataError)
     try:
-        rollout = tomllib.loads(config.read_text(encoding="utf-8")).get("rollout")
+        rollout = tomllib.loads(text.decode("utf-8")).get("rollout")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{config}: is no TOML: {error}", code="not-toml") from error
+        raise DataError(f"{config}: is not TOML: {error}", code="not-toml") from error
     table = rollout if isinstance(rollout, dict) else {}
     prompts, group_size = table.get("prompts_per_step"), table.get("group_size")
     if not (isinstance(prompts, int) and isinstance(group_size, int) and prompts > 0 < group_size < _MOST):

@@ -132,12 +132,13 @@ class MetricsLog:
 
     Args:
         run_dir: of the run, whose files are written. A full or failing disk is a TrainError.
+        first_step: of this process.
     """
 
-    def __init__(self, writers: Iterable[Writer], *, run_dir: RunDir) -> None:
+    def __init__(self, writers: Iterable[Writer], *, run_dir: RunDir, first_step: int = 0) -> None:
         self._writers = list(writers)
         self._ledger: JsonlWriter | None = None
-        self._run_dir = run_dir
+        self._run_dir, self._first_step = run_dir, first_step
 
     @classmethod
     def of_run(
@@ -168,7 +169,7 @@ class MetricsLog:
                 purge = first_step if first_step > 0 else None
                 add(TensorBoardWriter(run_dir.logs / "tensorboard", purge_step=purge))
             opened.pop_all()
-        return cls(writers, run_dir=run_dir)
+        return cls(writers, run_dir=run_dir, first_step=first_step)
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None = None) -> None:
         """Write to every writer. `evaluation`: "before", "during" or "after"; None for a training step.
@@ -183,7 +184,10 @@ class MetricsLog:
     def write_ledger(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add to ledger.jsonl, which the first of them makes. Raises as `write`."""
         with self._run_dir.writing(self._run_dir.ledger):
-            self._ledger = self._ledger or JsonlWriter(self._run_dir.ledger)
+            if self._ledger is None:
+                self._ledger = JsonlWriter(self._run_dir.ledger)
+                if self._first_step and not self._run_dir.ledger.stat().st_size:
+                    self._ledger.append([{"step": self._first_step, "since": self._first_step}])
             self._ledger.append(rows)
 
     def sync(self) -> None:

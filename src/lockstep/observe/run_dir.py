@@ -31,6 +31,7 @@ from lockstep.observe.lock import RunLock
 from lockstep.observe.run_history import (
     EVALUATIONS,
     STEP_FILE,
+    bytes_before,
     check_layout,
     check_lines,
     is_step,
@@ -164,16 +165,18 @@ class RunDir:
             CheckpointError: metrics.jsonl or ledger.jsonl is damaged.
             TrainError: the disk is full or fails.
         """
-        for path in (self.metrics, self.ledger):
-            if not path.exists():
-                continue
+        if self.metrics.exists():
             kept = b"".join(
                 line.raw
-                for line in metric_lines(path)
+                for line in metric_lines(self.metrics)
                 if line.step < steps_done or (line.step == steps_done and line.evaluation in evaluated)
             )
-            with self.writing(path):
-                _keep(path, kept)
+            with self.writing(self.metrics):
+                _keep(self.metrics, kept)
+        if self.ledger.exists():
+            size = bytes_before(self.ledger, steps_done)
+            with self.writing(self.ledger):
+                os.truncate(self.ledger, size)
         for file in self.rollouts.iterdir():
             match = STEP_FILE.fullmatch(file.name)
             if match and int(match[2]) >= steps_done + bool(match[1]):

@@ -80,6 +80,18 @@ def metric_lines(path: Path) -> list[Line]:
         return [_line(number, raw, row, path) for number, raw, row in _objects(file, path)]
 
 
+def bytes_before(path: Path, step: int) -> int:
+    """Return how many bytes of ledger.jsonl, whose lines are in the order of their steps, are of the steps
+    before `step`. Raises as `metric_lines`."""
+    size = 0
+    with open_plain(path, CheckpointError) as file:
+        for number, raw, row in _objects(file, path):
+            if _line(number, raw, row, path).step >= step:
+                break
+            size = file.tell()
+    return size
+
+
 def _objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """(number, bytes, value) of each whole line that is not blank."""
     number = 0

@@ -71,7 +71,8 @@ def read_losses(path: Path, *, key: str | None = None) -> Losses:
     file, kind = _find(Path(path))
     if kind == "tensorboard":
         return _from_tensorboard(file, key)
-    text = read_plain(file, ConfigError, limit=MOST_BYTES).decode("utf-8", errors="replace")
+    advice = "cut it down to the lines with losses"
+    text = read_plain(file, ConfigError, limit=MOST_BYTES, advice=advice).decode("utf-8", errors="replace")
     if kind == "trainer_state":
         return _from_trainer_state(file, text, key)
     if kind == "jsonl":

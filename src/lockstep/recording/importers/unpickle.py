@@ -68,7 +68,8 @@ def load_dump(path: Path) -> Dump:
         RecordingError: it is no dump, is damaged, or wants something that is not on the list; names the file.
     """
     where = path.name
-    data = read_plain(path, RecordingError, limit=MAX_FILE_BYTES)
+    advice = "dump the inputs in several files"
+    data = read_plain(path, RecordingError, limit=MAX_FILE_BYTES, advice=advice)
     budget = Budget.of(len(data), where)
     value, kind = _load(data, where, budget, level=0)
     try:
