@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -467,13 +468,13 @@ def ranks_see_one_folder(ranks: RankContext) -> None:
 def on_two_nodes(ranks: RankContext) -> Iterator[NodeFolders]:
     """Two ranks on each of two nodes, which have different folders under the same path, "run"."""
     node, before = ranks.rank // 2, dict(os.environ)
-    os.environ |= {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": "2"}
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
     here = OUT / f"node-{node}"
     (here / "run").mkdir(exist_ok=True, parents=True)
     os.chdir(here)
     chunk, node_folders._CHUNK = node_folders._CHUNK, 100
     try:
-        yield NodeFolders(Path("run"), ranks=ranks)
+        yield NodeFolders(Path("run"), ranks=replace(ranks, local_rank=ranks.rank % 2))
     finally:
         node_folders._CHUNK = chunk
         os.chdir(OUT)

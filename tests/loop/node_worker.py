@@ -11,6 +11,6 @@ from lockstep.cli.main import main
 
 if __name__ == "__main__":
     rank = os.environ["RANK"]
-    os.environ |= {"GROUP_RANK": rank, "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"GROUP_RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.chdir(Path(sys.argv[1]) / f"node-{rank}")
     sys.exit(main(sys.argv[2:]))

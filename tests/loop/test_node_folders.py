@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from loop_runs import TINY, everything
+from raising import raises
 from safetensors.torch import load_file
 
+from lockstep.errors import ConfigError
+from lockstep.observe.run_dir import FollowedRunDir, RunDir
 from lockstep.ranks.launch import launch_command
 
 WORKER = Path(__file__).with_name("node_worker.py")
@@ -37,6 +41,14 @@ def test_a_run_is_saved_resumed_and_collected(
     start = ("train", str(toml), "--run-dir", "run")
     assert on_nodes(tmp_path, *start, "--steps", "2") == 0
     assert "no common file system: ranks 1 do not see this folder" in capfd.readouterr().out
+    first, second = tmp_path / "node-0/run", tmp_path / "node-1/run"
+    second.rename(tmp_path / "kept")  # a node that is new to the run
+    second.mkdir()
+    shutil.copy(first / "config.toml", second)
+    assert on_nodes(tmp_path, "train", "--resume", "run", "--steps", "4") == 1
+    assert "recordings/rank-0001 is not there" in capfd.readouterr().err
+    shutil.rmtree(second)
+    (tmp_path / "kept").rename(second)
     assert on_nodes(tmp_path, "train", "--resume", "run", "--steps", "4") == 0
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -44,7 +56,6 @@ def test_a_run_is_saved_resumed_and_collected(
     assert launch_command(command, ranks=2, timeout=300, log_dir=alone / "logs") == 0
     command = [sys.executable, "-m", "lockstep", "train", "--resume", str(alone / "run"), "--steps", "4"]
     assert launch_command(command, ranks=2, timeout=300, log_dir=alone / "logs") == 0
-    first, second = tmp_path / "node-0/run", tmp_path / "node-1/run"
     assert everything(first) == everything(alone / "run")
     shard = "recordings/rank-0001/shard-000000.safetensors"
     collected, expected = load_file(first / shard), load_file(alone / "run" / shard)
@@ -63,3 +74,22 @@ def test_a_node_whose_folder_holds_another_run_is_refused(
     assert on_nodes(tmp_path, "train", str(toml), "--run-dir", "run") == 2
     assert "'run' already holds a run" in capfd.readouterr().err
     assert (other / "metrics.jsonl").read_text() == '{"step": 0}\n' and len(list(other.iterdir())) == 1
+
+
+def test_a_nodes_share_is_no_run_and_a_run_is_no_nodes_share(tmp_path: Path) -> None:
+    share, run = tmp_path / "share", tmp_path / "run"
+    files = {"config.toml": "steps = 1\n", "manifest.json": "{}"}
+    FollowedRunDir.of_node(share, files).close()
+    (share / "checkpoints/step-000002").mkdir(parents=True)  # sent there by a start that was killed
+    FollowedRunDir.of_node(share, files).close()
+    assert not (share / "checkpoints").exists()
+    with raises(ConfigError, "wrong-kind-of-file"):
+        RunDir.open(share)
+    RunDir.create(run, config_toml="steps = 1\n", manifest={}).close()
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    (run / "checkpoints/step-000001").mkdir()
+    with raises(ConfigError, "already-exists"):
+        FollowedRunDir.of_node(run, files)
+    assert (run / "checkpoints/step-000001").is_dir() and (run / "lock").read_text() == ""
+    RunDir.create(share, config_toml="", manifest={}).close()
+    RunDir.open(share).close()

@@ -205,9 +205,14 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_environment_says_whether_somebody_started_the_ranks() -> None:
-    assert in_launcher({"RANK": "0", "WORLD_SIZE": "2"})
-    assert not in_launcher({"RANK": "0"}) and not in_launcher({})
+def test_the_environment_says_whether_somebody_started_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    assert not in_launcher()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert in_launcher()
+    monkeypatch.delenv("RANK")
+    assert not in_launcher()
 
 
 def test_ranks_do_not_start_ranks(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from lockstep import attention
 from lockstep.config.run import GRPORun, RunConfig
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
 from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.distributed import (
@@ -48,6 +48,7 @@ from lockstep.ranks.context import RankContext, RankError, record
 from lockstep.ranks.guard import Desync, Guard
 from lockstep.ranks.recovery import recovery
 from lockstep.recording.recorder import Recorder, RecorderSettings
+from lockstep.recording.storage.shards import rank_folder
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup, SampleRecord
 
@@ -436,15 +437,30 @@ class Session:
                 own_batches=False,
                 writes=coordinates.at["tp"] == coordinates.at["ring"] == 0,
             )
+            folder = self.dir.path / ("recordings" if role == "policy" else f"recordings-{role}")
+            with self.ranks.together("looking for the recordings"):
+                self._check_recorded(folder, settings)
             update = backend.weights(policy_version=0)
             self._recorders[role] = Recorder(
-                self.dir.path / ("recordings" if role == "policy" else f"recordings-{role}"),
+                folder,
                 settings,
                 module=model.module,
                 spans=self.spans,
                 spread=None if update.shared_module is model.module else (self.ranks, update.tensors),
             )
         return self._recorders.get(role)
+
+    def _check_recorded(self, folder: Path, settings: RecorderSettings) -> None:
+        """Raise CheckpointError where a node is new to the run, and its ranks have recorded elsewhere: at the
+        end that would be overwritten by what is recorded here."""
+        recorded = settings.inputs_seen > 0 and settings.writes and self.ranks.rank in self._folders.leaders
+        if recorded and not (own := rank_folder(folder, settings.rank)).is_dir():
+            raise CheckpointError(
+                f"{own} is not there, though this rank has recorded before, and this node does not see the "
+                "folder of that name on the node of rank 0; copy it from there",
+                code="no-such-file",
+                path=own,
+            )
 
     def _check_steps(self, done: int) -> None:
         if done > self.run.steps:
@@ -689,8 +705,11 @@ class Session:
         """End the recordings, of which nothing more comes, and bring what the ranks have written together."""
         for recorder in self._recorders.values():
             recorder.close()
-        for folder in (self.dir.logs, *(recorder.directory for recorder in self._recorders.values())):
-            self._folders.collect(folder)
+            self._folders.collect(recorder.directory)
+        try:
+            self._folders.collect(self.dir.logs)
+        except CheckpointError as error:  # on every rank; the run is complete without them
+            self.display.note(f"the logs of the other nodes stay there: {error}")
 
     def _write(self, step: int, values: Mapping[str, Any], *, evaluation: str | None = None) -> None:
         if not self.ranks.is_first:

@@ -194,7 +194,7 @@ def read_plain(
     """
     with open_plain(path, error, root=root) as file:
         size = os.fstat(file.fileno()).st_size
-        # Python allocates as much as is asked for; files of /proc and those that grow have more than they say.
+        # Python allocates as much as is asked for; a file that grows has more than it says.
         data = file.read(size + 1) if size <= limit else b""
         if size < len(data) <= limit:
             data += file.read(limit + 1 - len(data))

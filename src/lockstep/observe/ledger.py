@@ -4,8 +4,8 @@ twice.
     {"id": "3/12/5", "step": 3, "seed": 7, "policy_versions": [3], "attempt": 1, "trained_step": 3,
      "dropped": null}
 
-The lines of a step are written after its update, all at once, and before its line in metrics.jsonl. The ledger
-of a run that a version without one began starts with {"step": N, "since": N}.
+The lines of a step are written after its update, all at once, and before its line in metrics.jsonl. Where a
+version without a ledger began the run, the first line is {"step": N, "since": N}.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class LedgerCheck:
         if self.problems:
             verdict = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
         since = f" since step {self.since}" if self.since else ""
-        lines = [f"ledger: {self.samples} samples in {self.steps} steps{since}: {', '.join(counts)}; {verdict}"]
+        steps = f"{self.steps} steps{since}"
+        lines = [f"ledger: {self.samples} samples in {steps}: {', '.join(counts)}; {verdict}"]
         more = len(self.problems) - _SHOWN
         shown = [*self.problems[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
         return "\n".join(f"  {line}" for line in (*shown, *lines))

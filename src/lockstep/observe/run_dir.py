@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import platform
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -125,6 +126,7 @@ class RunDir:
         run_dir = cls(path, RunLock(path / "lock"))
         try:
             check_free(path)  # another process may have been first, and be done already
+            (path / OF_NODE).unlink(missing_ok=True)
             with file_errors(path, TrainError, "write", advice="free some space, and start the run again"):
                 write_json(run_dir.manifest, manifest)
                 write_atomic(run_dir.config, config_toml)
@@ -145,6 +147,14 @@ class RunDir:
             CheckpointError: something in it leads out of it, or is no file or folder.
         """
         check_layout(path)
+        if (path / OF_NODE).exists():
+            raise ConfigError(
+                f"cannot resume {str(path)!r} on {platform.node()}: it has a node's share of a run whose "
+                f"folder is on the node of rank 0 ({OF_NODE}). Start the ranks so that rank 0 is there; or, "
+                f"if all of the run was copied here, delete {OF_NODE}",
+                code="wrong-kind-of-file",
+                path=path,
+            )
         if not (path / "config.toml").is_file():
             raise ConfigError(
                 f"cannot resume {str(path)!r}: it holds no config.toml, so no run was started there",
@@ -292,17 +302,35 @@ class FollowedRunDir(RunDir):
         Raises:
             ConfigError: there is a run in it, another process writes it, or it cannot be made.
         """
-        if not (path / OF_NODE).exists():
-            check_free(path)
         check_layout(path)
         with file_errors(path, ConfigError, "made", advice="name another folder with --run-dir"):
             path.mkdir(parents=True, exist_ok=True)
             made = cls(path, RunLock(path / "lock"))
-            write_atomic(path / OF_NODE, "Files of this node's ranks; the run is on the node of rank 0.\n")
-            made.logs.mkdir(exist_ok=True)
-            for name, text in files.items():
-                write_atomic(path / name, text)
+            try:
+                made._check_free()
+                write_atomic(path / OF_NODE, "Of this node's ranks; the run is on the node of rank 0.\n")
+                made.logs.mkdir(exist_ok=True)
+                for name, text in files.items():
+                    write_atomic(path / name, text)
+            except BaseException:
+                made.close()
+                raise
         return made
+
+    def _check_free(self) -> None:
+        if (self.path / OF_NODE).exists() and not self.metrics.exists():
+            # What a start before this one was sent, to resume, is sent again.
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        try:
+            check_free(self.path)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{str(self.path)!r} on {platform.node()} holds a run of its own, and is not the folder of "
+                "that name on the node of rank 0, which this node does not see. To go on with the run that "
+                "is here, start the ranks so that rank 0 is here; or move it, or give another --run-dir",
+                code="already-exists",
+                path=self.path,
+            ) from error
 
     def rewind(self, steps_done: int, *, evaluated: Collection[str] = EVALUATIONS) -> None:
         """Nothing."""

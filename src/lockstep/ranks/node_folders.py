@@ -4,15 +4,14 @@
     folders.collect(run / ".saving")               # the other nodes' files, to rank 0's node
     folders.spread(run / "step-000010")            # rank 0's files, to the other nodes
 
-Of the ranks that share a folder the lowest, its leader, makes and removes files in it for all of them. Where
-all ranks see rank 0's folder, nothing is sent.
+Of the nodes that share a folder, the first rank leads: it makes and removes the files in it for all of them.
+Where all ranks see rank 0's folder, nothing is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import secrets
 import shutil
 import time
@@ -41,7 +40,7 @@ class NodeFolders:
         folder: exists on rank 0's node.
 
     Raises:
-        CheckpointError: rank 0 cannot write there; on every rank.
+        CheckpointError: a node cannot write there; on every rank.
     """
 
     def __init__(self, folder: Path, *, ranks: RankContext) -> None:
@@ -65,14 +64,17 @@ class NodeFolders:
         )
 
     def _look(self, folder: Path) -> dict[int, int]:
-        what = "looking which nodes share a folder"
-        mark = self._ranks.from_first(lambda: _mark(folder), Path, what=what)
-        here = f"{os.environ.get('GROUP_RANK', '')} {platform.node()}", _appears(mark)
-        everyone = self._ranks.gather(here, tuple[str, bool], what=what)
-        if self._ranks.is_first:
-            mark.unlink(missing_ok=True)
-        blind = {rank: node for rank, (node, sees) in enumerate(everyone) if not sees}
-        return {rank: min(r for r in blind if blind[r] == node) for rank, node in blind.items()}
+        """Each node's first rank makes a mark; the lowest rank whose mark another one sees leads it."""
+        what, marks_one = "looking which nodes share a folder", self._ranks.local_rank == 0
+        made = self._ranks.each(lambda: _mark(folder) if marks_one else None, Path | None, what=what)
+        marks = {rank: mark for rank, mark in enumerate(made) if mark is not None}
+        until = time.monotonic() + _SEE_SECONDS
+        while not marks[0].exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        leaders = self._ranks.gather(min(r for r, mark in marks.items() if mark.exists()), int, what=what)
+        if marks_one:
+            marks[self._ranks.rank].unlink(missing_ok=True)
+        return {rank: leader for rank, leader in enumerate(leaders) if leader != 0}
 
     def make(self, folder: Path) -> None:
         """Make a folder that rank 0 has made, also on the nodes that do not see that.
@@ -125,7 +127,7 @@ class NodeFolders:
             if rank in receivers:
                 with _noted(errors):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    path.touch()
+                    path.write_bytes(b"")  # an older one may be longer
             for start in range(0, size, _CHUNK):
                 data = torch.zeros(min(_CHUNK, size - start), dtype=torch.uint8)
                 if rank == sender:
@@ -159,17 +161,9 @@ def _mark(folder: Path) -> Path:
     """A new file with a name that nobody has looked for before."""
     mark = folder / f".seen-{secrets.token_hex(8)}"
     with file_errors(mark, CheckpointError, "write"):
+        folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
     return mark
-
-
-def _appears(path: Path) -> bool:
-    until = time.monotonic() + _SEE_SECONDS
-    while not path.exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _sizes(folder: Path) -> dict[str, int]:
