@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.ranks.copy_folder import committed_steps, complete, copy_folder, step_folder
+from lockstep.ranks.copy_folder import CopiedFile, committed_steps, complete, copy_folder, step_folder
 from lockstep.ranks.heal import HealingRules, launch_healing
 from lockstep.ranks.launch import Launch, RankEnd
 from lockstep.ranks.recovery import Recovery
@@ -148,7 +148,7 @@ def test_a_step_counts_when_all_ranks_have_completed_it(tmp_path: Path) -> None:
         path.mkdir()
         for rank in range(2 if step < 5 else 1):
             (path / f"state-{rank}").write_bytes(b"x" * 10)
-            complete(path, rank, [f"state-{rank}"])
+            complete(path, rank, {f"state-{rank}": CopiedFile(10)})
     assert committed_steps(tmp_path, 2) == [3, 4]
     (step_folder(tmp_path, 4) / "state-1").write_bytes(b"x")
     assert committed_steps(tmp_path, 2) == [3]
