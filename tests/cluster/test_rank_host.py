@@ -2,6 +2,8 @@
 
 import json
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import psutil
 import pytest
 from raising import raises
 
+from lockstep.cluster import ray
 from lockstep.cluster.rank_host import CHUNK, NodeHost, RankHost, check_submitter, submitter
 from lockstep.errors import ConfigError
+from lockstep.loop import copy_keeper
 from lockstep.ranks.environment import COPY_PLACE
 
 
@@ -55,7 +59,9 @@ def test_ctrl_c_reaches_a_rank_whose_host_has_it_blocked(tmp_path: Path) -> None
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def test_copies_stay_from_one_generation_of_ranks_to_the_next(tmp_path: Path) -> None:
+def test_copies_stay_from_one_generation_of_ranks_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host = NodeHost(1, address="127.0.0.1")
     script = "import os; print(os.environ['LOCKSTEP_COPIES'], os.environ['LOCKSTEP_COPY_KEEPER'])"
 
@@ -74,8 +80,49 @@ def test_copies_stay_from_one_generation_of_ranks_to_the_next(tmp_path: Path) ->
     killed.kill()
     new, _ = generation()
     assert new != folder and [*tmp_path.iterdir()] == [new], "what nobody keeps any more is removed"
+    (stuck,) = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
+    stuck.suspend()
+    assert host._keeper is not None
+    monkeypatch.setattr(host._keeper, "_seconds", 0.5)
+    newest, _ = generation()
+    assert newest != new and [*tmp_path.iterdir()] == [newest], "nor does one that is stuck hold its memory"
     host.close()
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_a_node_still_runs_is_ended_before_it_starts_anew(tmp_path: Path) -> None:
+    """The driver may have taken it for dead."""
+    host = NodeHost(1, address="127.0.0.1")
+    sleep = ["-c", "import time; time.sleep(600)"]
+    host.start(sleep, [{}], cwd=str(tmp_path))
+    before = host._hosts[0].child
+    host.start(sleep, [{}], cwd=str(tmp_path))
+    after = host._hosts[0].child
+    assert before is not None and before.poll() is not None and after is not None and after.poll() is None
+    after.end()
+
+
+def test_a_node_starts_one_generation_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, order = NodeHost(1, address="127.0.0.1"), []
+
+    def start(*_: Any, **__: Any) -> None:
+        order.append("begin")
+        time.sleep(0.2)
+        order.append("end")
+
+    monkeypatch.setattr(RankHost, "start", start)
+    threads = [threading.Thread(target=host.start, args=([], [{}])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert order == ["begin", "end"] * 2
+
+
+def test_a_keeper_answers_or_is_given_up_before_the_driver_gives_the_node_up() -> None:
+    assert copy_keeper._START_SECONDS + copy_keeper._ANSWER_SECONDS < 0.75 * ray.START_SECONDS
 
 
 def test_a_node_without_the_folder_refuses(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import lockstep
 from lockstep.cluster.environment import staying
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.copy_keeper import CopyKeeper
-from lockstep.processes.child import Child
+from lockstep.processes.child import Child, end
 from lockstep.ranks.environment import COPY_PLACE
 from lockstep.version import __version__
 
@@ -92,13 +92,15 @@ class NodeHost:
         self._address = address
         self._hosts = [RankHost() for _ in range(ranks)]
         self._keeper: CopyKeeper | None = None
+        self._starting = threading.Lock()
 
     def host(self, local_rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the host of one rank."""
         return getattr(self._hosts[local_rank], method)(*args, **kwargs)
 
     def start(self, argv: Sequence[str], env: Sequence[Mapping[str, str]], **how: Any) -> None:
-        """Start all ranks of the node; those of the generation before have ended.
+        """Start all ranks of the node. Those of the generation before have ended, or are ended here: the
+        driver may not have reached the node.
 
         Args:
             env: of each rank.
@@ -107,18 +109,20 @@ class NodeHost:
         Raises:
             ConfigError: as RankHost.start, and there is no room for copies.
         """
-        self._hosts = [RankHost() for _ in env]
-        more: dict[str, str] = {}
-        if place := env[0].get(COPY_PLACE):
-            more = self._environment_of_copies(Path(place))
-        for host, own in zip(self._hosts, env, strict=True):
-            host.start(argv, {n: v for n, v in own.items() if n != COPY_PLACE} | more, **how)
+        with self._starting:  # a driver that has given up waiting for it calls again
+            end(host.child for host in self._hosts if host.child is not None)
+            self._hosts = [RankHost() for _ in env]
+            more: dict[str, str] = {}
+            if place := env[0].get(COPY_PLACE):
+                more = self._environment_of_copies(Path(place))
+            for host, own in zip(self._hosts, env, strict=True):
+                host.start(argv, {n: v for n, v in own.items() if n != COPY_PLACE} | more, **how)
 
     def _environment_of_copies(self, place: Path) -> dict[str, str]:
         if self._keeper is not None:
             with contextlib.suppress(CheckpointError):
                 return self._keeper.environment()
-            self._keeper.close()  # it has been killed, as when memory is full; the next node has the copies
+            self._keeper.close()  # it is dead, as when memory was full; the next node has the copies
         self._keeper = CopyKeeper(place, self._address)
         return self._keeper.environment()
 
@@ -132,7 +136,8 @@ class RankHost:
     """Starts one rank; every method may run in a thread of its own."""
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self.child: Child | None = None
+        """None: it was not started."""
         self._changed = threading.Condition()
         self._waiting = {"out": bytearray(), "err": bytearray()}
         self._open = 2
@@ -167,7 +172,7 @@ class RankHost:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
         try:
-            self._child = Child(
+            self.child = Child(
                 [sys.executable, "-u", *argv],
                 output=(writers[0], writers[1]),
                 env=environment,
@@ -181,12 +186,12 @@ class RankHost:
             threading.Thread(
                 target=self._read, args=(name, reader), name=f"reads {name}", daemon=True
             ).start()
-        return self._child.pid
+        return self.child.pid
 
     def follow(self, seconds: float) -> tuple[bytes, bytes, int | None]:
         """Return what it has written to stdout and stderr since the last call, and its status once it has
         ended and everything was returned; waits up to `seconds` for any of these."""
-        assert self._child is not None
+        assert self.child is not None
         until = time.monotonic() + seconds
         with self._changed:
             if self._changed.wait_for(lambda: any(self._waiting.values()) or not self._open, timeout=seconds):
@@ -196,7 +201,7 @@ class RankHost:
                 del waiting[: len(taken)]
             finished = not self._open and not any(self._waiting.values())
             self._changed.notify_all()
-        status = self._child.wait(max(0.0, until - time.monotonic())) if finished else None
+        status = self.child.wait(max(0.0, until - time.monotonic())) if finished else None
         return out, err, status
 
     def _is_full(self) -> bool:
@@ -209,13 +214,13 @@ class RankHost:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the rank."""
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.Signals(number))
+        if self.child is not None and self.child.poll() is None:
+            self.child.send_signal(signal.Signals(number))
 
     def end(self) -> None:
         """End the rank and what it started."""
-        if self._child is not None:
-            self._child.end()
+        if self.child is not None:
+            self.child.end()
 
     def _read(self, name: str, reader: int) -> None:
         with os.fdopen(reader, "rb", buffering=0) as pipe:

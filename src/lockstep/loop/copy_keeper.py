@@ -39,8 +39,9 @@ from lockstep.ranks.environment import COPIES, COPY_KEEPER
 
 CHUNK = 1 << 20
 """Bytes that are read, hashed and written at once."""
-_START_SECONDS = 120.0
-"""For the process to answer a line."""
+_START_SECONDS, _ANSWER_SECONDS = 60.0, 15.0
+"""For the process to answer the first line, and a later one: together well below the time that a node of a
+cluster has for the start of its ranks."""
 _END_SECONDS = 30.0
 """For the folder to be removed, in which ranks that are being ended may still write."""
 
@@ -61,20 +62,23 @@ class CopyKeeper:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
+        self._seconds = _START_SECONDS
 
     def environment(self) -> dict[str, str]:
         """What the next generation of this node's ranks needs to know; the one before is answered no more.
 
         Raises:
             ConfigError: `place` is no folder, cannot be written, or is full.
-            CheckpointError: the process does not answer.
+            CheckpointError: the process does not answer, and has been killed.
         """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
-            about = json.loads(self._line())
+            about = json.loads(self._line(self._seconds))
         except (OSError, ValueError) as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             raise CheckpointError(
                 f"the process that keeps the copies of this node's ranks does not answer ({error}); is the "
                 "node out of memory? Set cluster.peer_copy = false",
@@ -83,15 +87,16 @@ class CopyKeeper:
             ) from error
         if "error" in about:
             raise ConfigError(about["error"], **about["data"])
+        self._seconds = _ANSWER_SECONDS
         return {COPIES: about.pop("folder"), COPY_KEEPER: json.dumps(about)}
 
-    def _line(self) -> bytes:
-        """The next that it prints. Raises OSError: nothing within the deadline."""
+    def _line(self, seconds: float) -> bytes:
+        """The next that it prints. Raises OSError: nothing in so many seconds."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(_START_SECONDS):
-                raise OSError(f"nothing within {_START_SECONDS:g} s")
+            if not selector.select(seconds):
+                raise OSError(f"nothing within {seconds:g} s")
         return self._process.stdout.readline()
 
     def close(self) -> None:
@@ -99,7 +104,7 @@ class CopyKeeper:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-            self._line()  # its end: the process that removes is no child of this one
+            self._line(2 * _END_SECONDS)  # its end: the process that removes is no child of this one
         self._process.stdout.close()
         self._process.wait()
 
