@@ -303,9 +303,9 @@ class Together:
 
 
 class Backend:
-    """A rank's, whose state is one number."""
+    """A rank's, whose state is one value."""
 
-    def __init__(self, rank: int, value: int) -> None:
+    def __init__(self, rank: int, value: object) -> None:
         self.rank, self.value = rank, value
 
     def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
@@ -335,18 +335,24 @@ class World:
     def each(self, call: Callable[[int, PeerCopies], Any]) -> list[Any]:
         """Call something on every rank at once; the results, or errors, by rank."""
         results: list[Any] = [None] * len(self.copies)
+        unexpected: list[BaseException] = []
 
         def run(rank: int) -> None:
             try:
                 results[rank] = call(rank, self.copies[rank])
-            except CheckpointError as error:
+            except (CheckpointError, ConfigError) as error:
                 results[rank] = error
+            except BaseException as error:
+                unexpected.append(error)
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(self.copies))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(SECONDS)
+            assert not thread.is_alive()
+        for error in unexpected:
+            raise error
         return results
 
     def save(self, step: int) -> None:
@@ -410,7 +416,9 @@ def test_two_neighbours_lost_leave_no_copy(nodes: list[Node]) -> None:
     assert World(nodes).newest() == [None] * 3
 
 
-def test_a_step_whose_next_node_is_not_reached_does_not_count(nodes: list[Node]) -> None:
+def test_a_step_whose_next_node_is_not_reached_does_not_count(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
     World(nodes).save(1)
     world = World(nodes, reach=False)
     assert world.newest() == ["step-000001: 1 1 1"] * 3
@@ -419,4 +427,29 @@ def test_a_step_whose_next_node_is_not_reached_does_not_count(nodes: list[Node])
     world.save(3)
     assert [copies.left_out for copies in world.copies] == [1, 1, 1] and len(world.said) == 1
     assert [sorted(of) for of in steps(nodes)] == [[1, 3]] * 3, "the last step that counts stays"
+    fetch, there = CopyRing.fetch, []
+
+    def look(self: CopyRing, path: Path, have: list[list[int]]) -> None:
+        there.append(sorted(other.name for other in path.parent.glob("step-*")))
+        fetch(self, path, have)
+
+    monkeypatch.setattr(CopyRing, "fetch", look)
     assert World(nodes).newest() == ["step-000001: 1 1 1"] * 3
+    assert there == [[STEP]] * 3, "a node has no room for what is not needed beside the whole state"
+
+
+def test_room_for_the_whole_state_is_asked_for_before_the_first_step(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 keeps the small parts of ranks 0 and 1; to heal it would need the large one of rank 2."""
+    usage, free = shutil.disk_usage(nodes[0].folder), {nodes[1].folder: 5_000}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free.get(path, 20_000)))
+
+    def begin(rank: int, copies: PeerCopies) -> None:
+        copies.begin(0, Backend(rank, "x" * 10_000 if rank == 2 else "x"), {})  # type: ignore[arg-type]
+
+    errors = World(nodes).each(begin)
+    assert [type(error) for error in errors] == [ConfigError] * 3
+    assert {error.code for error in errors} == {"no-space"}
+    free.clear()
+    assert World(nodes).each(begin) == [None] * 3

@@ -98,6 +98,7 @@ class PeerCopies:
             if self._ring is not None:
                 with self._ranks.together("fetching a copy from other nodes"):
                     if self._ring.is_first_of_node:
+                        self._remove_all_but(path)  # there may be no room beside the whole state
                         self._ring.fetch(path, [each.get(str(max(common)), []) for each in told])
             with self._ranks.together("reading a copy"):
                 state = read_run_state(path)
@@ -130,8 +131,11 @@ class PeerCopies:
                 self.wait()
                 if self._error is not None:
                     raise self._error
+            parts = part_files(step_folder(self.folder, step), self._ranks.rank) or {}
+            own = sum(file.bytes for file in parts.values())
+            whole = sum(self._ranks.gather(own, int, what="measuring the first copy in memory"))
             with self._ranks.together("looking for room for copies"):
-                self._check_room(step)
+                self._check_room(step, whole)
         except CheckpointError as error:
             if error.code in ("unreachable", "not-authenticated", "bad-reply", "hash-differs"):
                 raise ConfigError(
@@ -183,12 +187,16 @@ class PeerCopies:
                 setting="cluster.peer_copy",
             )
 
-    def _check_room(self, step: int) -> None:
+    def _check_room(self, step: int, whole: int) -> None:
+        """whole: bytes of the parts of all ranks, which are fetched to this node when the run heals."""
         files = [file for file in step_folder(self.folder, step).rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
-        if (free := shutil.disk_usage(self.folder).free) < size:
+        needed = max(size, whole - size)
+        if (free := shutil.disk_usage(self.folder).free) < needed:
             raise CheckpointError(
-                f"the first one has {size} bytes, and {free} are free for the next", code="no-space"
+                f"the first one has {size} bytes, and {free} are free where {needed} are needed for the next "
+                "or, after a death, for the parts of all ranks",
+                code="no-space",
             )
 
     @property
@@ -214,9 +222,7 @@ class PeerCopies:
         path = step_folder(self.folder, step)
         kept = None if self._kept is None else step_folder(self.folder, self._kept)
         with file_errors(path, CheckpointError, "write"):
-            for other in self.folder.glob("step-*"):
-                if other != kept or other == path:
-                    shutil.rmtree(other)
+            self._remove_all_but(kept if kept != path else None)
             if self._ring is None:
                 self.folder.mkdir(mode=0o700, exist_ok=True)
             elif kept is not None:
@@ -224,6 +230,12 @@ class PeerCopies:
             path.mkdir()
             if self._ranks.is_first:
                 (path / RUN_STATE).write_text(run_state)
+
+    def _remove_all_but(self, kept: Path | None) -> None:
+        with file_errors(self.folder, CheckpointError, "remove"):
+            for path in self.folder.glob("step-*"):
+                if path != kept:
+                    shutil.rmtree(path)
 
     def _remove_parts(self, path: Path, ranks: Iterable[int]) -> None:
         """Those that were fetched from other nodes to be loaded, and are kept there."""
