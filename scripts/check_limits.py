@@ -33,7 +33,7 @@ BUDGETS = {
     "recording": 5_130,
     "cli": 4_679,
     "train": 4_370,
-    "loop": 5_406,
+    "loop": 5_408,
     "rollout": 3_196,
     "models": 2_890,
     "config": 2_760,

@@ -30,6 +30,7 @@ from lockstep.loop.copy_keeper import CopyKeeper
 from lockstep.loop.copy_ring import CopyRing, Keeper
 from lockstep.loop.peer_copy import PeerCopies
 from lockstep.protocols.train import FinishSave
+from lockstep.ranks.context import RankContext
 from lockstep.ranks.copy_folder import part_files, whole_parts
 from lockstep.ranks.environment import COPIES, COPY_KEEPER
 
@@ -81,7 +82,7 @@ def ring(nodes: list[Node], rank: int, **changed: Any) -> CopyRing:
     keepers = [node.keeper for node in nodes]
     after = (rank + 1) % len(nodes)
     keepers[after] = replace(keepers[after], **changed)
-    return CopyRing(keepers, rank, seconds=SECONDS)
+    return CopyRing(keepers, rank, seconds=SECONDS, fetch_seconds=SECONDS)
 
 
 def write(node: Node, rank: int) -> Path:
@@ -110,7 +111,7 @@ def test_a_part_is_whole_at_the_next_node_and_only_there(nodes: list[Node]) -> N
 
 def test_ranks_of_one_node_send_to_the_next_node() -> None:
     keepers = [Keeper(address="10.0.0.1", port=1 + rank // 2, token="") for rank in range(6)]
-    made = [CopyRing(keepers, rank, seconds=1.0) for rank in range(6)]
+    made = [CopyRing(keepers, rank, seconds=1.0, fetch_seconds=1.0) for rank in range(6)]
     assert [each._next.port for each in made] == [2, 2, 3, 3, 1, 1]
     assert [each.is_first_of_node for each in made] == [True, False] * 3
     assert [each.kept for each in made[::2]] == [{0, 1, 4, 5}, {0, 1, 2, 3}, {2, 3, 4, 5}]
@@ -165,8 +166,8 @@ def test_a_node_whose_memory_is_full_says_so(tmp_path: Path, monkeypatch: pytest
         try:
             keeper = Keeper(address="127.0.0.1", port=server.server_address[1], token="t")
             with raises(CheckpointError, "no-space"):
-                file = io.BytesIO(bytes(size))
-                CopyRing([keeper], 0, seconds=SECONDS)._put(f"{STEP}/a", file, size, until=1e12)
+                to = CopyRing([keeper], 0, seconds=SECONDS, fetch_seconds=SECONDS)
+                to._put(f"{STEP}/a", io.BytesIO(bytes(size)), size, until=1e12)
         finally:
             server.shutdown()
             thread.join(SECONDS)
@@ -407,6 +408,31 @@ def test_a_node_whose_memory_is_lost_gets_all_from_the_others(nodes: list[Node])
         {n: [0, 1] for n in (1, 2)},
         {n: [1, 2] for n in (1, 2)},
     ]
+
+
+def test_all_parts_are_fetched_within_one_deadline(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for them, with a deadline of their own."""
+    World(nodes).save(1)
+    nodes[1].lose()
+    clock, fetch_file = [0.0], CopyRing._fetch_file
+
+    def slow(*args: Any, **how: Any) -> None:
+        clock[0] += 0.3 * SECONDS
+        fetch_file(*args, **how)
+
+    monkeypatch.setattr(CopyRing, "_fetch_file", slow)
+    monkeypatch.setattr(copy_ring, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with raises(CheckpointError, "unreachable", rank=2):
+        ring(nodes, 1).fetch(nodes[1].folder / STEP, [[0, 2], [], [1, 2]])
+
+
+def test_what_a_rank_waits_for_the_nodes_is_less_than_what_others_wait_for_it() -> None:
+    keeper = Keeper(address="10.0.0.1", port=1, token="")
+    assert (
+        CopyRing.join(keeper, RankContext.alone(), seconds=1.0)._fetch_seconds < RankContext.alone().seconds
+    )
 
 
 def test_two_neighbours_lost_leave_no_copy(nodes: list[Node]) -> None:

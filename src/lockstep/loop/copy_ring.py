@@ -50,11 +50,13 @@ class CopyRing:
 
     Args:
         keepers: of each rank's node, by rank. Ranks of one node stand together.
-        seconds: deadline for a rank's part of one step.
+        seconds: deadline of `send`.
+        fetch_seconds: deadline of `fetch`, for which other ranks wait.
     """
 
-    def __init__(self, keepers: Sequence[Keeper], rank: int, *, seconds: float) -> None:
-        self._of_rank, self._rank, self._seconds = keepers, rank, seconds
+    def __init__(self, keepers: Sequence[Keeper], rank: int, *, seconds: float, fetch_seconds: float) -> None:
+        self._of_rank, self._rank = keepers, rank
+        self._seconds, self._fetch_seconds = seconds, fetch_seconds
         nodes = list(dict.fromkeys(keepers))
         own = nodes.index(keepers[rank])
         self._next, before = nodes[(own + 1) % len(nodes)], nodes[own - 1]
@@ -65,7 +67,8 @@ class CopyRing:
     @classmethod
     def join(cls, own: Keeper, ranks: RankContext, *, seconds: float) -> CopyRing:
         """The ring of all ranks' nodes. Collective."""
-        return cls(ranks.gather(own, Keeper, what="meeting the nodes"), ranks.rank, seconds=seconds)
+        keepers = ranks.gather(own, Keeper, what="meeting the nodes")
+        return cls(keepers, ranks.rank, seconds=seconds, fetch_seconds=0.75 * ranks.seconds)
 
     def send(self, path: Path, names: Iterable[str]) -> dict[str, CopiedFile]:
         """Send this rank's files of a step to the next node, where its part is whole afterwards.
@@ -124,6 +127,7 @@ class CopyRing:
         Raises:
             CheckpointError: nobody has a part whole and undamaged; names why for each node that had it.
         """
+        until = time.monotonic() + self._fetch_seconds
         for part in range(len(have)):
             if part in have[self._rank]:
                 continue
@@ -133,7 +137,7 @@ class CopyRing:
             failures = []
             for node in nodes:
                 try:
-                    self._fetch_part(node, path, part)
+                    self._fetch_part(node, path, part, until=until)
                     break
                 except CheckpointError as error:
                     failures.append(error)
@@ -145,8 +149,7 @@ class CopyRing:
                     rank=part,
                 )
 
-    def _fetch_part(self, node: Keeper, path: Path, part: int) -> None:
-        until = time.monotonic() + self._seconds
+    def _fetch_part(self, node: Keeper, path: Path, part: int, *, until: float) -> None:
         with _Request(node, "GET", f"{path.name}/{part_name(part)}", until=until) as request:
             text = request.body()
         try:
@@ -243,7 +246,7 @@ class _Request:
     def _explained(self) -> Iterator[None]:
         try:
             if time.monotonic() > self._until:
-                raise TimeoutError("the deadline for one step has passed")
+                raise TimeoutError("the deadline has passed")
             yield
         except (OSError, http.client.HTTPException) as error:
             raise CheckpointError(
