@@ -37,7 +37,7 @@ BUDGETS = {
     "rollout": 3_196,
     "models": 2_890,
     "config": 2_760,
-    "ranks": 2_242,
+    "ranks": 2_249,
     "observe": 2_021,
     "invariant": 1_190,
     "data": 1_330,

@@ -523,6 +523,10 @@ def a_full_disk_while_nodes_send_is_an_error_of_all(ranks: RankContext) -> None:
         ranks.gather(None, None, what="looked")
         made.save(1, backend, {})
         assert made.find() == Path("run/full/step-000001")
+        sizes, node_folders._sizes = node_folders._sizes, lambda _: {"../elsewhere": 5}
+        with fails(ranks, r"rank 2 sends a file named '../elsewhere', which leads out of run"):
+            folders.collect(Path("run"))
+        node_folders._sizes = sizes
 
 
 def killed(ranks: RankContext) -> None:

@@ -121,6 +121,13 @@ class NodeFolders:
     ) -> None:
         """Copy files of known sizes from one rank. An error waits for the end, because the other ranks count
         on this one's part in every transfer."""
+        for name in files:  # on every rank alike: none waits for another
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise CheckpointError(
+                    f"rank {sender} sends a file named {name[:200]!r}, which leads out of {folder}",
+                    code="leads-out-of-folder",
+                    rank=sender,
+                )
         rank, errors = self._ranks.rank, list[OSError]()
         for name, size in files.items():
             path = folder / name
