@@ -45,7 +45,7 @@ BUDGETS = {
     "algorithms": 970,
     "packing": 920,
     "cluster": 1_095,
-    "execution": 730,
+    "execution": 657,
     "transfer": 710,
     "wire": 600,
     "ops": 610,

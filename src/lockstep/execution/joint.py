@@ -23,7 +23,7 @@ import contextlib
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ from torch.utils import _pytree as pytree
 
 from lockstep.errors import ConfigError
 from lockstep.execution.cache import use_compile_cache
-from lockstep.execution.capacity import Capacity, DecoderCall, pad_call
 from lockstep.execution.compilers import GraphCompiler
 from lockstep.execution.cuda_graph import GraphPool, RecordedStep
 from lockstep.execution.graph_break import broken
@@ -48,20 +47,17 @@ def install_joint(
     *,
     compiler: str = "inductor",
     options: Mapping[str, Any] | None = None,
-    capacities: Sequence[Capacity] = (),
     cuda_graph: bool = False,
     graphs_of: JointDecoder | None = None,
 ) -> JointDecoder:
     """Make a causal LM's decoder run as joint graphs, in place; names and state dict do not change.
 
-    A graph is made at the first call with its shape. Without gradients the forward half of the same graph
-    runs, so that logprobs before and in a training step are the same numbers.
+    A graph is made at the first call with its shape, so packs need a static capacity. Without gradients the
+    forward half of the same graph runs, so that logprobs before and in a training step are the same numbers.
 
     Args:
         compiler: "inductor", or "aot_eager" for bitwise the numbers of eager code.
         options: inductor settings that the graphs are compiled with.
-        capacities: shapes that calls are padded to; none: every shape has its own graph, as packs of a static
-            capacity need.
         cuda_graph: replay forward and backward as CUDA graphs; all shapes share their
             activations, and each keeps its inputs and one set of gradients.
         graphs_of: a decoder of the same architecture whose graphs this one runs with its own weights.
@@ -88,7 +84,7 @@ def install_joint(
             setting="train.cuda_graph",
         )
     use_compile_cache()
-    joint = JointDecoder(base, GraphCompiler(compiler, options=options), capacities, graphs_of=graphs_of)
+    joint = JointDecoder(base, GraphCompiler(compiler, options=options), graphs_of=graphs_of)
     joint.cuda_graph = cuda_graph
     vars(base)["forward"] = joint  # an attribute of the instance: no submodule, no entry of the state dict
     return joint
@@ -100,20 +96,30 @@ def joint_of(module: nn.Module) -> JointDecoder | None:
     return forward if isinstance(forward, JointDecoder) else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderCall:
+    """The arguments of one call of the decoder."""
+
+    input_ids: Tensor
+    """[1, T] packed, [B, L] padded; int64."""
+    position_ids: Tensor
+    """The same shape, int64."""
+    kwargs: dict[str, Any]
+    """Arguments of attention: cu_seqlens [D_cap + 1] int32, max_seqlen, perhaps masks [1, 1, T, T]."""
+
+    def arguments(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        return self.input_ids, self.position_ids, self.kwargs
+
+
 class JointDecoder:
     """A decoder's `forward`. See `install_joint`."""
 
     is_graph = True
 
     def __init__(
-        self,
-        base: nn.Module,
-        compiler: GraphCompiler,
-        capacities: Sequence[Capacity] = (),
-        *,
-        graphs_of: JointDecoder | None = None,
+        self, base: nn.Module, compiler: GraphCompiler, *, graphs_of: JointDecoder | None = None
     ) -> None:
-        self.base, self.compiler, self.capacities = base, compiler, tuple(capacities)
+        self.base, self.compiler = base, compiler
         self._graphs: dict[Any, _Graph] = {} if graphs_of is None else graphs_of._graphs
         self._maker: JointDecoder = self if graphs_of is None else graphs_of._maker
         self.cuda_graph = False
@@ -123,7 +129,7 @@ class JointDecoder:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JointDecoder:
         """Copy for a copy of the module, which makes its own graphs."""
-        twin = JointDecoder(copy.deepcopy(self.base, memo), self.compiler, self.capacities)
+        twin = JointDecoder(copy.deepcopy(self.base, memo), self.compiler)
         twin.cuda_graph = self.cuda_graph
         return twin
 
@@ -136,7 +142,6 @@ class JointDecoder:
         Raises:
             ModelError: the decoder cannot be captured as one graph; names the module and the line.
             ConfigError: an argument that cannot be an input of a graph.
-            TrainError: more than the capacities hold.
         """
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -147,9 +152,6 @@ class JointDecoder:
                 name="use_cache",
             )
         call = DecoderCall(input_ids=input_ids, position_ids=position_ids, kwargs=kwargs)
-        width = input_ids.shape[1]
-        if self.capacities:
-            call = pad_call(call, self.capacities)
         key = self._key(call)
         graph = self._graphs.get(key)
         if graph is None:
@@ -157,7 +159,7 @@ class JointDecoder:
         hidden = self._replay(key, graph, call) if self.cuda_graph else graph.run(self.base, call)
         # The graph is one of training: it ran under enable_grad whatever the caller said.
         hidden = hidden if torch.is_grad_enabled() else hidden.detach()
-        return BaseModelOutputWithPast(last_hidden_state=hidden[:, :width])
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
 
     def _replay(self, key: Any, graph: _Graph, call: DecoderCall) -> Tensor:
         weights = graph.weights_of(self.base)
