@@ -2,11 +2,19 @@
 
     python benchmarks/ppo_ray.py --layers 12 10 8 6 --gpus 2 --out FOLDER --json FILE
     python benchmarks/ppo_ray.py --shape tiny-llama --layers 2 --gpus 0 --max-tokens 16 --out FOLDER
+    python benchmarks/ppo_ray.py --pairs --layers 8 6 4 --gpus 2 --out FOLDER --json FILE \
+        --set checkpoint.save-at-end=false checkpoint.export-at-end=false train.deterministic=true
 
 Policy, reference, value model and reward model have the named shape with random weights, cut to the first
 number of layers that `lockstep plan` has room for. The run file is the example's, with bfloat16, the engine
 `native` in the process of each rank, and the sizes given here. `--gpus 0` is two ranks on CPUs. Written are
 the seconds of each phase, tokens per second, and for each GPU the most memory that nvidia-smi saw in use.
+
+`--pairs` is one rank with policy and reference on GPU 0, and value and reward model on GPU 1
+(cluster.world_gpus = "own"). It runs under Ray, without Ray, and where there is room without Ray on GPU 0
+alone ("shared": `--layers 4` has room on 80 GB), in that order, and the file is written after each. "equal"
+says which of them have the same metrics of every step to the bit, but for those of time and memory. With
+`--gpus 0` both pairs are on the CPU.
 """
 
 from __future__ import annotations
@@ -29,6 +37,13 @@ import torch
 from roles_gpu import write_models, write_prompts
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ppo_ray" / "run.toml"
+PAIRS = {
+    "ray": ["--cluster", "local"],
+    "plain": [],
+    "shared": ["--cluster.world-gpus", "shared"],
+}
+"""The runs of --pairs: what each has other than the plan."""
+TIMES = re.compile(r"world/|timestamp|time/|memory/|throughput/|.*per_second")
 DEADLINE = 1800.0
 """Seconds that the run may take."""
 
@@ -46,6 +61,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--apart", action="store_true", help="value and reward model in a world of their own")
+    parser.add_argument("--pairs", action="store_true", help="one rank, a GPU for each pair of roles")
+    parser.add_argument("--only", nargs="+", choices=list(PAIRS), default=list(PAIRS), help="runs of --pairs")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="options of the run")
@@ -53,35 +70,62 @@ def main(argv: list[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if args.gpus else "cpu")
     run_file = args.out / "run.toml"
-    run_file.write_text(placed(EXAMPLE.read_text(), apart=args.apart))
+    run_file.write_text(placed(EXAMPLE.read_text(), apart=args.apart or args.pairs))
     layers, options = fitting(args, run_file, device)
     if args.gpus:
         torch.cuda.empty_cache()
-    run_dir = args.out / "run"
-    shutil.rmtree(run_dir, ignore_errors=True)
-    command = lockstep("train", str(run_file), *options, "--cluster", "local", "--run-dir", str(run_dir))
+    result = {
+        "command": ["benchmarks/ppo_ray.py", *argv],
+        "machine": torch.cuda.get_device_name() if args.gpus else platform.machine(),
+        "ranks": 1 if args.pairs else args.gpus or 2,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray")},
+        "layers": layers,
+        "options": options,
+    }
+    if args.pairs:
+        result["runs"] = runs = {}
+        for name in args.only:
+            flags = [*options, *PAIRS[name]]
+            if name == "shared" and not fits(run_file, flags):
+                continue
+            runs[name] = measured(args, run_file, flags, out=args.out / f"run-{name}")
+            result["equal"] = [other for other in runs if numbers(runs[other]) == numbers(runs[args.only[0]])]
+            write(args.json, result)
+        print("equal to the bit:", *result["equal"], flush=True)
+    else:
+        flags = [*options, "--cluster", "local"]
+        write(args.json, result | measured(args, run_file, flags, out=args.out / "run"))
+    return 0
+
+
+def measured(args: argparse.Namespace, run_file: Path, options: list[str], *, out: Path) -> dict[str, Any]:
+    """What a training run took, and its metrics."""
+    shutil.rmtree(out, ignore_errors=True)
+    command = lockstep("train", str(run_file), *options, "--run-dir", str(out))
     with Memory(args.gpus) as memory:
         subprocess.run(command, cwd=args.out, check=True, timeout=DEADLINE)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "time/step" in row]
     steady = rows[1:] or rows
     names = sorted(name for name in steady[0] if name.startswith(("time/", "throughput/", "memory/")))
     result = {
-        "command": ["benchmarks/ppo_ray.py", *argv],
-        "machine": torch.cuda.get_device_name() if args.gpus else platform.machine(),
-        "ranks": args.gpus or 2,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray")},
-        "layers": layers,
-        "options": options,
         "median": {name: statistics.median(row[name] for row in steady if name in row) for name in names},
         "gpu_memory_gib": memory.most,
         "steps": rows,
     }
-    shown = {name: result[name] for name in ("layers", "median", "gpu_memory_gib")}
-    print(json.dumps(shown, indent=1), flush=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    print(json.dumps({name: result[name] for name in ("median", "gpu_memory_gib")}, indent=1), flush=True)
+    return result
+
+
+def numbers(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The metrics of every step but for those of time and memory."""
+    return [{name: value for name, value in row.items() if not TIMES.match(name)} for row in run["steps"]]
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """Write the result, if it is asked for."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def placed(example: str, *, apart: bool) -> str:
@@ -99,14 +143,19 @@ def fitting(args: argparse.Namespace, run_file: Path, device: torch.device) -> t
         words = write_models(args.shape, layers, folder, device)
         write_prompts(folder / "prompts.jsonl", words, args.prompts * args.steps)
         options = options_of(args, folder, dtype="bfloat16" if args.gpus else "float32")
-        planned = subprocess.run(
-            lockstep("plan", str(run_file), *options), capture_output=True, text=True, check=False
-        )
-        print(planned.stdout + planned.stderr, flush=True)
-        if not planned.returncode:
+        if fits(run_file, options):
             return layers, options
         shutil.rmtree(folder)
     raise SystemExit(f"--layers {args.layers}: none of them fits, see above")
+
+
+def fits(run_file: Path, options: list[str]) -> bool:
+    """Whether `lockstep plan` has room for it; what it says is printed."""
+    planned = subprocess.run(
+        lockstep("plan", str(run_file), *options), capture_output=True, text=True, check=False
+    )
+    print(planned.stdout + planned.stderr, flush=True)
+    return not planned.returncode
 
 
 def options_of(args: argparse.Namespace, folder: Path, *, dtype: str) -> list[str]:
@@ -132,7 +181,10 @@ def options_of(args: argparse.Namespace, folder: Path, *, dtype: str) -> list[st
         "checkpoint.every": 0,
         "log.tensorboard": "false",
     }
-    if args.gpus:
+    if args.pairs:
+        ranks = {"cluster.gpus": 1} if args.gpus else {}
+        values |= {"train.backend": "local", "cluster.slots": 1, "cluster.world-gpus": "own"} | ranks
+    elif args.gpus:
         values |= {"cluster.gpus": args.gpus, "cluster.slots": 1}
     values |= dict(pair.split("=", 1) for pair in args.set)
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]

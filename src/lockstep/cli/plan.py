@@ -25,7 +25,10 @@ from lockstep.errors import ConfigError
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lockstep.loop.memory_plan import MemoryPlan
+    from lockstep.models.memory_shape import MemoryPart
 
 USAGE = """usage: lockstep plan RUN.toml [OPTIONS]
        lockstep plan grpo|ppo|sft|dpo|rm [OPTIONS]
@@ -78,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
     device = torch.device(_device(run, cuda=torch.cuda.is_available()))
     if (placed := _placed(run, ranks, gpus=device.type == "cuda")) is not None:
         echo("\n".join(placed.draw(_roles(run))))
+        if device.type == "cuda" and general["memory_gib"] is None:  # else another machine is planned for
+            placed.check_devices(placed.layout(), there=torch.cuda.device_count())
     if general["memory_gib"] is not None:
         available, source = int(general["memory_gib"] * GIB), "given by --memory-gib"
         total = available
@@ -115,7 +120,7 @@ def _placed(run: RunConfig, ranks: int, *, gpus: bool) -> ClusterConfig | None:
     nothing."""
     if run.cluster is None or ranks == run.cluster.ranks:
         return run.cluster
-    if not run.apart:
+    if not run.apart and not run.cluster.engine_gpus:
         return None
     sizes = {"nodes": 1, "gpus": ranks, "slots": 1} if gpus else {"nodes": 1, "gpus": 0, "slots": ranks}
     return run.cluster.model_copy(update=sizes)
@@ -152,9 +157,8 @@ def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
 
 
 def show(plan: MemoryPlan, *, available: int, source: str) -> None:
-    """Print sizes, micro-batches and the table of parts."""
-    from rich.table import Table
-
+    """Print sizes, micro-batches and a table of parts for each device."""
+    from lockstep.loop.memory_plan import peak_of
     from lockstep.models.memory import gib, phase_totals
     from lockstep.observe.console import PlainConsole
 
@@ -165,8 +169,25 @@ def show(plan: MemoryPlan, *, available: int, source: str) -> None:
         f"one optimizer step: {plan.documents_per_step} documents of at most {plan.longest_document} tokens, "
         f"at most {plan.micro_batches} micro-batches of at most {plan.tokens_per_micro_batch} tokens"
     )
-    each = f", each of {plan.ranks} ranks" if plan.ranks > 1 else ""
-    table = Table(title=f"memory on {plan.device}{each}")
+    for place, parts in plan.by_place.items():
+        each = f", each of {plan.ranks} ranks" if plan.ranks > 1 else ""
+        where = f"the GPU of the {place}{each}" if place else f"{plan.device}{each}"
+        console.print(_table(parts, title=f"memory on {where}"))
+        if len(plan.by_place) > 1:
+            peak, phase = peak_of(parts)
+            console.print(f"peak there, in phase {phase!r}: {gib(peak)}")
+    totals = phase_totals(plan.parts)
+    if totals["host"]:
+        console.print(f"host memory beside the GPU: {gib(totals['host'])}")
+    console.print(f"peak, in phase {plan.peak_phase!r}: {gib(plan.peak_bytes)}; {gib(available)} {source}")
+
+
+def _table(parts: Sequence[MemoryPart], *, title: str) -> Table:
+    from rich.table import Table
+
+    from lockstep.models.memory import gib
+
+    table = Table(title=title)
     for heading, justify in (
         ("part", "left"),
         ("when", "left"),
@@ -174,13 +195,9 @@ def show(plan: MemoryPlan, *, available: int, source: str) -> None:
         ("made smaller by", "left"),
     ):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    for part in plan.parts:
+    for part in parts:
         table.add_row(part.name, part.phase, gib(part.bytes), part.setting)
-    console.print(table)
-    totals = phase_totals(plan.parts)
-    if totals["host"]:
-        console.print(f"host memory beside the GPU: {gib(totals['host'])}")
-    console.print(f"peak, in phase {plan.peak_phase!r}: {gib(plan.peak_bytes)}; {gib(available)} {source}")
+    return table
 
 
 def verdict(plan: MemoryPlan, *, available: int) -> str:
@@ -189,8 +206,11 @@ def verdict(plan: MemoryPlan, *, available: int) -> str:
 
     if plan.peak_bytes <= available:
         return f"plan: fits, {gib(plan.peak_bytes)} of {gib(available)}"
-    at_peak = [part for part in plan.parts if part.phase in ("always", plan.peak_phase)]
+    fullest = plan.fullest
+    at_peak = [part for part in plan.by_place[fullest] if part.phase in ("always", plan.peak_phase)]
     sizes = f"{gib(plan.peak_bytes)} needed, {gib(available)} available"
+    if fullest:
+        sizes += f" on the GPU of the {fullest}"
     return f"plan: does not fit, {sizes}: {explain_oom(at_peak)}"
 
 
@@ -211,7 +231,14 @@ def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
         "peak_phase": plan.peak_phase,
         "available_bytes": available,
         "parts": [
-            {"name": p.name, "bytes": p.bytes, "phase": p.phase, "setting": p.setting, "role": p.role}
+            {
+                "name": p.name,
+                "bytes": p.bytes,
+                "phase": p.phase,
+                "setting": p.setting,
+                "role": p.role,
+                "place": p.place,
+            }
             for p in plan.parts
         ],
     }

@@ -172,13 +172,17 @@ def check_nodes(provider: Provider, placement: Placement) -> None:
     """
     kind = "gpus" if placement.gpus else "slots"
     nodes = provider.nodes()
-    fitting = [n for n in nodes if (n.gpus if placement.gpus else n.cpus) >= placement.per_node]
+    fitting = [n for n in nodes if (n.gpus if placement.gpus else n.cpus) >= placement.devices]
     if len(fitting) < placement.nodes:
         has = "; ".join(f"{n.name}: {n.cpus} CPUs, {n.gpus} GPUs" for n in nodes) or "none"
+        needs, lower = "", f"cluster.nodes or cluster.{kind}"
+        if placement.per_rank > 1:
+            needs = f" and cluster.world_gpus or cluster.engine_gpus, {placement.devices} {kind} of each node"
+            lower += ", share the GPUs of ranks (cluster.world_gpus = 'shared', cluster.engine_gpus = 0)"
         raise ConfigError(
-            f"cluster.nodes = {placement.nodes} with cluster.{kind} = {placement.per_node}: the cluster has "
-            f"{len(fitting)} such node{'s' * (len(fitting) != 1)} ({has}); lower cluster.nodes or "
-            f"cluster.{kind}, or add nodes",
+            f"cluster.nodes = {placement.nodes} with cluster.{kind} = {placement.per_node}{needs}: the "
+            f"cluster has {len(fitting)} such node{'s' * (len(fitting) != 1)} ({has}); lower {lower}, or "
+            "add nodes",
             code="not-enough",
             setting="cluster.nodes",
         )

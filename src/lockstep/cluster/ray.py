@@ -127,7 +127,8 @@ def local_cluster(config: ClusterConfig, *, ranks: int) -> Iterator[str]:
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would come first
     environment = staying(os.environ, secrets=config.secrets) | travelling(os.environ)
     environment |= ours | _LIMITS | _PATIENCE
-    arguments = [str(folder), str(ranks), str(config.gpus), str(config.object_store_mb)]
+    cpus, gpus = (count * config.layout().per_rank for count in (ranks, config.gpus))
+    arguments = [str(folder), str(cpus), str(gpus), str(config.object_store_mb)]
     try:
         with (folder / "head.log").open("wb") as output:
             command = [sys.executable, "-m", "lockstep.cluster.ray", *arguments]
@@ -469,7 +470,8 @@ class RayProvider:
 
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
         ranks = placement.per_node
-        options = {"num_cpus": ranks, "num_gpus": ranks if placement.gpus else 0, "max_restarts": 0}
+        bundle = _bundle(placement)
+        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         options["max_concurrency"] = 2 * ranks + 2  # a call about each rank stays open
         actor = self._ray.remote(_NodeActor).options(scheduling_strategy=where, **options)
         return actor.remote(ranks)
@@ -554,17 +556,18 @@ def _short(error: Exception) -> str:
 
 
 def _bundle(placement: Placement) -> dict[str, int]:
-    """What the ranks of a node need."""
-    return {"CPU": placement.per_node} | ({"GPU": placement.per_node} if placement.gpus else {})
+    """What the ranks of a node need, with what is beside them."""
+    return {"CPU": placement.devices} | ({"GPU": placement.devices} if placement.gpus else {})
 
 
 def _devices(there: Mapping[str, Any], placement: Placement) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of a node's ranks: all GPUs of the world there, which LOCAL_RANK counts."""
+    """CUDA_VISIBLE_DEVICES of a node's ranks: all GPUs of the world there, which LOCAL_RANK counts, and then
+    those of what is beside the ranks."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(there["gpus"])} if placement.gpus else {}
 
 
 def _threads(there: Mapping[str, Any], placement: Placement) -> int:
-    return max(1, int(there["cpus"]) // placement.per_node)
+    return max(1, int(there["cpus"]) // placement.devices)
 
 
 def _compare(there: Sequence[Mapping[str, Any]]) -> None:

@@ -17,7 +17,12 @@ from lockstep.ranks.heal import HealingRules
 
 def placement_of(config: ClusterConfig) -> Placement:
     """The placement that [cluster] says."""
-    return Placement(nodes=config.nodes, per_node=config.per_node, gpus=config.gpus > 0)
+    return Placement(
+        nodes=config.nodes,
+        per_node=config.per_node,
+        gpus=config.gpus > 0,
+        per_rank=config.layout().per_rank,
+    )
 
 
 def launch_train(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import PurePath
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from lockstep.config.base import Config, FilePath, NonNegativeInt, PositiveInt
+from lockstep.config.node_layout import NodeLayout
 from lockstep.errors import ConfigError
 
 POLICY = "policy"
@@ -26,13 +28,20 @@ class ClusterConfig(Config):
     nodes: PositiveInt = 1
     """Nodes that ranks are spread over, equally."""
     gpus: NonNegativeInt = 0
-    """GPUs of each node, one per rank; 0: the ranks run on CPUs, as many on each node as `slots`."""
+    """GPUs of each node that ranks are on, one per rank; 0: the ranks run on CPUs, as many on each node as
+    `slots`. Those of world_gpus and engine_gpus come on top."""
     slots: PositiveInt = 1
     """Ranks on each node where there are no GPUs (gpus = 0)."""
     colocate: tuple[tuple[str, ...], ...] = ()
     """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. Several groups name
-    every role of the run: each without the policy is a world of its own, with a process beside each rank, on
-    the rank's device. As a flag it is one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
+    every role of the run: each without the policy is a world of its own, with a process beside each rank.
+    As a flag it is one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
+    world_gpus: Literal["shared", "own"] = "shared"
+    """GPU of the process of such a world. shared: its rank's. own: one of its own, on the rank's node. On
+    CPUs: slots, of which only Ray knows."""
+    engine_gpus: int = Field(0, ge=0, le=1024)
+    """GPUs of each node, for each rank there, that its engine's server has for itself: engine.replicas *
+    engine.tp of them. 0: the server is on its rank's GPU, or where engine.cuda_devices says."""
     world_seconds: PositiveFloat = 1200.0
     """Deadline of a call to a world of its own: to score or train a rollout batch, to save or load. Below
     --rank-timeout, so that the run ends with the error that names the roles."""
@@ -74,6 +83,33 @@ class ClusterConfig(Config):
     def worlds(self) -> tuple[tuple[str, ...], ...]:
         """The roles of each world that the policy is not in; empty: all are with the policy."""
         return tuple(group for group in self.colocate if POLICY not in group)
+
+    def layout(self, ranks: int | None = None) -> NodeLayout:
+        """Which device of a node is whose.
+
+        Args:
+            ranks: on the node; None: as many as these settings say.
+        """
+        return NodeLayout(
+            ranks=self.per_node if ranks is None else ranks,
+            worlds=len(self.worlds) if self.world_gpus == "own" else 0,
+            engine=self.engine_gpus,
+        )
+
+    def check_devices(self, layout: NodeLayout, *, there: int) -> None:
+        """Raise ConfigError if worlds or engines are to have GPUs of their own on a node with too few."""
+        if layout.per_rank > 1 and layout.total > there:
+            settings = ["fewer ranks", *(["cluster.world_gpus = 'shared'"] if layout.worlds else [])]
+            if layout.engine:
+                settings.append("a smaller cluster.engine_gpus (0: on the GPU of its rank)")
+            raise ConfigError(
+                f"a node needs {layout.sums('GPUs')}, and this one shows {there}; set "
+                f"{', or '.join(settings)}, or show it more (CUDA_VISIBLE_DEVICES)",
+                code="not-enough",
+                setting="cluster.world_gpus" if layout.worlds else "cluster.engine_gpus",
+                needed=layout.total,
+                there=there,
+            )
 
     def check_roles(self, roles: Sequence[str]) -> None:
         """Raise ConfigError unless several groups name the roles of a run, all of them and no others."""
@@ -164,17 +200,25 @@ class ClusterConfig(Config):
                 setting="nodes",
                 ranks=self.ranks,
             )
+        if self.world_gpus == "own" and not self.worlds:
+            raise ConfigError(
+                "world_gpus = 'own' without a world beside the policy's: all roles share the processes of "
+                "the ranks; leave it out, or write several groups in colocate",
+                code="no-effect",
+                setting="world_gpus",
+            )
         return self
 
     def draw(self, roles: Sequence[str]) -> list[str]:
         """Return a line per node: which ranks it runs, on what, and which roles each of them holds; one for
-        the processes of each further world, and one for copies that go from node to node.
+        the processes of each further world, one for engines with devices of their own, and one for copies
+        that go from node to node.
 
         Example:
             >>> ClusterConfig(nodes=2, gpus=2).draw(["policy", "ref"])[0]
             'node 0: [gpu 0: rank 0] [gpu 1: rank 1]  each: policy + ref'
         """
-        kind = "gpu" if self.gpus else "cpu"
+        kind, layout = "gpu" if self.gpus else "cpu", self.layout()
         apart = [role for world in self.worlds for role in world]
         here = [role for role in roles if role not in apart]
         lines = []
@@ -182,9 +226,14 @@ class ClusterConfig(Config):
             ranks = [(slot, node * self.per_node + slot) for slot in range(self.per_node)]
             boxes = " ".join(f"[{kind} {slot}: rank {rank}]" for slot, rank in ranks)
             lines.append(f"node {node}: {boxes}  each: {' + '.join(here)}")
-            boxes = " ".join(f"[{kind} {slot}: beside rank {rank}]" for slot, rank in ranks)
-            for number, world in zip(WORLD_NUMBERS, self.worlds, strict=False):
+            for index, (number, world) in enumerate(zip(WORLD_NUMBERS, self.worlds, strict=False)):
+                of_world = layout.of_world(index)
+                boxes = " ".join(f"[{kind} {of_world[slot]}: beside rank {rank}]" for slot, rank in ranks)
                 lines.append(f"  {number} world: {boxes}  each: {' + '.join(world)}")
+            if layout.engine:
+                shares = [(" + ".join(map(str, layout.of_engine(slot))), rank) for slot, rank in ranks]
+                boxes = " ".join(f"[{kind} {devices}: beside rank {rank}]" for devices, rank in shares)
+                lines.append(f"  engines: {boxes}")
         if self.peer_copy and self.nodes > 1:
             ring = " -> ".join(f"node {node}" for node in [*range(self.nodes), 0])
             lines.append(f"copies in memory after each step: {ring}")

@@ -13,7 +13,7 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
-from lockstep.config.engine import EngineConfig, has_own_weights
+from lockstep.config.engine import EngineConfig, has_own_weights, kind
 from lockstep.config.model import ModelConfig
 from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig
@@ -121,6 +121,29 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _check_devices(self) -> RunConfig:
+        cluster, device = self.cluster, self.train.device
+        if cluster is None or cluster.layout().per_rank == 1:
+            return self
+        own = "world_gpus = 'own'" if cluster.world_gpus == "own" else f"engine_gpus = {cluster.engine_gpus}"
+        if device.startswith("cuda:"):
+            raise ConfigError(
+                f"train.device = {device!r} with cluster.{own}: GPUs are counted from that of the first "
+                "rank, cuda:0; set train.device = 'cuda', and CUDA_VISIBLE_DEVICES to choose GPUs",
+                code="contradiction",
+                setting="train.device",
+            )
+        if isinstance(self, GRPORun):
+            _check_engine_gpus(self.engine, cluster)
+        elif cluster.engine_gpus:
+            raise ConfigError(
+                f"cluster.{own} with kind = {self.kind!r}, which has no engine; leave it out",
+                code="no-effect",
+                setting="cluster.engine_gpus",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_record(self) -> RunConfig:
         refusal = record_refusal(self) if shards_weights(self.train) else None
         if refusal is not None:
@@ -133,6 +156,50 @@ class RunConfig(Config):
                 setting="record.first_step",
             )
         return self
+
+
+def _check_engine_gpus(engine: EngineConfig, cluster: ClusterConfig) -> None:
+    """Refuse GPUs of its own for an engine that has none to choose, and GPUs that are asked for twice."""
+    gpus, needed = cluster.engine_gpus, engine.replicas * engine.tp
+    taken = sorted(set(engine.cuda_devices) & set(range(1, cluster.layout(ranks=1).total)))
+    if taken and not gpus:  # engine.cuda_devices is refused with several ranks
+        raise ConfigError(
+            f"engine.cuda_devices = {list(engine.cuda_devices)} and cluster.world_gpus = 'own' both ask for "
+            f"GPU {taken[0]}; leave engine.cuda_devices out and set cluster.engine_gpus = {needed}",
+            code="duplicate",
+            setting="engine.cuda_devices",
+        )
+    if not gpus:
+        return
+    what = f"cluster.engine_gpus = {gpus}"
+    if not kind(engine).endswith(", started"):
+        raise ConfigError(
+            f"{what} with engine.name = {engine.name!r}, which is no server that Lockstep starts: set "
+            "engine.process = 'own' (native and hf) or engine.python (vllm and sglang), or leave it out",
+            code="unsupported-combination",
+            setting="cluster.engine_gpus",
+        )
+    if engine.cuda_devices:
+        raise ConfigError(
+            f"{what} and engine.cuda_devices = {list(engine.cuda_devices)} both place the engine; leave "
+            "engine.cuda_devices out",
+            code="contradiction",
+            setting="engine.cuda_devices",
+        )
+    if gpus != needed:
+        raise ConfigError(
+            f"{what}, and the engine of each rank is engine.replicas * engine.tp = {engine.replicas} * "
+            f"{engine.tp} = {needed} wide; set cluster.engine_gpus = {needed}",
+            code="contradiction",
+            setting="cluster.engine_gpus",
+        )
+    if engine.transfer == "ipc":
+        raise ConfigError(
+            f"engine.transfer = 'ipc' with {what}: CUDA IPC needs a server on the GPU of its rank; set "
+            "'auto' (NCCL) or 'disk'",
+            code="contradiction",
+            setting="engine.transfer",
+        )
 
 
 def record_refusal(run: RunConfig) -> str | None:

@@ -34,6 +34,7 @@ from lockstep.loop.batch_invariance import (
     prepare_kernels,
 )
 from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
+from lockstep.loop.devices import check_devices, with_own_gpus
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.loop.positions import check_positions
@@ -153,6 +154,7 @@ def build_online(
     run, total_bytes = resolve_engine(run, ranks=ranks), total_device_bytes(run.train, ranks)
     external, reward_set = is_external(run.engine), RewardSet(run.rewards, functions=rewards)
     with ranks.together("loading model and data"):
+        check_devices(run, ranks=ranks)
         policy = load_policy(run, engine=run.engine.name, ranks=ranks, total_bytes=total_bytes)
         axes, model = policy.axes, policy.model
         prompts, eval_prompts = load_train_and_held_out(
@@ -265,6 +267,7 @@ def _external_engine(
     work_dir: Path | None,
 ) -> tuple[InferenceEngine, WeightTransfer]:
     """Every rank has one of its own; where that of one rank does not start, none is left running."""
+    run = with_own_gpus(run, axes.device, ranks=ranks)
     work_dir = _rank_folder(work_dir or Path(tempfile.mkdtemp(prefix="lockstep-engine-")), ranks)
     engine: InferenceEngine | None = None
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,15 @@ from lockstep.models.reward import reward_model_parameters
 from lockstep.registry import load_object
 from lockstep.train.memory import Parallelism, StepSize, state_bytes
 
+_RUNTIME = "Python, torch, libraries"
+_REF = "reference model"
+"""Names of a reference's parts begin with it."""
+_OF_ENGINE = (
+    f"{_RUNTIME} of the engine",
+    "weights of the engine, whole",
+    "KV cache",
+    "logits of one decoding step",
+)
 _RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(0.8 * GIB)}
 
 
@@ -54,16 +63,33 @@ class MemoryPlan:
     """Ranks in all; the parts are those of one rank."""
 
     @property
+    def by_place(self) -> Mapping[str, tuple[MemoryPart, ...]]:
+        """The parts on each GPU: "", the rank's, then those of worlds and engines with GPUs of their own."""
+        places = dict.fromkeys(["", *(part.place for part in self.parts)])
+        return {place: tuple(part for part in self.parts if part.place == place) for place in places}
+
+    @property
+    def fullest(self) -> str:
+        """The place with the highest peak."""
+        peaks = {place: peak_of(parts)[0] for place, parts in self.by_place.items()}
+        return max(peaks, key=lambda place: peaks[place])
+
+    @property
     def peak_bytes(self) -> int:
-        """Bytes on the device: what is always there plus the largest phase."""
-        totals = phase_totals(self.parts)
-        return totals["always"] + max(totals["generate"], totals["train"], totals["update"])
+        """Bytes on the fullest GPU: what is always there plus the largest phase."""
+        return peak_of(self.by_place[self.fullest])[0]
 
     @property
     def peak_phase(self) -> str:
-        """generate, train or update."""
-        totals = phase_totals(self.parts)
-        return max(("generate", "train", "update"), key=lambda phase: totals[phase])
+        """generate, train or update: of the fullest GPU."""
+        return peak_of(self.by_place[self.fullest])[1]
+
+
+def peak_of(parts: Sequence[MemoryPart]) -> tuple[int, str]:
+    """Bytes of parts on one device, and the phase in which they need so many."""
+    totals = phase_totals(parts)
+    phase = max(("generate", "train", "update"), key=lambda phase: totals[phase])
+    return totals["always"] + totals[phase], phase
 
 
 def plan_memory(
@@ -90,7 +116,7 @@ def plan_memory(
         tokens = budget
     kind = "cuda" if device.type == "cuda" else "cpu"
     parts = [
-        MemoryPart(name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
+        MemoryPart(name=_RUNTIME, bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
         *_world_parts(run, kind),
         *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
         *(_value_parts(run, tokens, device=device, ranks=ranks) if isinstance(run, PPORun) else ()),
@@ -99,7 +125,8 @@ def plan_memory(
         _copy_part(shape, run, run.train, size=(kind, ranks)),
     ]
     if kind == "cuda" and isinstance(run, GRPORun):
-        parts = list(sleeping_parts(parts, run))
+        parts += _scoring_parts(shape, run, step=(tokens, micro_batches), ranks=ranks)
+        parts = _placed(list(sleeping_parts(parts, run)), run)
     return MemoryPlan(
         shape=shape,
         dtype=dtype,
@@ -113,12 +140,54 @@ def plan_memory(
     )
 
 
+def _placed(parts: Sequence[MemoryPart], run: GRPORun) -> list[MemoryPart]:
+    """The parts with their places: processes of other worlds and engines are beside the rank on its GPU, or
+    have their own."""
+    if run.cluster is None:
+        return list(parts)
+    layout = run.cluster.layout()
+    places: dict[str, str] = {}
+    """By role, or by the part's name."""
+    if layout.worlds:
+        for number, world in zip(WORLD_NUMBERS, run.worlds, strict=False):
+            places |= dict.fromkeys([*world, f"{_RUNTIME} of the {number} world"], f"{number} world")
+    if layout.engine:
+        places |= dict.fromkeys(_OF_ENGINE, "engines")
+
+    def place(part: MemoryPart) -> str:
+        role = "ref" if part.name.startswith(_REF) else part.role
+        return places.get(part.name) or places.get(role, "")
+
+    return [dataclasses.replace(part, place=place(part)) for part in parts]
+
+
+def _scoring_parts(shape: ModelShape, run: GRPORun, *, step: tuple[int, int], ranks: int) -> list[MemoryPart]:
+    """What a reference needs to score a micro-batch on a GPU where nothing larger is computed. Nothing of a
+    layer is kept for a backward, so this is what checkpointing keeps, and less.
+
+    Args:
+        step: as of `_train_parts`.
+    """
+    own = run.cluster is not None and run.cluster.world_gpus == "own"
+    if not own or not any("ref" in world and "value" not in world for world in run.worlds):
+        return []
+    train = run.train.model_copy(update={"activation_checkpointing": True})
+    parts = _train_parts(
+        shape, run.model_copy(update={"train": train}), step=step, device="cuda", ranks=ranks
+    )
+    names = ("activations, checkpointed", "logits of one chunk", "gathered weights")
+    return [
+        dataclasses.replace(part, name=f"{_REF}: {part.name}", role="ref")
+        for part in parts
+        if part.name in names
+    ]
+
+
 def _world_parts(run: RunConfig, kind: str) -> list[MemoryPart]:
-    """What the processes of other worlds need beside the roles, which are counted where they are loaded: on
-    this rank's device."""
+    """What the processes of other worlds need beside the roles."""
     return [
         MemoryPart(
-            name=f"Python, torch, libraries of the {number} world",
+            name=f"{_RUNTIME} of the {number} world",
             bytes=_RUNTIME_BYTES[kind],
             phase="always",
             setting="cluster.colocate",
@@ -238,7 +307,9 @@ def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize
 
 def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[MemoryPart]:
     """Return the parts of memory that sampling one rollout batch holds beside the weights."""
-    apart = shards_weights(run.train) or run.engine.process == "own"
+    gpus = 0 if run.cluster is None or device == "cpu" else run.cluster.engine_gpus
+    apart = shards_weights(run.train) or run.engine.process == "own" or gpus > 0
+    split = run.engine.tp if gpus else 1
     batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
     length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     # What auto means where the run starts.
@@ -247,14 +318,20 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[Memo
     sizes = "data.max_prompt_tokens or rollout.sampling.max_tokens"
     return [
         MemoryPart(
+            name=f"{_RUNTIME} of the engine",
+            bytes=_RUNTIME_BYTES[device] * (gpus > 0),
+            phase="always",
+            setting="",
+        ),
+        MemoryPart(
             name="weights of the engine, whole",
-            bytes=shape.parameters * shape.dtype_bytes * apart,
+            bytes=shape.parameters * shape.dtype_bytes * apart // split,
             phase="always",
             setting="model.name",
         ),
         MemoryPart(
             name="KV cache",
-            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_tokens or batch * length),
+            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_tokens or batch * length) // split,
             phase="always" if keeps and not run.engine.sleep else "generate",
             setting=either(keeps and "engine.sleep = true", f"engine.max_batch, {sizes}"),
         ),

@@ -46,6 +46,7 @@ from lockstep.engine.remote.server import (
 )
 from lockstep.errors import EngineError, LockstepError, TrainError
 from lockstep.loop.axes import Axes
+from lockstep.loop.devices import gpus_of_world
 from lockstep.loop.distributed import resume_command
 from lockstep.loop.world_messages import packed, unpacked
 from lockstep.observe.text import printable_lines
@@ -121,7 +122,10 @@ class World:
         self._grouped = ranks.world_size > 1 and bool(_SPREAD & set(self.roles))
         self._about = {"run": dump_toml(run), "axes": dataclasses.asdict(axes), "roles": self.roles}
         own = work_dir / "+".join(self.roles) / (f"rank-{ranks.rank}" if ranks.world_size > 1 else "")
-        self._server = _server(self.name, run.cluster, own)
+        gpus: dict[str, str] = {}
+        if axes.device.startswith("cuda"):
+            gpus = gpus_of_world(run, run.worlds.index(self.roles), ranks=ranks)
+        self._server = _server(self.name, run.cluster, own, gpus=gpus)
         spec = self._server.spec
         headers = {"Authorization": f"Bearer {spec.token}"}
         self._client = HttpClient(spec.url, name=self.name, headers=headers)
@@ -354,8 +358,12 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _server(name: str, config: ClusterConfig, work_dir: Path) -> ServerProcess:
-    """The process beside this rank, not started yet."""
+def _server(name: str, config: ClusterConfig, work_dir: Path, *, gpus: dict[str, str]) -> ServerProcess:
+    """The process beside this rank, not started yet.
+
+    Args:
+        gpus: the environment that shows it GPUs of its own.
+    """
     port, token = free_port(), new_token()
     carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -365,7 +373,7 @@ def _server(name: str, config: ClusterConfig, work_dir: Path) -> ServerProcess:
         ServerSpec(
             name=name,
             command=(sys.executable, "-m", "lockstep.loop.world_server", str(path)),
-            environment=server_environment(needed=own_program() | carried, extra={TOKEN: token}),
+            environment=server_environment(needed=own_program() | carried | gpus, extra={TOKEN: token}),
             port=port,
             log=work_dir.resolve() / "world.log",
             start_seconds=config.world_start_seconds,

@@ -82,6 +82,8 @@ class MemoryPart:
     """The setting that makes it smaller."""
     role: str = "policy"
     """Which of the run's models it is for: policy, value or reward_model."""
+    place: str = ""
+    """What it is on a GPU of its own with, such as "second world"; "": the rank's device."""
 
 
 def forward_sizes(

@@ -51,6 +51,14 @@ class Placement:
     """Ranks on each node."""
     gpus: bool = False
     """Whether each rank has a GPU of its own; otherwise it has a CPU."""
+    per_rank: int = 1
+    """GPUs, or CPUs, that there are for each rank: its own, and those of what is beside it. Where the node's
+    are told apart, local rank r has number r (lockstep.config.node_layout)."""
+
+    @property
+    def devices(self) -> int:
+        """GPUs, or CPUs, of each node."""
+        return self.per_node * self.per_rank
 
     @property
     def ranks(self) -> int:
