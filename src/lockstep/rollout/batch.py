@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError, DataError, EngineError
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.rollout.row_values import encoded
 from lockstep.rollout.rows import Key, RowFile
-from lockstep.rollout.sampler import sample_seed
+from lockstep.rollout.sampler import check_completion, sample_seed
 from lockstep.schema.rollout import Completion, GenerationRequest, Prompt, SamplingParams
 
 ALL_PROMPTS_STEP = -4
@@ -239,24 +239,12 @@ class _BatchCall:
     def _check(self, number: int, position: int, completion: Completion) -> None:
         """Check a completion: a mix-up would put an answer under another question."""
         request = self._requests[number]
-        if completion.prompt_token_ids != request.prompt_token_ids:
-            raise EngineError(
-                f"request {number}: the engine returned a completion of another prompt",
-                code="wrong-result",
-                name="prompt",
-            )
+        check_completion(number, request, completion)
         if completion.seed != request.seeds[position]:
             raise EngineError(
                 f"request {number}: the engine returned another sample than was asked for",
                 code="wrong-result",
                 name="seed",
-            )
-        if len(completion.logprobs) != len(completion.token_ids):
-            raise EngineError(
-                f"request {number}: {len(completion.token_ids)} tokens but "
-                f"{len(completion.logprobs)} logprobs",
-                code="wrong-result",
-                name="logprobs",
             )
 
 

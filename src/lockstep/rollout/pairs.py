@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import ConfigError, DataError
-
-Row = Mapping[str, Any]
+from lockstep.rollout.select import Row, Selection, by_prompt, checked_sample, counted, no_answer
 
 _NUMBER_AT_END = re.compile(
     r"""(?<![\w.,])[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?(/\d+)?%?  # 42, -1,234.5, 3/4, 12%
@@ -49,21 +47,7 @@ class PairChoice:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PairSelection:
-    """The pairs, prompts in order of their index."""
-
-    rows: tuple[dict[str, Any], ...]
-    """Rows for `lockstep train dpo`: see `pair_row`."""
-    prompts: int
-    """Prompts of the scored file."""
-    chosen_prompts: int
-    """Prompts with a pair."""
-    left_out: Mapping[str, int]
-    """Samples by the first reason: failed (no reward), empty, cut_off, no_number, duplicate, unpaired."""
-
-
-def select_pairs(rows: Iterable[Row], choice: PairChoice, *, source: str) -> PairSelection:
+def select_pairs(rows: Iterable[Row], choice: PairChoice, *, source: str) -> Selection:
     """Pair scored rows, of `lockstep score` or of a run's rollouts.
 
     Of all pairs of a prompt with enough difference in reward, those with the least difference in length (in
@@ -79,15 +63,12 @@ def select_pairs(rows: Iterable[Row], choice: PairChoice, *, source: str) -> Pai
         >>> [(row["chosen"], row["rejected"]) for row in select_pairs(rows, PairChoice(), source="rows").rows]
         [('2', '0')]
     """
-    left_out: Counter[str] = Counter()
-    groups: dict[int, list[Row]] = {}
-    for position, row in enumerate(rows):
-        sample = _checked(row, choice, f"{source}, row {position}")
-        group = groups.setdefault(sample["index"], [])
-        if (reason := _unusable(sample, group, choice)) is not None:
-            left_out[reason] += 1
-        else:
-            group.append(sample)
+    groups, left_out = by_prompt(
+        rows,
+        source,
+        check=lambda row, where: _checked(row, choice, where),
+        unusable=lambda sample, group: _unusable(sample, group, choice),
+    )
     pairs: list[dict[str, Any]] = []
     chosen_prompts = 0
     for index in sorted(groups):
@@ -95,11 +76,8 @@ def select_pairs(rows: Iterable[Row], choice: PairChoice, *, source: str) -> Pai
         left_out["unpaired"] += len(groups[index]) - 2 * len(found)
         chosen_prompts += bool(found)
         pairs += [pair_row(chosen, rejected) for chosen, rejected in found]
-    return PairSelection(
-        rows=tuple(pairs),
-        prompts=len(groups),
-        chosen_prompts=chosen_prompts,
-        left_out={reason: count for reason, count in sorted(left_out.items()) if count},
+    return Selection(
+        rows=tuple(pairs), prompts=len(groups), chosen_prompts=chosen_prompts, left_out=counted(left_out)
     )
 
 
@@ -125,7 +103,7 @@ def pair_row(chosen: Row, rejected: Row) -> dict[str, Any]:
     return {"prompt": chosen["prompt"], **answers, **origin, **rewards}
 
 
-def _pairs(samples: list[Row], choice: PairChoice) -> Iterator[tuple[Row, Row]]:
+def _pairs(samples: Sequence[Row], choice: PairChoice) -> Iterator[tuple[Row, Row]]:
     candidates = [
         (abs(len(better["completion"]) - len(worse["completion"])), one, other)
         for one, better in enumerate(samples)
@@ -143,38 +121,19 @@ def _pairs(samples: list[Row], choice: PairChoice) -> Iterator[tuple[Row, Row]]:
             yield samples[one], samples[other]
 
 
-def _unusable(sample: Row, group: list[Row], choice: PairChoice) -> str | None:
-    if sample["reward"] is None:
-        return "failed"
+def _unusable(sample: Row, group: Sequence[Row], choice: PairChoice) -> str | None:
+    if (reason := no_answer(sample, finished=choice.finished)) is not None:
+        return reason
     text = sample["completion"]
-    if not text.strip():
-        return "empty"
-    if choice.finished and sample["finish_reason"] == "length":
-        return "cut_off"
     if choice.ends_in_number and not ends_in_number(text):
         return "no_number"
     return "duplicate" if any(text == other["completion"] for other in group) else None
 
 
-def _checked(row: Row, choice: PairChoice, where: str) -> Row:
-    """index, sample, prompt, completion, reward and finish_reason of a row."""
-    index, sample, reward = row.get("index", row.get("prompt_index")), row.get("sample"), row.get("reward")
-    if "reward" not in row:
-        raise DataError(
-            f"{where} has no column 'reward'; run `lockstep score` first",
-            code="missing-column",
-            name="reward",
-            where=where,
-        )
-    if type(index) is not int or type(sample) is not int:
-        raise DataError(
-            f"{where}: index and sample must be whole numbers; run `lockstep score` first",
-            code="wrong-row",
-            name="index",
-            where=where,
-        )
+def _checked(row: Row, choice: PairChoice, where: str) -> dict[str, Any]:
+    """The sample of a row; a run's rollouts have a prompt_index in place of an index."""
+    reward, rewards = row.get("reward"), row.get("rewards")
     if choice.reward is not None and reward is not None:
-        rewards = row.get("rewards")
         if not isinstance(rewards, Mapping) or choice.reward not in rewards:
             known = ", ".join(map(str, rewards)) if isinstance(rewards, Mapping) else "none"
             raise DataError(
@@ -184,17 +143,5 @@ def _checked(row: Row, choice: PairChoice, where: str) -> Row:
                 where=where,
             )
         reward = rewards[choice.reward]
-    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-        raise DataError(
-            f"{where}: reward = {reward!r} is not a number", code="wrong-row", name="reward", where=where
-        )
-    if not isinstance(row.get("completion"), str) or not row.get("prompt"):
-        raise DataError(
-            f"{where} has no text: pairs are of prompt and completion, and samples of a model without a "
-            "tokenizer have none",
-            code="missing-column",
-            name="prompt",
-            where=where,
-        )
-    kept = {name: row.get(name) for name in ("prompt", "completion", "finish_reason")}
-    return {"index": index, "sample": sample, "reward": reward, **kept}
+    index = row.get("index", row.get("prompt_index"))
+    return checked_sample(row, where, index=index, reward=reward, use="pairs are of")

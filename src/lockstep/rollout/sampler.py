@@ -378,17 +378,23 @@ def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence
                 code="wrong-result",
             )
         for completion in group:
-            if completion.prompt_token_ids != request.prompt_token_ids:
-                raise EngineError(
-                    f"request {index}: the engine returned a completion of another prompt",
-                    code="wrong-result",
-                )
-            if len(completion.logprobs) != len(completion.token_ids):
-                raise EngineError(
-                    f"request {index}: {len(completion.token_ids)} tokens but "
-                    f"{len(completion.logprobs)} logprobs",
-                    code="wrong-result",
-                )
+            check_completion(index, request, completion)
+
+
+def check_completion(index: int, request: GenerationRequest, completion: Completion) -> None:
+    """Raises EngineError: it is not of request number `index`, or not as long as its logprobs."""
+    if completion.prompt_token_ids != request.prompt_token_ids:
+        raise EngineError(
+            f"request {index}: the engine returned a completion of another prompt",
+            code="wrong-result",
+            name="prompt",
+        )
+    if len(completion.logprobs) != len(completion.token_ids):
+        raise EngineError(
+            f"request {index}: {len(completion.token_ids)} tokens but {len(completion.logprobs)} logprobs",
+            code="wrong-result",
+            name="logprobs",
+        )
 
 
 def _reward_inputs(prompt: Prompt, completions: Sequence[Completion]) -> list[RewardInput]:

@@ -1,9 +1,10 @@
-"""Rejection sampling and best-of-n: select the scored samples that become training documents."""
+"""Rejection sampling and best-of-n: select the scored samples that become training documents. And what
+lockstep.rollout.pairs shares with it: checked samples, by prompt."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,16 +40,17 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The kept rows, best first within a prompt, prompts in order of their index."""
+    """What is chosen, prompts in order of their index."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[dict[str, Any], ...]
+    """Checked samples, best first within a prompt; or pairs, see `lockstep.rollout.pairs.pair_row`."""
     prompts: int
     """Prompts of the scored file."""
     chosen_prompts: int
-    """Prompts with a kept sample."""
+    """Prompts of which something is chosen."""
     left_out: Mapping[str, int]
-    """Samples by the first reason: failed (no reward), empty, cut_off, below_min_reward, duplicate,
-    not_best."""
+    """Samples by the first reason: failed (no reward), empty, cut_off; below_min_reward, duplicate, not_best;
+    of pairs no_number, duplicate, unpaired."""
 
 
 def select(rows: Iterable[Row], choice: Choice, *, source: str) -> Selection:
@@ -63,21 +65,19 @@ def select(rows: Iterable[Row], choice: Choice, *, source: str) -> Selection:
         >>> [row["completion"] for row in select(rows, Choice(top_k=1), source="rows").rows]
         ['2']
     """
-    left_out: Counter[str] = Counter()
-    groups: dict[int, list[Row]] = {}
-    for position, row in enumerate(rows):
-        index = _checked(row, f"{source}, row {position}")
-        group = groups.setdefault(index, [])
-        if (reason := _unusable(row, choice)) is not None:
-            left_out[reason] += 1
-        else:
-            group.append(row)
-    kept: list[Row] = []
+
+    def check(row: Row, where: str) -> dict[str, Any]:
+        return checked_sample(
+            row, where, index=row.get("index"), reward=row.get("reward"), use="SFT trains on"
+        )
+
+    groups, left_out = by_prompt(rows, source, check=check, unusable=lambda row, _: _unusable(row, choice))
+    kept: list[dict[str, Any]] = []
     chosen = 0
     for index in sorted(groups):
         best = sorted(groups[index], key=lambda row: (-row["reward"], row["sample"]))
         if choice.unique:
-            first_of: dict[str, Row] = {}
+            first_of: dict[str, dict[str, Any]] = {}
             for row in best:
                 first_of.setdefault(row["completion"], row)
             left_out["duplicate"] += len(best) - len(first_of)
@@ -85,27 +85,68 @@ def select(rows: Iterable[Row], choice: Choice, *, source: str) -> Selection:
         left_out["not_best"] += len(best) - len(best[: choice.top_k])
         kept += best[: choice.top_k]
         chosen += bool(best)
-    return Selection(
-        rows=tuple(kept),
-        prompts=len(groups),
-        chosen_prompts=chosen,
-        left_out={reason: count for reason, count in sorted(left_out.items()) if count},
-    )
+    return Selection(rows=tuple(kept), prompts=len(groups), chosen_prompts=chosen, left_out=counted(left_out))
 
 
 def _unusable(row: Row, choice: Choice) -> str | None:
-    if row["reward"] is None:
-        return "failed"
-    if not row["completion"].strip():
-        return "empty"
-    if choice.finished and row.get("finish_reason") == "length":
-        return "cut_off"
-    if choice.min_reward is not None and row["reward"] < choice.min_reward:
+    reason = no_answer(row, finished=choice.finished)
+    if reason is None and choice.min_reward is not None and row["reward"] < choice.min_reward:
         return "below_min_reward"
-    return None
+    return reason
 
 
-def _checked(row: Row, where: str) -> int:
+def by_prompt(
+    rows: Iterable[Row],
+    source: str,
+    *,
+    check: Callable[[Row, str], dict[str, Any]],
+    unusable: Callable[[Row, Sequence[Row]], str | None],
+) -> tuple[dict[int, list[dict[str, Any]]], Counter[str]]:
+    """Group samples by the index of their prompt.
+
+    Args:
+        check: of a row and where it stands, to its `checked_sample`.
+        unusable: of a sample and those of its prompt before it, to the reason to leave it out, or None.
+
+    Returns:
+        The samples of each prompt, and the numbers of those left out, by reason.
+    """
+    left_out: Counter[str] = Counter()
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for position, row in enumerate(rows):
+        sample = check(row, f"{source}, row {position}")
+        group = groups.setdefault(sample["index"], [])
+        if (reason := unusable(sample, group)) is not None:
+            left_out[reason] += 1
+        else:
+            group.append(sample)
+    return groups, left_out
+
+
+def counted(left_out: Counter[str]) -> dict[str, int]:
+    """The reasons that occurred, by name."""
+    return {reason: count for reason, count in sorted(left_out.items()) if count}
+
+
+def no_answer(sample: Row, *, finished: bool) -> str | None:
+    """Why nothing can be made of a sample, whatever its reward; None: something can."""
+    if sample["reward"] is None:
+        return "failed"
+    if not sample["completion"].strip():
+        return "empty"
+    return "cut_off" if finished and sample["finish_reason"] == "length" else None
+
+
+def checked_sample(row: Row, where: str, *, index: Any, reward: Any, use: str) -> dict[str, Any]:
+    """Return index, sample, reward, prompt, completion and finish_reason of a scored row.
+
+    Args:
+        index, reward: those of the row that count.
+        use: what trains on it, for the message.
+
+    Raises:
+        DataError: one of them is missing, or is not what it must be.
+    """
     if "reward" not in row:
         raise DataError(
             f"{where} has no column 'reward'; run `lockstep score` first",
@@ -113,7 +154,6 @@ def _checked(row: Row, where: str) -> int:
             name="reward",
             where=where,
         )
-    index, reward = row.get("index"), row["reward"]
     if type(index) is not int or type(row.get("sample")) is not int:
         raise DataError(
             f"{where}: index and sample must be whole numbers; run `lockstep score` first",
@@ -127,13 +167,14 @@ def _checked(row: Row, where: str) -> int:
         )
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
         raise DataError(
-            f"{where} has no text: SFT trains on prompt and completion, and samples of a model without a "
-            "tokenizer have none",
+            f"{where} has no text: {use} prompt and completion, and samples of a model without a tokenizer "
+            "have none",
             code="missing-column",
             name="prompt",
             where=where,
         )
-    return index
+    kept = {name: row.get(name) for name in ("sample", "prompt", "completion", "finish_reason")}
+    return {"index": index, "reward": reward, **kept}
 
 
 def sft_row(row: Row) -> dict[str, Any]:
