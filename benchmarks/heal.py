@@ -33,6 +33,8 @@ import psutil
 import torch
 from kills import logged_steps, outcome
 
+from lockstep.ranks.environment import TURN
+
 
 def main(argv: Sequence[str]) -> int:
     """Run, kill, compare, print and write."""
@@ -124,6 +126,8 @@ def kill(process: subprocess.Popen[bytes], run: Path, args: argparse.Namespace) 
     for child in psutil.process_iter():  # under Ray a rank is not below the command
         try:
             is_rank = str(run) in child.cmdline() and child.environ().get("RANK") == str(rank)
+            if TURN in child.environ():  # it waits to be one
+                continue
             if is_rank and "supervisor.py" not in " ".join(child.cmdline()):
                 os.kill(child.pid, signal.SIGKILL)
                 return

@@ -13,14 +13,28 @@ import sys
 
 from fork_server import arm, follow_steps
 
+from lockstep.cli import train
 from lockstep.cli.main import main
+from lockstep.ranks.environment import TURN
 from lockstep.ranks.recovery import recovery
 
-if __name__ == "__main__":
+wait = train.await_turn
+
+
+def arm_here() -> None:
+    """Once it is known which rank of which generation this is."""
+    wait()
     restart = recovery()
     here = {"rank": int(os.environ["RANK"]), "restart": 0 if restart is None else restart.number}
     for order in json.loads(os.environ["KILLS"]):
         if here == {name: order.pop(name) for name in here}:
             follow_steps()
             arm(**order, send="SIGKILL")
+
+
+if __name__ == "__main__":
+    if TURN in os.environ:
+        train.await_turn = arm_here
+    else:
+        arm_here()
     sys.exit(main(sys.argv[1:]))

@@ -36,10 +36,11 @@ from lockstep.observe.run_dir import new_path
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import no_search_for_garbage
 from lockstep.ranks.copy_folder import PLACE
-from lockstep.ranks.environment import COPIES, WAIT_SECONDS
+from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS
 from lockstep.ranks.heal import HealingRules, launch_healing_ranks
 from lockstep.ranks.launch import end_process, in_launcher, launch_ranks
 from lockstep.ranks.recovery import recovery
+from lockstep.ranks.reserve import await_turn
 
 if TYPE_CHECKING:
     from lockstep.ranks.context import RankContext
@@ -229,6 +230,7 @@ def _healing(command: TrainCommand, *, run_dir: Path, again: str) -> HealingRule
         max_restarts=config.max_restarts,
         run_dir=run_dir.absolute(),
         each_node=command.cluster is not None and config.nodes > 1,
+        standby=config.standby,
         resume=again,
     )
 
@@ -297,6 +299,9 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
     from lockstep.loop.interrupt import Interrupted
     from lockstep.loop.preflight import preflight
 
+    if TURN in os.environ:
+        _import_loop(command.run)
+        await_turn()
     restart = recovery()
     if restart is not None and restart.resume is not None and command.resume is None:
         command = dataclasses.replace(command, resume=restart.resume)
@@ -305,12 +310,9 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         if os.environ.get("RANK", "0") == "0":
             echo(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
-    with no_search_for_garbage():
-        from lockstep.loop.distributed import connect_ranks
+    _import_loop(command.run)
+    from lockstep.loop.distributed import connect_ranks
 
-        importlib.import_module(f"lockstep.loop.{_loop_of(command.run)}")
-    # What was imported stays until the end: no collection need visit it again.
-    gc.freeze()
     if restart is not None:
         restart.mark("import")
     try:
@@ -320,8 +322,12 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         return stop.summary
 
 
-def _loop_of(run: RunConfig) -> str:
-    return "online" if isinstance(run, GRPORun) else "offline"
+def _import_loop(run: RunConfig) -> None:
+    with no_search_for_garbage():
+        importlib.import_module("lockstep.loop.distributed")
+        importlib.import_module(f"lockstep.loop.{'online' if isinstance(run, GRPORun) else 'offline'}")
+    # What was imported stays until the end: no collection need visit it again.
+    gc.freeze()
 
 
 def _train(command: TrainCommand, ranks: RankContext) -> Mapping[str, Any]:

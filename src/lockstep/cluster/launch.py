@@ -15,6 +15,7 @@ from lockstep.cluster.environment import travelling
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.text import echo
 from lockstep.protocols.cluster import Placement, Provider, World
+from lockstep.ranks.environment import RESERVE
 from lockstep.ranks.hang import HangReport, diagnose, rank_states
 from lockstep.ranks.heal import HealingRules, launch_healing
 from lockstep.ranks.launch import Launch, signals_raised
@@ -161,6 +162,8 @@ class _ProviderLaunch(Launch):
         environment.pop("OMP_NUM_THREADS", None)  # follows from the CPUs of the node, unless it is set here
         if self.address != LOOPBACK and "GLOO_SOCKET_IFNAME" not in os.environ:
             environment.pop("GLOO_SOCKET_IFNAME", None)
+        if self.refills:
+            environment[RESERVE] = "1"
         return travelling(os.environ) | environment
 
 

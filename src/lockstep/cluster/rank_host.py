@@ -26,7 +26,8 @@ from lockstep.cluster.environment import staying
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.copy_keeper import CopyKeeper
 from lockstep.processes.child import Child, end
-from lockstep.ranks.environment import COPY_PLACE
+from lockstep.ranks.environment import COPIES, COPY_PLACE, RESERVE
+from lockstep.ranks.reserve import Reserve, Spawn
 from lockstep.version import __version__
 
 CHUNK = 40_000
@@ -92,6 +93,9 @@ class NodeHost:
         self._address = address
         self._hosts = [RankHost() for _ in range(ranks)]
         self._keeper: CopyKeeper | None = None
+        self._reserve: Reserve | None = None
+        self._next: dict[int, RankHost] = {}
+        """Hosts of what waits in the reserve, by local rank."""
         self._starting = threading.Lock()
 
     def host(self, local_rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +115,34 @@ class NodeHost:
         """
         with self._starting:  # a driver that has given up waiting for it calls again
             end(host.child for host in self._hosts if host.child is not None)
-            self._hosts = [RankHost() for _ in env]
             more: dict[str, str] = {}
             if place := env[0].get(COPY_PLACE):
                 more = self._environment_of_copies(Path(place))
-            for host, own in zip(self._hosts, env, strict=True):
-                host.start(argv, {n: v for n, v in own.items() if n != COPY_PLACE} | more, **how)
+            refills = RESERVE in env[0]
+            ours = (COPY_PLACE, RESERVE)
+            environments = [{n: v for n, v in own.items() if n not in ours} | more for own in env]
+            waited = {} if self._reserve is None else self._reserve.take(environments)
+            self._hosts = [self._next[rank] if rank in waited else RankHost() for rank in range(len(env))]
+            self._next = {}
+            for rank, (host, environment) in enumerate(zip(self._hosts, environments, strict=True)):
+                if rank not in waited:
+                    host.start(argv, environment, **how)
+
+            def spawn(local_rank: int, environment: Mapping[str, str]) -> Child:
+                host = self._next[local_rank] = RankHost()
+                host.start(argv, environment, **how)
+                assert host.child is not None
+                return host.child
+
+            if refills:
+                self._refill(Path(environments[0][COPIES]), spawn, environments)
+
+    def _refill(self, copies: Path, spawn: Spawn, environments: Sequence[Mapping[str, str]]) -> None:
+        if self._reserve is not None and self._reserve.folder != copies:
+            self._reserve.close()
+            self._reserve = None
+        self._reserve = self._reserve or Reserve(copies)
+        self._reserve.refill(spawn, environments)
 
     def _environment_of_copies(self, place: Path) -> dict[str, str]:
         if self._keeper is not None:
@@ -127,7 +153,9 @@ class NodeHost:
         return self._keeper.environment()
 
     def close(self) -> None:
-        """Remove the node's copies."""
+        """End what waits here, and remove the node's copies."""
+        if self._reserve is not None:
+            self._reserve.close()
         if self._keeper is not None:
             self._keeper.close()
 

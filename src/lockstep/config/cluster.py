@@ -63,6 +63,9 @@ class ClusterConfig(Config):
     memory of the next node, so that the run outlives the death of a node."""
     max_restarts: NonNegativeInt = 3
     """With peer_copy: how often in a run. Then a death ends it."""
+    standby: bool = True
+    """With peer_copy: a process per rank that has imported everything waits, from the first copy on, to take
+    the place of one that dies. It needs no GPU, and some 0.5 GB of host memory."""
     copy_dir: FilePath | None = None
     """With peer_copy: a folder in memory (tmpfs), on each node, with room for two copies of the state of all
     ranks; None: /dev/shm."""

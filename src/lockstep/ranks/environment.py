@@ -22,5 +22,10 @@ makes such a folder in the node's own memory (lockstep.loop.copy_keeper)."""
 COPY_KEEPER = "LOCKSTEP_COPY_KEEPER"
 """In the environment of those ranks: address, port and token, as JSON, of the process that keeps the folder
 of their node. Taken from there at the start, so that nothing that a rank starts inherits it."""
+RESERVE = "LOCKSTEP_RESERVE"
+"""In the environment of ranks on a cluster that are healed, until their node's host has seen it: processes
+are to wait there to take the ranks' places (lockstep.ranks.reserve)."""
+TURN = "LOCKSTEP_TURN"
+"""In the environment of a process that waits so: the named pipe on which it hears that it is a rank."""
 RESTART = "LOCKSTEP_RESTART"
 """In the environment of ranks that were started again after a death: lockstep.ranks.recovery.Recovery."""

@@ -11,6 +11,7 @@ a node that is gone. A rank that ends with an error of its own would do so again
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +22,9 @@ from lockstep.errors import LockstepError
 from lockstep.observe.text import echo
 from lockstep.ranks.copy_folder import committed_steps, copy_folder
 from lockstep.ranks.environment import COPIES, COPY_PLACE
-from lockstep.ranks.launch import Launch, LaunchInterrupted, check_launch, signals_raised
+from lockstep.ranks.launch import RESERVE_LOGS, Launch, LaunchInterrupted, check_launch, signals_raised
 from lockstep.ranks.recovery import Recovery
+from lockstep.ranks.reserve import Reserve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,8 @@ class HealingRules:
     """The run's folder, or where it will be."""
     each_node: bool = False
     """Whether each node makes that folder, in its own memory; False: the launcher, on this machine."""
+    standby: bool = True
+    """Whether processes wait to take the ranks' places."""
     resume: str = ""
     """Command that goes on from the last checkpoint, for the user."""
 
@@ -71,22 +75,27 @@ def launch_healing(make: Callable[[Path], Launch], rules: HealingRules, *, log_d
         try:
             if rules.each_node:
                 return _generations(make, rules, None, log_dir)
-            with copy_folder(rules.copy_dir) as copies:
-                return _generations(make, rules, copies, log_dir)
+            with copy_folder(rules.copy_dir) as copies, Reserve(copies) as reserve:
+                try:
+                    return _generations(make, rules, reserve, log_dir)
+                finally:
+                    shutil.rmtree(log_dir.with_name(RESERVE_LOGS), ignore_errors=True)
         except LaunchInterrupted as interrupted:  # between two generations
             return 128 + interrupted.number
 
 
 def _generations(
-    make: Callable[[Path], Launch], rules: HealingRules, copies: Path | None, log_dir: Path
+    make: Callable[[Path], Launch], rules: HealingRules, reserve: Reserve | None, log_dir: Path
 ) -> int:
+    copies = None if reserve is None else reserve.folder
     recovery: Recovery | None = None
     while True:
         number = 0 if recovery is None else recovery.number
         logs = log_dir if recovery is None else log_dir.with_name(f"{log_dir.name}-restart-{number}")
         logs.mkdir(parents=True, exist_ok=True)
         launch = make(logs)
-        launch.heals = True
+        launch.heals, launch.reserve = True, reserve
+        launch.refills = rules.standby and number < rules.max_restarts
         launch.extra = {COPY_PLACE: str(rules.copy_dir)} if copies is None else {COPIES: str(copies)}
         if recovery is not None:
             recovery.mark("begin again")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -33,6 +34,7 @@ from lockstep.observe.text import echo
 from lockstep.processes.child import AT_ONCE, Child, describe_status, end
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET
 from lockstep.ranks.hang import OUT_OF_STEP, HangReport, examine
+from lockstep.ranks.reserve import Reserve
 from lockstep.ranks.watchdog import Counts, Signs, Watchdog, signs
 
 ENDED_KEY = "lockstep/ended/{rank}"
@@ -55,6 +57,8 @@ _GRACE_SECONDS = 12.0
 _CLOSE_SECONDS = 8.0
 """Then the time between SIGTERM and SIGKILL."""
 _TRACEBACK_LINES = 40
+RESERVE_LOGS = "reserve"
+"""Folder beside those of the ranks' logs: what the processes say that wait to be ranks."""
 HANG_FILE = "hang.json"
 """In the folder of the ranks' logs: the report of a hang (lockstep.ranks.hang.HangReport)."""
 _WAITED = ("RankError", "Desync")
@@ -251,6 +255,10 @@ class Launch:
         """When it was seen, in Unix seconds."""
         self.extra: dict[str, str] = {}
         """More environment of all ranks."""
+        self.reserve: Reserve | None = None
+        """Where processes wait to be ranks, from the launch before this one."""
+        self.refills = False
+        """Whether others are to wait there for the next one."""
         self.flights = log_dir.absolute()
         """The folder of the ranks' flight records, on each machine."""
         self._watchdog = None if watch is None else Watchdog(self.look, seconds=watch)
@@ -276,14 +284,27 @@ class Launch:
 
     def start(self) -> None:
         """Start every rank."""
-        for rank in range(self.ranks):
-            paths = [self.log_dir / f"rank-{rank}.log", self.log_dir / f"rank-{rank}.err.log"]
-            with paths[0].open("wb") as out, paths[1].open("wb") as err:
-                environment = {**os.environ, **self.environment(rank)}
-                child = Child(self.command, output=(out, err), env=environment, grace=_CLOSE_SECONDS)
-            self._children.append(child)
+        environments = [self.environment(rank) for rank in range(self.ranks)]
+        waited = {} if self.reserve is None else self.reserve.take(environments)
+        apart = self.log_dir.with_name(RESERVE_LOGS)
+        for rank, environment in enumerate(environments):
+            if rank in waited:
+                for path in _logs(apart, rank):
+                    path.replace(self.log_dir / path.name)
+                self._children.append(waited[rank])
+            else:
+                self._children.append(self._spawn(self.log_dir, rank, environment))
             if rank == 0:
-                self.show(*paths)
+                self.show(*_logs(self.log_dir, rank))
+        if self.reserve is not None and self.refills:
+            apart.mkdir(exist_ok=True)
+            self.reserve.refill(functools.partial(self._spawn, apart), environments)
+
+    def _spawn(self, logs: Path, rank: int, environment: Mapping[str, str]) -> Child:
+        out, err = _logs(logs, rank)
+        with out.open("wb") as first, err.open("wb") as second:
+            whole = {**os.environ, **environment}
+            return Child(self.command, output=(first, second), env=whole, grace=_CLOSE_SECONDS)
 
     @property
     def started(self) -> int:
@@ -515,6 +536,11 @@ class Launch:
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         lines = ["".join(c if c.isprintable() or c == "\t" else "?" for c in x) for x in text.splitlines()]
         return lines[-_TRACEBACK_LINES:]
+
+
+def _logs(folder: Path, rank: int) -> tuple[Path, Path]:
+    """Where a rank's stdout and stderr go."""
+    return folder / f"rank-{rank}.log", folder / f"rank-{rank}.err.log"
 
 
 def _rank(end: RankEnd) -> int:

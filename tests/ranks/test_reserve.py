@@ -1,0 +1,134 @@
+"""Processes that wait to take the place of a rank that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.processes.child import Child
+from lockstep.ranks.heal import HealingRules, launch_healing
+from lockstep.ranks.launch import Launch
+from lockstep.ranks.reserve import Reserve
+
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from lockstep.ranks.reserve import await_turn
+waited = "LOCKSTEP_TURN" in os.environ
+if waited:
+    Path(sys.argv[1], "waits-" + os.environ["RANK"]).touch()
+await_turn()
+rank, copies = os.environ["RANK"], Path(os.environ["LOCKSTEP_COPIES"])
+number = json.loads(os.environ.get("LOCKSTEP_RESTART", '{"number": 0}'))["number"]
+line = {"rank": rank, "number": number, "waited": waited, "port": os.environ["MASTER_PORT"]}
+with Path(sys.argv[1], "seen").open("a") as file:
+    file.write(json.dumps(line) + "\\n")
+print("rank", rank, "of generation", number)
+if number == 0 and sys.argv[2] == "copies":
+    (copies / "step-000001").mkdir(exist_ok=True)
+    (copies / "step-000001" / f"complete-{rank}.json").write_text("{}")
+    while len(list(Path(sys.argv[1]).glob("waits-*"))) < 2:
+        time.sleep(0.02)
+if number == 0:
+    os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else time.sleep(600)
+"""
+
+
+def heal(folder: Path, what: str, *, standby: bool = True) -> list[dict[str, object]]:
+    """Two ranks, of which one is killed; what each rank of both generations saw."""
+    (folder / "memory").mkdir()
+    command = [sys.executable, "-c", RANK, str(folder), what]
+    status = launch_healing(
+        lambda logs: Launch(command, ranks=2, log_dir=logs, graceful=True),
+        HealingRules(copy_dir=folder / "memory", max_restarts=1, run_dir=folder / "run", standby=standby),
+        log_dir=folder / "logs" / "first",
+    )
+    assert status == 0
+    assert not list((folder / "memory").iterdir())
+    seen = [json.loads(line) for line in (folder / "seen").read_text().splitlines()]
+    return sorted(seen, key=lambda line: (line["number"], line["rank"]))
+
+
+def test_who_waits_takes_the_place_of_a_rank_with_its_environment_and_its_log(tmp_path: Path) -> None:
+    seen = heal(tmp_path, "copies")
+    assert [(line["rank"], line["number"], line["waited"]) for line in seen] == [
+        *(("0", 0, False), ("1", 0, False)),
+        *(("0", 1, True), ("1", 1, True)),
+    ]
+    first, second = ({line["port"] for line in seen if line["number"] == number} for number in (0, 1))
+    assert len(first) == len(second) == 1 and first != second
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["first", "first-restart-1"]
+    log = tmp_path / "logs" / "first-restart-1" / "rank-1.log"
+    assert log.read_text() == "rank 1 of generation 1\n"
+
+
+@pytest.mark.parametrize("standby", [True, False])
+def test_without_a_copy_nobody_waits(tmp_path: Path, standby: bool) -> None:
+    assert not any(line["waited"] for line in heal(tmp_path, "none", standby=standby))
+
+
+def spawn(rank: int, environment: Mapping[str, str]) -> Child:
+    program = "import json, os; from lockstep.ranks.reserve import await_turn; await_turn()"
+    program += "; print(json.dumps(dict(os.environ)))"
+    return Child([sys.executable, "-c", program], env={**os.environ, **environment}, output=rank)
+
+
+def filled(reserve: Reserve, folder: Path, *outputs: int) -> list[Child]:
+    """Let a process wait for each of these descriptors, which stand for ranks."""
+    children: list[Child] = []
+
+    def kept(rank: int, environment: Mapping[str, str]) -> Child:
+        children.append(spawn(outputs[rank], environment))
+        return children[-1]
+
+    reserve.refill(kept, [{"OLD": "1", "BOTH": "1"} for _ in outputs])
+    (folder / "step-000001").mkdir()
+    (folder / "step-000001" / "complete-0.json").touch()
+    deadline = time.monotonic() + 60
+    while len(children) < len(outputs) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return children
+
+
+def test_the_environment_is_that_of_its_turn(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    with Reserve(tmp_path) as reserve:
+        filled(reserve, tmp_path, writer)
+        taken = reserve.take([{"BOTH": "2", "NEW": "3"}])
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            environment = json.loads(pipe.read())
+        assert taken[0].wait(60) == 0
+    assert "OLD" not in environment and "LOCKSTEP_TURN" not in environment
+    assert (environment["BOTH"], environment["NEW"]) == ("2", "3")
+
+
+def test_one_that_has_ended_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Reserve(tmp_path) as reserve:
+        children = filled(reserve, tmp_path, subprocess.DEVNULL, subprocess.DEVNULL)
+        supervisor = psutil.Process(children[1].pid)
+        while not (programs := supervisor.children()):
+            time.sleep(0.02)
+        programs[0].kill()
+        assert children[1].wait(60) == -signal.SIGKILL
+        assert [*reserve.take([{}, {}])] == [0]
+    assert "take the place of rank 1 was killed by SIGKILL" in capfd.readouterr().err
+
+
+def test_the_end_ends_who_waits(tmp_path: Path) -> None:
+    with Reserve(tmp_path) as reserve:
+        (child,) = filled(reserve, tmp_path, subprocess.DEVNULL)
+        assert child.poll() is None
+    assert child.poll() is not None
+    with Reserve(tmp_path) as reserve:  # before there is a new copy
+        reserve.refill(spawn, [{}])
+    assert reserve.take([{}]) == {}
