@@ -61,7 +61,7 @@ class Reserve:
         self.folder = folder
         self._waiting: dict[int, _Waiting] = {}
         self._begun: list[_Waiting] = []
-        """A pipe forgets what was written when its last end is closed: ours, until the process has opened it."""
+        """A pipe forgets what was written when nobody has it open: we have, until the process has, too."""
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._fills = 0
