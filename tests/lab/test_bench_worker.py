@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, EngineError, ModelError
 from lockstep.lab.step_bench import run as lab
 from lockstep.lab.step_bench.job import READY, BenchJob, BenchOutcome
 from lockstep.lab.step_bench.run import BenchOptions, run_bench
-from lockstep.lab.step_bench.worker import _Cell, run_rank
+from lockstep.lab.step_bench.worker import Cell
 from lockstep.ranks import context
 from lockstep.ranks.context import RankContext
 
@@ -40,8 +40,8 @@ def warm_up(cell):
 def waits_for_ever(cell):
     time.sleep(600)
 
-bench_worker._Cell.load, bench_worker._Cell.warm_up = load, warm_up
-bench_worker._Cell.{method} = waits_for_ever
+bench_worker.Cell.load, bench_worker.Cell.warm_up = load, warm_up
+bench_worker.Cell.{method} = waits_for_ever
 sys.exit(bench_worker.main())
 """
 """A worker that does nothing but wait; as the suite does: `python -c WAITS_IN JOB.json`."""
@@ -61,8 +61,8 @@ def job(tmp_path: Path) -> BenchJob:
 
 
 @pytest.fixture
-def cell(job: BenchJob) -> _Cell:
-    made = _Cell(job)
+def cell(job: BenchJob) -> Cell:
+    made = Cell(job)
     made.ranks = RankContext.alone()
     return made
 
@@ -88,9 +88,9 @@ def test_only_what_loading_raises_was_refused(
     def broken(cell: Any) -> None:
         raise kind("the engine has died", code="process-died")
 
-    monkeypatch.setattr(_Cell, "load", load)
-    monkeypatch.setattr(_Cell, method, broken)
-    assert run_rank(job) == exit_status
+    monkeypatch.setattr(Cell, "load", load)
+    monkeypatch.setattr(Cell, method, broken)
+    assert Cell(job).run() == exit_status
     outcome = BenchOutcome.read(job.out)
     assert outcome is not None and (outcome.status, outcome.reason) == (status, "the engine has died")
 
@@ -108,7 +108,7 @@ def test_only_what_loading_raises_was_refused(
     ],
 )
 def test_the_gap_is_the_largest_of_what_was_sampled(
-    cell: _Cell, scored: list[list[float]], largest: str
+    cell: Cell, scored: list[list[float]], largest: str
 ) -> None:
     batches = [
         SimpleNamespace(loss_mask=torch.tensor(mask), rollout_logprobs=torch.tensor(logprobs))
@@ -135,7 +135,7 @@ def test_the_gap_is_the_largest_of_what_was_sampled(
 
 
 @pytest.mark.parametrize(("tied", "count"), [(True, 5 * 4 + 4 * 5), (False, 4 * 5)])
-def test_parameters_that_zero_3_has_cut_up_count_as_a_whole(cell: _Cell, tied: bool, count: int) -> None:
+def test_parameters_that_zero_3_has_cut_up_count_as_a_whole(cell: Cell, tied: bool, count: int) -> None:
     embedding, head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
     for parameter in (embedding.weight, head.weight):
         parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def test_ranks_wait_for_each_other_as_long_as_the_suite_for_a_turn(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(context, "init_ranks", init_ranks)
-    run_rank(job)
+    Cell(job).run()
     outcome = BenchOutcome.read(job.out)
     assert outcome is not None and outcome.reason == "cpu 100.0"
 

@@ -9,17 +9,12 @@ Exit status 0: done; 2: refused; 1: anything else. What was seen is in the folde
 
 from __future__ import annotations
 
-import faulthandler
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import ConfigError, ModelError
 from lockstep.lab.engine_parity.job import PASSES, ROWS, EnginesJob, Kind, Outcome, Pass, Phase, Row
-from lockstep.lab.suite.job_files import read_job_file
-from lockstep.lab.suite.worker import REFUSED, append_rows, failure, job_path, leave_with, run_job, watch
-from lockstep.observe.text import echo
+from lockstep.lab.suite.worker import Worker, append_rows, leave_with, watched
 
 if TYPE_CHECKING:
     from lockstep.lab.engine_parity.requests import Batch, PromptRequest
@@ -28,41 +23,50 @@ if TYPE_CHECKING:
     from lockstep.schema.rollout import Completion
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job; return the exit status."""
-    path = job_path(argv, "lockstep.lab.engine_parity.worker")
-    if path is None:
-        return REFUSED
-    run = _Run(read_job_file(path, EnginesJob))
-    watch(run.job.timeout)
-    try:
-        refuses = (ConfigError, ModelError)
-        return run_job(run.work, give_up=run.give_up, refuses=lambda: () if run.has_generated else refuses)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        run.close()
-
-
-@dataclass
-class _Run:
+class Engine(Worker[EnginesJob]):
     """The worker's state."""
 
-    job: EnginesJob
-    has_generated: bool = False
-    engine: InferenceEngine | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Fields of the Outcome."""
-    greedy: list[tuple[PromptRequest, Completion]] = field(default_factory=list)
-    """Greedy completions of the first phase."""
+    MODULE = "lockstep.lab.engine_parity.worker"
+    OUTCOME = Outcome
+    engine: InferenceEngine
+    trainer: Trainer
+    transfer: WeightTransfer
+
+    def __init__(self, job: EnginesJob) -> None:
+        super().__init__(job)
+        self.known: dict[str, Any] = {}
+        """Fields of the Outcome."""
+        self.greedy: list[tuple[PromptRequest, Completion]] = []
+        """Greedy completions of the first phase."""
+
+    @property
+    def name(self) -> str:
+        return self.job.name
+
+    def facts(self) -> dict[str, Any]:
+        return self.known
 
     def work(self) -> None:
         """Load, generate, update the weights, generate again."""
-        self.load()
-        self.generate_all("before")
-        if self.job.update:
-            self.update()
-            self.generate_all("after")
-        self.end("ok")
+        with watched(self.job.timeout):
+            self.load()
+            self.generate_all("before")
+            if self.job.update:
+                self.update()
+                self.generate_all("after")
+            self.end("ok")
+
+    def run(self) -> int:
+        """Do the job; stop a server that was started."""
+        try:
+            return super().run()
+        finally:
+            if hasattr(self, "engine"):
+                self.engine.close()
+
+    def say(self, text: str) -> None:
+        """Print a line into the log."""
+        super().say(f"{self.name}: {text}")
 
     # --- loading --------------------------------------------------------------------------------------------
 
@@ -74,30 +78,26 @@ class _Run:
         from lockstep.transfer import make_transfer
 
         job = self.job
-        self.trainer: Trainer = Trainer(job)
-        self.facts |= self.trainer.facts()
+        self.trainer = Trainer(job)
+        self.known |= self.trainer.facts()
         model, device = self.trainer.model, self.trainer.device
-        self.say(f"trainer: {job.model.name}, {self.facts['attention']}, {self.facts['dtype']}, {device}")
+        self.say(f"trainer: {job.model.name}, {self.known['attention']}, {self.known['dtype']}, {device}")
         spec = make_engine_spec(job, model, device=device) if is_external(job.engine) else None
         started = time.perf_counter()
-        engine: InferenceEngine = make_engine(job.engine, model=model, spec=spec)
-        self.engine = engine
-        self.facts["start_seconds"] = time.perf_counter() - started
-        self.say(f"engine {job.engine.name}: started in {self.facts['start_seconds']:.1f} s")
-        self.transfer: WeightTransfer = make_transfer(
-            job.engine, engine, device=device, work_dir=job.out / "engine"
-        )
+        self.engine = make_engine(job.engine, model=model, spec=spec)
+        self.known["start_seconds"] = time.perf_counter() - started
+        self.say(f"engine {job.engine.name}: started in {self.known['start_seconds']:.1f} s")
+        self.transfer = make_transfer(job.engine, self.engine, device=device, work_dir=job.out / "engine")
         self._describe()
         if job.weights == "pushed":
             self.push(1)
 
     def push(self, policy_version: int) -> None:
         """Push the trainer's weights into the engine."""
-        assert self.engine is not None
         started = time.perf_counter()
         self.transfer.push(self.trainer.backend, self.engine, policy_version=policy_version)
         seconds = time.perf_counter() - started
-        self.facts["push_seconds"] = (*self.facts.get("push_seconds", ()), seconds)
+        self.known["push_seconds"] = (*self.known.get("push_seconds", ()), seconds)
         self.say(f"weights: version {policy_version} pushed in {seconds:.2f} s")
 
     def update(self) -> None:
@@ -107,7 +107,7 @@ class _Run:
         self.trainer.perturb(self.job.update_scale)
         new = self.trainer.logprobs(self.greedy, temperature=1.0)
         moved = [abs(a - b) for x, y in zip(old, new, strict=True) for a, b in zip(x, y, strict=True)]
-        self.facts["update_effect"] = sum(moved) / len(moved) if moved else None
+        self.known["update_effect"] = sum(moved) / len(moved) if moved else None
         self.say(f"update: the trainer's logprobs of {len(before)} completions have moved")
         self.push(2 if self.job.weights == "pushed" else 1)
 
@@ -118,7 +118,7 @@ class _Run:
         from lockstep.lab.engine_parity.requests import alone, greedy, other, sampled, stop
 
         job = self.job
-        self.has_generated = True
+        self.begun = True
         first = self.generate(phase, "greedy", [greedy(job)])
         if phase == "before":
             self.greedy = first
@@ -133,7 +133,6 @@ class _Run:
         self, phase: Phase, kind: Kind, batches: Sequence[Batch]
     ) -> list[tuple[PromptRequest, Completion]]:
         """Run one pass: generate, score, write the rows."""
-        assert self.engine is not None
         completions: list[tuple[PromptRequest, Completion]] = []
         seconds = 0.0
         for batch in batches:
@@ -196,36 +195,18 @@ class _Run:
             )
         append_rows(self.job.out / ROWS, rows)
 
-    # --- the end --------------------------------------------------------------------------------------------
-
-    def say(self, text: str) -> None:
-        """Print a line into the log."""
-        echo(f"{self.job.name}: {text}", flush=True)
-
     def _describe(self) -> None:
         """Keep what an external engine reports about itself, without its environment."""
         from lockstep.protocols.engine import receives_weights
 
-        assert self.engine is not None
         description = self.engine.describe() if receives_weights(self.engine) else {}
         plain = {k: v for k, v in description.items() if isinstance(v, str | int | float | bool)}
-        self.facts["engine"] = {name: str(value) for name, value in plain.items()}
+        self.known["engine"] = {name: str(value) for name, value in plain.items()}
 
-    def end(self, status: str, reason: str = "") -> None:
-        """Write result.json."""
-        from lockstep.lab.suite.machine import versions
 
-        Outcome(status=status, reason=reason, versions=versions(), **self.facts).write(self.job.out)
-
-    def give_up(self, status: str, error: Exception) -> None:
-        """Write the results so far and why there are no more."""
-        self.say(f"{status}: {error}")
-        self.end(**failure(status, error))
-
-    def close(self) -> None:
-        """Stop a server that was started."""
-        if self.engine is not None:
-            self.engine.close()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; return the exit status."""
+    return Engine.main(EnginesJob, argv)
 
 
 if __name__ == "__main__":

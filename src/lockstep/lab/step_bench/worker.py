@@ -7,30 +7,17 @@ status 0: all turns are taken; 2: refused while loading; 1: anything else.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, EngineError, LockstepError, ModelError
 from lockstep.lab.step_bench.job import READY, ROWS, BenchJob, BenchOutcome, Ready, StepTimes, read_turn
 from lockstep.lab.step_bench.work import peak_flops, requests, samples, training_flops
-from lockstep.lab.suite.job_files import RANK_LOGS, RESULT, read_job_file
-from lockstep.lab.suite.worker import (
-    REFUSED,
-    append_rows,
-    failure,
-    job_path,
-    leave_with,
-    run_job,
-    says_it_already,
-)
+from lockstep.lab.suite.worker import Worker, append_rows, clock, leave_with, watched
 from lockstep.observe.files import write_json
-from lockstep.observe.text import echo
-from lockstep.ranks.launch import in_launcher, launch_command
+from lockstep.ranks.launch import in_launcher
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +30,6 @@ if TYPE_CHECKING:
     from lockstep.schema.batch import PackedBatch
     from lockstep.schema.rollout import Completion
 
-MODULE = "lockstep.lab.step_bench.worker"
 _POLL_SECONDS = 0.01
 
 
@@ -84,60 +70,51 @@ class PhaseClock:
         return seconds
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job; return the exit status."""
-    path = job_path(argv, MODULE)
-    if path is None:
-        return REFUSED
-    job = read_job_file(path, BenchJob)
-    if job.ranks > 1 and not in_launcher():
-        command = [sys.executable, "-u", "-m", MODULE, str(path)]
-        return launch_command(command, ranks=job.ranks, timeout=None, log_dir=job.out / RANK_LOGS)
-    return run_rank(job)
-
-
-def run_rank(job: BenchJob) -> int:
-    """Run this rank's part of the job."""
-    faulthandler.enable()
-    cell = _Cell(job)
-
-    def work() -> None:
-        with contextlib.ExitStack() as stack:
-            with cell.watched():  # once: the suite has one timeout for all of it
-                cell.ranks = stack.enter_context(_join(job))
-                cell.load()
-                cell.loaded = True
-                stack.callback(cell.parts.close)
-                cell.warm_up()
-            cell.take_turns()
-            with cell.watched():
-                cell.say("the end")
-                cell.end()
-
-    refuses = (ConfigError, ModelError, EngineError)
-    return run_job(work, give_up=cell.give_up, refuses=lambda: () if cell.loaded else refuses)
-
-
-def _join(job: BenchJob) -> RankContext:
-    from lockstep.ranks.context import RankContext, init_ranks
-
-    return init_ranks(device=job.device, seconds=job.timeout) if in_launcher() else RankContext.alone()
-
-
-@dataclass
-class _Cell:
+class Cell(Worker[BenchJob]):
     """A rank's state."""
 
-    job: BenchJob
-    ranks: RankContext = field(init=False)
-    parts: OnlineParts = field(init=False)
-    batches: list[PackedBatch] = field(default_factory=list)
-    steps_taken: int = 0
-    loaded: bool = False
-    """Whether everything is loaded: errors from now on are failures, not refusals."""
-    started: float = field(default_factory=time.perf_counter)
-    watch: CompileWatch | None = None
-    memory: PeakMemory | None = None
+    MODULE = "lockstep.lab.step_bench.worker"
+    OUTCOME = BenchOutcome
+    REFUSALS = (ConfigError, ModelError, EngineError)
+    parts: OnlineParts
+    watch: CompileWatch
+    memory: PeakMemory
+
+    def __init__(self, job: BenchJob) -> None:
+        super().__init__(job)
+        self.batches: list[PackedBatch] = []
+        self.steps_taken = 0
+        self.started = time.perf_counter()
+
+    @property
+    def name(self) -> str:
+        return self.job.cell
+
+    def launch(self) -> tuple[int, float | None]:
+        return self.job.ranks if self.job.ranks > 1 else 0, None
+
+    def work(self) -> None:
+        """Load, warm up, take turns."""
+        with contextlib.ExitStack() as stack:
+            with watched(self.job.timeout, least=0.9):  # once: the suite has one timeout for all of it
+                self.ranks = stack.enter_context(self._join())
+                self.load()
+                self.begun = True
+                stack.callback(self.parts.close)
+                self.warm_up()
+            self.take_turns()
+            with watched(self.job.timeout, least=0.9):
+                self.say("the end")
+                outcome = self._outcome()
+                if self.is_first:
+                    self.end("ok", **outcome)
+
+    def _join(self) -> RankContext:
+        from lockstep.ranks.context import RankContext, init_ranks
+
+        if in_launcher():
+            return init_ranks(device=self.job.device, seconds=self.job.timeout)
+        return RankContext.alone()
 
     # --- the parts ------------------------------------------------------------------------------------------
 
@@ -168,7 +145,7 @@ class _Cell:
         )
         self.loss: TokenLoss = self.parts.algorithm.loss()
         self._push()
-        self.load_seconds = self._clock() - self.started
+        self.load_seconds = clock(self.device) - self.started
         self.say(f"{job.cell}: {self.ranks.description}, {self.parts.axes}")
 
     def warm_up(self) -> None:
@@ -176,11 +153,10 @@ class _Cell:
         self.say("warming up")
         first = 0.0
         for step in range(self.job.warmup):
-            started = self._clock()
+            started = clock(self.device)
             self._generate()
             self._train()
-            first = first if step else self._clock() - started
-        assert self.watch is not None
+            first = first if step else clock(self.device) - started
         self.clock.take()
         self.watch.mark_warm()
         report = self.watch.report()
@@ -190,7 +166,7 @@ class _Cell:
             compile_seconds=report.seconds,
             graphs=report.graphs,
         )
-        if self.ranks.is_first:
+        if self.is_first:
             write_json(self.job.out / READY, ready.model_dump())
 
     # --- one step -------------------------------------------------------------------------------------------
@@ -202,20 +178,20 @@ class _Cell:
             if turn is None:
                 return
             while self.steps_taken < turn:
-                if self.steps_taken == 0 and self.memory is not None:
+                if self.steps_taken == 0:
                     self.memory.reset()
                 self.say(f"step {self.steps_taken + 1}")
-                with self.watched():
+                with watched(self.job.timeout, least=0.9):
                     times = self.step()
                 self.steps_taken += 1
-                if self.ranks.is_first:
+                if self.is_first:
                     append_rows(self.job.out / ROWS, [times])
                 self.say(f"step {self.steps_taken}: " + ", ".join(f"{k} {v:.4f}" for k, v in times))
 
     def step(self) -> StepTimes:
         """Take one step: generate, train, update the engine, and time each phase."""
         self._wait()
-        marks = [self._clock()]
+        marks = [clock(self.device)]
         self._generate()
         marks.append(self._wait())
         self.parts.backend.forward_backward(self.batches, self.loss)
@@ -283,74 +259,39 @@ class _Cell:
 
     def _wait(self) -> float:
         """Wait until every rank's device is done; return the time."""
-        self._clock()
+        clock(self.device)
         if self.ranks.world_size > 1:
             self.ranks.gather(None, what="the end of a phase")
         return time.perf_counter()
 
-    def _clock(self) -> float:
-        if self.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Write tracebacks of all threads into the log shortly before the suite kills a stalled process."""
-        faulthandler.dump_traceback_later(0.9 * self.job.timeout, exit=False)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
     # --- the end --------------------------------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
-        """Print a line on rank 0."""
-        if self.ranks.is_first:
-            echo(text, flush=True)
-
-    def end(self) -> None:
-        """Write result.json. Collective."""
-        outcome = self._outcome()
-        if self.ranks.is_first:
-            outcome.write(self.job.out)
-
-    def give_up(self, status: str, error: Exception) -> None:
-        """Write why there is no more into result.json. Called on any rank."""
-        echo(f"{self.job.cell}: {status}: {error}", flush=True)
-        first = hasattr(self, "ranks") and self.ranks.is_first
-        if not says_it_already(self.job.out / RESULT, error, first=first):
-            BenchOutcome.model_validate(failure(status, error)).write(self.job.out)
-
-    def _outcome(self) -> BenchOutcome:
+    def _outcome(self) -> dict[str, Any]:
         """Collective. Counters first: the gap has a forward of its own to compile."""
         import dataclasses
 
-        from lockstep.lab.suite.machine import device_name, versions
+        from lockstep.lab.suite.machine import device_name
 
-        assert self.watch is not None and self.memory is not None
         job, report = self.job, self.watch.report()
         peaks = self.ranks.gather(self.memory.peak(), int, what="memory")
         peak = peak_flops(device_name(self.device)) if self.device.type == "cuda" else None
         lengths = job.work.lengths()
-        return BenchOutcome(
-            status="ok",
-            recompiles=report.recompiles,
-            graph_breaks=report.graph_breaks,
-            peak_memory_bytes=max(peaks),
-            memory_kind=self.memory.kind.replace("of each input", "since the warm-up"),
-            micro_batches=tuple(batch.num_slots for batch in self.batches),
-            tokens=sum(lengths),
-            sampled_tokens=job.work.completion_tokens,
-            training_flops=training_flops(self.config, parameters=self._matmul_parameters(), lengths=lengths),
-            peak_flops=None if peak is None else peak * self.ranks.world_size,
-            logprob_gap=self._logprob_gap(),
-            axes=dataclasses.asdict(self.parts.axes),
-            statement=self.ranks.description,
-            versions=versions(),
-        )
+        return {
+            "recompiles": report.recompiles,
+            "graph_breaks": report.graph_breaks,
+            "peak_memory_bytes": max(peaks),
+            "memory_kind": self.memory.kind.replace("of each input", "since the warm-up"),
+            "micro_batches": tuple(batch.num_slots for batch in self.batches),
+            "tokens": sum(lengths),
+            "sampled_tokens": job.work.completion_tokens,
+            "training_flops": training_flops(
+                self.config, parameters=self._matmul_parameters(), lengths=lengths
+            ),
+            "peak_flops": None if peak is None else peak * self.ranks.world_size,
+            "logprob_gap": self._logprob_gap(),
+            "axes": dataclasses.asdict(self.parts.axes),
+            "statement": self.ranks.description,
+        }
 
     def _matmul_parameters(self) -> int:
         """All, tied ones once; without the input embedding where it is a matrix of its own."""
@@ -363,6 +304,11 @@ class _Cell:
 def _entries(parameter: torch.Tensor) -> int:
     """Of all ranks. ZeRO 3 leaves an empty tensor where it has cut one up; a DTensor's numel is the whole."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; return the exit status."""
+    return Cell.main(BenchJob, argv)
 
 
 if __name__ == "__main__":

@@ -6,29 +6,14 @@ status 0: all steps are done; 2: refused before the first; 1: anything else; 124
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lockstep.errors import ConfigError, ModelError
-from lockstep.lab.suite.job_files import RANK_LOGS, RESULT, read_job_file
-from lockstep.lab.suite.worker import (
-    REFUSED,
-    failure,
-    job_path,
-    leave_with,
-    run_job,
-    says_it_already,
-    watch,
-)
+from lockstep.lab.suite.worker import Worker, clock, leave_with, watched
 from lockstep.lab.train_parity.job import LOGPROBS, METRICS, Outcome, ParityJob, StepRow
 from lockstep.observe.files import jsonable
-from lockstep.observe.text import echo
-from lockstep.ranks.launch import in_launcher, launch_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,57 +22,41 @@ if TYPE_CHECKING:
     from lockstep.models.scalar import HeadKind
     from lockstep.protocols import TrainBackend
     from lockstep.protocols.train import StepStats, TokenLoss
-    from lockstep.ranks.context import RankContext
     from lockstep.schema.batch import PackedBatch
 
-MODULE = "lockstep.lab.train_parity.worker"
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job; return the exit status."""
-    path = job_path(argv, MODULE)
-    if path is None:
-        return REFUSED
-    job = read_job_file(path, ParityJob)
-    if not in_launcher():
-        command = [sys.executable, "-u", "-m", MODULE, str(path)]
-        return launch_command(command, ranks=job.ranks, timeout=job.timeout, log_dir=job.out / RANK_LOGS)
-    return run_rank(job)
-
-
-def run_rank(job: ParityJob) -> int:
-    """Run this rank's part of the job."""
-    from lockstep.ranks.context import init_ranks
-
-    run = _Run(job)
-
-    def work() -> None:
-        with init_ranks(device=job.device, seconds=job.wait) as ranks:
-            run.ranks = ranks
-            run.load()
-            run.train()
-            run.close()
-
-    watch(job.timeout)
-    try:
-        refuses = (ConfigError, ModelError)
-        return run_job(work, give_up=run.give_up, refuses=lambda: () if run.rows else refuses)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@dataclass
-class _Run:
+class Stack(Worker[ParityJob]):
     """A rank's state."""
 
-    job: ParityJob
-    rows: list[StepRow] = field(default_factory=list)
-    load_seconds: float = 0.0
-    attention: str = ""
-    dtype: str = ""
-    ranks: RankContext | None = None
-    logprobs: dict[str, Tensor] = field(default_factory=dict)
-    file: TextIO | None = None
+    MODULE = "lockstep.lab.train_parity.worker"
+    OUTCOME = Outcome
+    file: TextIO
+
+    def __init__(self, job: ParityJob) -> None:
+        super().__init__(job)
+        self.rows: list[StepRow] = []
+        self.load_seconds = 0.0
+        self.attention = self.dtype = ""
+        self.logprobs: dict[str, Tensor] = {}
+
+    @property
+    def name(self) -> str:
+        return self.job.stack
+
+    def launch(self) -> tuple[int, float | None]:
+        return self.job.ranks, self.job.timeout
+
+    def work(self) -> None:
+        """Load the model, take every step, write what there is."""
+        from lockstep.ranks.context import init_ranks
+
+        job = self.job
+        with watched(job.timeout), init_ranks(device=job.device, seconds=job.wait) as self.ranks:
+            self.load()
+            self.train()
+            self.backend.close()
+            if self.is_first:
+                self.end("ok")
 
     # --- loading --------------------------------------------------------------------------------------------
 
@@ -101,7 +70,6 @@ class _Run:
         from lockstep.train import BACKENDS
 
         started, job = time.perf_counter(), self.job
-        assert self.ranks is not None
         if job.threads is not None:
             torch.set_num_threads(job.threads)
         torch.manual_seed(job.model.seed)
@@ -119,7 +87,7 @@ class _Run:
         )
         if job.load is not None:
             self.backend.load(job.load)
-        if self._first:
+        if self.is_first:
             self.file = (job.out / METRICS).open("w", encoding="utf-8")
         self.load_seconds = time.perf_counter() - started
         self.say(f"{job.stack}: {self.ranks.description}; {self.attention}, {self.dtype}")
@@ -147,12 +115,12 @@ class _Run:
         for step, indices in enumerate(self.job.steps):
             batches = [self.recording[index].batch for index in indices]
             tokens = sum(batch.num_tokens for batch in batches)
-            started = self._clock()
+            started = clock(self.device)
             stats = self.backend.forward_backward(batches, self.loss)
             if step in self.job.gradients_at:
                 self._keep_gradients(step)
             update = self.backend.optimizer_step()
-            seconds = self._clock() - started
+            seconds = clock(self.device) - started
             row = StepRow(
                 step=step + 1,
                 loss=float(sum(float(loss) for loss in stats.losses)),
@@ -169,9 +137,9 @@ class _Run:
 
     def _report_step(self, row: StepRow, batches: Sequence[PackedBatch], stats: StepStats) -> None:
         self.rows.append(row)
-        if not self._first:
+        self.begun = True
+        if not self.is_first:
             return
-        assert self.file is not None
         self.file.write(json.dumps(jsonable(row.model_dump()), allow_nan=False) + "\n")
         self.file.flush()
         if self.job.keep_logprobs:
@@ -186,83 +154,44 @@ class _Run:
         from safetensors.torch import save_file
 
         gradients: dict[str, Tensor] = self.backend.gradients()  # type: ignore[attr-defined]
-        if self._first:
+        if self.is_first:
             save_file(
                 {name: g.contiguous() for name, g in gradients.items()},
                 self.job.out / f"gradients-{step:06d}.safetensors",
             )
 
-    def _clock(self) -> float:
-        if self.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def _peak_memory(self) -> int:
         """The largest peak of all ranks, bytes."""
         import torch
-        import torch.distributed as dist
 
         from lockstep.observe.memory import peak_rss_bytes
 
-        assert self.ranks is not None
         cuda = self.device.type == "cuda"
         own = torch.cuda.max_memory_allocated(self.device) if cuda else peak_rss_bytes()
-        peak = torch.tensor([own], dtype=torch.int64)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.ranks.control)
-        return int(peak[0])
+        return max(self.ranks.gather(own, int, what="memory"))
 
     # --- the end --------------------------------------------------------------------------------------------
 
-    @property
-    def _first(self) -> bool:
-        return self.ranks is not None and self.ranks.rank == 0
-
-    def say(self, text: str) -> None:
-        """Print a line on rank 0."""
-        if self._first:
-            echo(text, flush=True)
-
-    def close(self) -> None:
-        """Flush the rows to disk."""
-        self.backend.close()
-        if self._first:
-            self._write_logprobs()
-            self._outcome("ok").write(self.job.out)
-
-    def give_up(self, status: str, error: Exception) -> None:
-        """Write what there is, and why it is not more. Called on any rank."""
-        self.say(f"{self.job.stack}: {status}: {error}")
-        if says_it_already(self.job.out / RESULT, error, first=self._first):
-            return
-        outcome = self._outcome(status).model_copy(update=failure(status, error))
-        if self._first:
-            self._write_logprobs()
-        outcome.write(self.job.out)
-
-    def _outcome(self, status: Any) -> Outcome:
-        from lockstep.lab.suite.machine import versions
-
-        return Outcome(
-            status=status,
-            steps=len(self.rows),
-            seconds=sum(row.seconds for row in self.rows),
-            load_seconds=self.load_seconds,
-            peak_memory_bytes=self.rows[-1].peak_memory_bytes if self.rows else 0,
-            statement="" if self.ranks is None else self.ranks.description,
-            attention=self.attention,
-            dtype=self.dtype,
-            versions=versions(),
-        )
-
-    def _write_logprobs(self) -> None:
+    def end(self, status: str, reason: str = "", **facts: Any) -> None:
+        """Write the outcome and the logprobs."""
         from safetensors.torch import save_file
 
         if self.logprobs:
             save_file(self.logprobs, self.job.out / LOGPROBS)
-        if self.file is not None:
+        if hasattr(self, "file"):
             self.file.close()
+        super().end(status, reason, **facts)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "steps": len(self.rows),
+            "seconds": sum(row.seconds for row in self.rows),
+            "load_seconds": self.load_seconds,
+            "peak_memory_bytes": self.rows[-1].peak_memory_bytes if self.rows else 0,
+            "statement": self.ranks.description if hasattr(self, "ranks") else "",
+            "attention": self.attention,
+            "dtype": self.dtype,
+        }
 
 
 def trained_logprobs(batches: Sequence[PackedBatch], stats: StepStats) -> Tensor:
@@ -273,6 +202,11 @@ def trained_logprobs(batches: Sequence[PackedBatch], stats: StepStats) -> Tensor
         logprobs.cpu()[batch.loss_mask] for batch, logprobs in zip(batches, stats.logprobs, strict=True)
     ]
     return torch.cat(per_batch).to(torch.float32)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; return the exit status."""
+    return Stack.main(ParityJob, argv)
 
 
 if __name__ == "__main__":
