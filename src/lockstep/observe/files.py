@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -309,11 +310,12 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert to plain JSON values. NaN and infinities become strings that float() reads: "NaN", "Infinity",
+    """Convert to plain JSON values: a record (a dataclass, a pydantic model) to its fields, or to what its
+    `as_dict` returns. NaN and infinities become strings that float() reads: "NaN", "Infinity",
     "-Infinity".
 
     Raises:
-        TypeError: for what is neither plain, a path, nor a number-like scalar with `item()` (numpy, torch).
+        TypeError: for what is neither plain, a record, a path, nor a scalar with `item()` (numpy, torch).
     """
     if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
         return value
@@ -335,6 +337,11 @@ def jsonable(value: Any) -> Any:
         return str(value)
     if hasattr(value, "item"):
         return jsonable(value.item())
+    for dump in ("as_dict", "model_dump"):
+        if hasattr(value, dump):
+            return jsonable(getattr(value, dump)())
+    if dataclasses.is_dataclass(value):
+        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     raise TypeError(f"{value!r} ({type(value).__name__}) cannot be written as JSON")
 
 

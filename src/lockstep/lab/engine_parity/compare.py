@@ -194,11 +194,8 @@ class Matrix:
     samples: int
     longest: int
     tokens: int
-
-    @property
-    def fill(self) -> float:
-        """Share of the rectangle that is not padding."""
-        return self.tokens / (self.samples * self.longest)
+    fill: float
+    """Share of the rectangle that is not padding."""
 
 
 def matrix(rows: Sequence[Row]) -> Matrix | None:
@@ -206,7 +203,8 @@ def matrix(rows: Sequence[Row]) -> Matrix | None:
     lengths = [len(row.prompt_ids) + len(row.token_ids) for row in rows]
     if not lengths or not max(lengths):
         return None
-    return Matrix(samples=len(lengths), longest=max(lengths), tokens=sum(lengths))
+    size = len(lengths) * max(lengths)
+    return Matrix(samples=len(lengths), longest=max(lengths), tokens=sum(lengths), fill=sum(lengths) / size)
 
 
 def head(ids: Sequence[int]) -> tuple[int, ...]:

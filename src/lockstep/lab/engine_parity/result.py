@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,6 +49,17 @@ class EngineResult(SuiteRow):
         reasons = [self.reason or self.status] if self.status != "ok" else []
         return (*reasons, *(f"{phase}: {problem.text}" for phase, problem in self.problems))
 
+    def as_dict(self) -> dict[str, Any]:
+        """The row with all figures, by phase."""
+        return self.fields() | {
+            "verdict": self.verdict,
+            "problems": [
+                {"phase": phase, "fault": problem.fault, "text": problem.text}
+                for phase, problem in self.problems
+            ],
+            "phases": {phase.phase: phase for phase in self.phases},
+        }
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginesResult(SuiteResult):
@@ -85,11 +95,11 @@ class EnginesResult(SuiteResult):
         return head + tail + ("" if self.complete else "; interrupted")
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
+        """The result with all figures."""
         return self.facts() | {
             "reference": self.reference,
             "threshold": self.threshold,
-            "engines": [_as_dict(engine) for engine in self.engines],
+            "engines": self.engines,
         }
 
 
@@ -98,25 +108,3 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return "NaN" if math.isnan(value) else f"{value:.1e}" if value < 0.01 else f"{value:.3g}"
-
-
-def _as_dict(engine: EngineResult) -> dict[str, Any]:
-    bare = dataclasses.replace(engine, phases=(), problems=(), outcome=None, settings={})
-    values = dataclasses.asdict(bare)
-    return values | {
-        "verdict": engine.verdict,
-        "settings": dict(engine.settings),
-        "outcome": None if engine.outcome is None else engine.outcome.model_dump(),
-        "problems": [
-            {"phase": phase, "fault": problem.fault, "text": problem.text}
-            for phase, problem in engine.problems
-        ],
-        "phases": {phase.phase: _phase(phase) for phase in engine.phases},
-    }
-
-
-def _phase(phase: PhaseReport) -> dict[str, Any]:
-    values = dataclasses.asdict(phase)
-    if phase.matrix is not None:
-        values["matrix"]["fill"] = phase.matrix.fill
-    return values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +123,7 @@ class BenchResult(SuiteResult):
         return cell.ratio(self.reference, "step") or cell.median("step") or 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON values, with every measured step."""
+        """The result with every measured step."""
         return self.facts() | {
             "reference": self.reference.name if self.cells else None,
             "cells": [self._cell(cell) for cell in self.cells],
@@ -136,16 +135,13 @@ class BenchResult(SuiteResult):
             "status": cell.status,
             "reason": cell.reason,
             "ranks": cell.ranks,
-            "seconds": {
-                phase: None if (spread := cell.spread(phase)) is None else dataclasses.asdict(spread)
-                for phase in TIMED
-            },
+            "seconds": {phase: cell.spread(phase) for phase in TIMED},
             "ratios": {phase: cell.ratio(self.reference, phase) for phase in TIMED},
             "generated_tokens_per_second": cell.generated_per_second,
             "trained_tokens_per_second": cell.trained_per_second,
             "mfu": cell.mfu,
-            "ready": None if cell.ready is None else cell.ready.model_dump(),
-            "outcome": None if cell.outcome is None else cell.outcome.model_dump(),
-            "steps": [row.model_dump() for row in cell.times],
+            "ready": cell.ready,
+            "outcome": cell.outcome,
+            "steps": cell.times,
             "log": cell.log,
         }

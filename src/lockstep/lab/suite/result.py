@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ class SuiteRow:
     folder: str = ""
     """The part's folder below OUT; empty: nothing was started."""
     log: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,16 +56,9 @@ class SuiteResult(ABC):
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
+        """The result as its JSON file has it; see `jsonable` for values that are records."""
 
     def facts(self) -> dict[str, Any]:
         """The fields that every suite's JSON has."""
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "complete": self.complete,
-            "command": self.command,
-            "settings": dict(self.settings),
-            "notes": list(self.notes),
-            "machine": dict(self.machine),
-        }
+        names = ("ok", "verdict", "complete", "command", "settings", "notes", "machine")
+        return {name: getattr(self, name) for name in names}

@@ -168,4 +168,4 @@ def append_rows(path: Path, rows: Iterable[BaseModel]) -> None:
     """Append a line of JSON per row."""
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(jsonable(row.model_dump()), ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n")

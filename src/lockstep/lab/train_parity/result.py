@@ -6,7 +6,6 @@ loss that does not fall.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -86,6 +85,15 @@ class StackResult(SuiteRow):
         """Peak memory of the rank that needed most."""
         return max((row.peak_memory_bytes for row in self.rows), default=None)
 
+    def as_dict(self) -> dict[str, Any]:
+        """The row with its curves in place of its steps."""
+        figures = ("verdict", "learning_problem", "step_seconds", "tokens_per_second", "peak_memory_bytes")
+        values = self.fields() | {name: getattr(self, name) for name in figures}
+        del values["rows"]
+        columns = ("loss", "grad_norm", "seconds", "tokens")
+        curves = {name: [getattr(row, name) for row in self.rows] for name in columns}
+        return values | {"steps": len(self.rows), "curves": curves}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityResult(SuiteResult):
@@ -157,14 +165,14 @@ class ParityResult(SuiteResult):
         return f"parity: {self.agreement}; {self.learning}" + ("" if self.complete else "; interrupted")
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON values, with the curves."""
+        """The result with the curves."""
         return self.facts() | {
             "agreement": {"ok": self.agrees, "verdict": self.agreement},
             "learning": {"ok": self.learns, "verdict": self.learning, "counts": self.must_fall},
             "reference": self.reference,
             "threshold": self.threshold,
             "algorithm": self.algorithm,
-            "stacks": [_as_dict(stack) for stack in self.stacks],
+            "stacks": self.stacks,
         }
 
 
@@ -212,21 +220,6 @@ def learning(stack: StackResult, reference: StackResult) -> Learning | None:
     fell = reference.falls is not None and reference.falls.trend == "falls"
     conclusive = len(stack.rows) >= ENOUGH_STEPS or (fell and stack.falls.trend == "does not fall")
     return "does not fall" if conclusive else "not shown"
-
-
-def _as_dict(stack: StackResult) -> dict[str, Any]:
-    values = dataclasses.asdict(dataclasses.replace(stack, rows=()))
-    del values["rows"]
-    columns = ("loss", "grad_norm", "seconds", "tokens")
-    return values | {
-        "verdict": stack.verdict,
-        "learning_problem": stack.learning_problem,
-        "steps": len(stack.rows),
-        "step_seconds": stack.step_seconds,
-        "tokens_per_second": stack.tokens_per_second,
-        "peak_memory_bytes": stack.peak_memory_bytes,
-        "curves": {name: [getattr(row, name) for row in stack.rows] for name in columns},
-    }
 
 
 def row_name(stack: str, role: Role) -> str:

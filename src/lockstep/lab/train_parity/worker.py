@@ -6,14 +6,12 @@ status 0: all steps are done; 2: refused before the first; 1: anything else; 124
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from lockstep.lab.suite.worker import Worker, clock, leave_with, watched
+from lockstep.lab.suite.worker import Worker, append_rows, clock, leave_with, watched
 from lockstep.lab.train_parity.job import LOGPROBS, METRICS, Outcome, ParityJob, StepRow
-from lockstep.observe.files import jsonable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +28,6 @@ class Stack(Worker[ParityJob]):
 
     MODULE = "lockstep.lab.train_parity.worker"
     OUTCOME = Outcome
-    file: TextIO
 
     def __init__(self, job: ParityJob) -> None:
         super().__init__(job)
@@ -88,7 +85,7 @@ class Stack(Worker[ParityJob]):
         if job.load is not None:
             self.backend.load(job.load)
         if self.is_first:
-            self.file = (job.out / METRICS).open("w", encoding="utf-8")
+            (job.out / METRICS).unlink(missing_ok=True)
         self.load_seconds = time.perf_counter() - started
         self.say(f"{job.stack}: {self.ranks.description}; {self.attention}, {self.dtype}")
 
@@ -140,8 +137,7 @@ class Stack(Worker[ParityJob]):
         self.begun = True
         if not self.is_first:
             return
-        self.file.write(json.dumps(jsonable(row.model_dump()), allow_nan=False) + "\n")
-        self.file.flush()
+        append_rows(self.job.out / METRICS, [row])
         if self.job.keep_logprobs:
             self.logprobs[f"step-{row.step - 1:06d}"] = trained_logprobs(batches, stats)
         self.say(
@@ -178,8 +174,6 @@ class Stack(Worker[ParityJob]):
 
         if self.logprobs:
             save_file(self.logprobs, self.job.out / LOGPROBS)
-        if hasattr(self, "file"):
-            self.file.close()
         super().end(status, reason, **facts)
 
     def facts(self) -> dict[str, Any]:
