@@ -89,10 +89,8 @@ def _find(path: Path) -> tuple[Path, str]:
             return path, "jsonl"
         return path, "trainer_state" if path.suffix == ".json" else "text"
     if not path.is_dir():
-        raise ConfigError(
-            f"{path}: there is no such file or folder; name a run, a log or a metrics file",
-            code="no-such-file",
-            path=path,
+        raise _wrong(
+            path, "there is no such file or folder; name a run, a log or a metrics file", code="no-such-file"
         )
     for name, kind in (("metrics.jsonl", "jsonl"), ("trainer_state.json", "trainer_state")):
         if (path / name).is_file():
@@ -104,10 +102,10 @@ def _find(path: Path) -> tuple[Path, str]:
     folders = sorted({event.parent for event in events})
     if len(folders) > 1:
         names = ", ".join(str(folder) for folder in folders[:_MOST_NAMED])
-        raise ConfigError(
-            f"{path}: event files of {len(folders)} runs ({names}); name the folder of one of them",
+        raise _wrong(
+            path,
+            f"event files of {len(folders)} runs ({names}); name the folder of one of them",
             code="ambiguous",
-            path=path,
             runs=len(folders),
         )
     if folders:
@@ -115,11 +113,11 @@ def _find(path: Path) -> tuple[Path, str]:
     logs = sorted([*path.glob("*.log"), *path.glob("*.txt")])
     if len(logs) == 1:
         return logs[0], "text"
-    raise ConfigError(
-        f"{path}: holds no metrics.jsonl, trainer_state.json or TensorBoard events"
+    raise _wrong(
+        path,
+        "holds no metrics.jsonl, trainer_state.json or TensorBoard events"
         + (f", and {len(logs)} logs: name one of them" if logs else ", nor a log"),
         code="wrong-kind-of-file",
-        path=path,
         logs=len(logs),
     )
 
@@ -165,13 +163,13 @@ def _from_trainer_state(path: Path, text: str, key: str | None) -> Losses:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error})", code="not-json", path=path) from error
+        raise _wrong(path, f"not JSON ({error})", code="not-json") from error
     rows = value.get("log_history") if isinstance(value, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(
-            f"{path}: field 'log_history' is missing or no list; is it a trainer_state.json?",
+        raise _wrong(
+            path,
+            "field 'log_history' is missing or no list; is it a trainer_state.json?",
             code="missing-field",
-            path=path,
             name="log_history",
         )
     return _from_rows(path, rows, key, what="trainer_state")
@@ -216,10 +214,10 @@ def _from_tensorboard(path: Path, key: str | None) -> Losses:
 
     files = [path] if path.is_file() else sorted(path.glob("*tfevents*"))
     if sum(file.stat().st_size for file in files) > MOST_BYTES:
-        raise ConfigError(
-            f"{path}: its event files have more than {MOST_BYTES / 2**20:,.0f} MiB",
+        raise _wrong(
+            path,
+            f"its event files have more than {MOST_BYTES / 2**20:,.0f} MiB",
             code="too-large",
-            path=path,
             limit=MOST_BYTES,
         )
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -228,10 +226,8 @@ def _from_tensorboard(path: Path, key: str | None) -> Losses:
         events.Reload()
         tags = events.Tags()
     except Exception as error:  # whatever its parser raises for a damaged file
-        raise ConfigError(
-            f"{path}: TensorBoard cannot read it ({type(error).__name__}: {error})",
-            code="damaged-file",
-            path=path,
+        raise _wrong(
+            path, f"TensorBoard cannot read it ({type(error).__name__}: {error})", code="damaged-file"
         ) from error
     chosen = _choose(path, {*tags["scalars"], *tags["tensors"]}, key)
     if chosen in tags["scalars"]:
@@ -276,12 +272,12 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
     if key is not None:
         if key in names:
             return key
-        raise ConfigError(
-            f"{path}: has no {key!r}; it has {listed or 'no numbers'}. Name one of them with --key",
+        raise _wrong(
+            path,
+            f"has no {key!r}; it has {listed or 'no numbers'}. Name one of them with --key",
             code="unknown-name",
             setting="--key",
             name=key,
-            path=path,
         )
     for name in PREFERRED:
         if name in names:
@@ -290,14 +286,14 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
     if len(losses) == 1:
         return losses[0]
     if losses:
-        raise ConfigError(
-            f"{path}: several losses: {', '.join(losses[:_MOST_NAMED])}; name one with --key",
+        raise _wrong(
+            path,
+            f"several losses: {', '.join(losses[:_MOST_NAMED])}; name one with --key",
             code="ambiguous",
             setting="--key",
-            path=path,
         )
     hint = f"; it has {listed}. Name one of them with --key" if names else ""
-    raise ConfigError(f"{path}: no loss found{hint}", code="missing-values", path=path)
+    raise _wrong(path, f"no loss found{hint}", code="missing-values")
 
 
 def _losses(path: Path, source: str, pairs: list[tuple[int | None, float]]) -> Losses:
@@ -318,3 +314,7 @@ def _losses(path: Path, source: str, pairs: list[tuple[int | None, float]]) -> L
         numbered=numbered,
         notes=notes,
     )
+
+
+def _wrong(path: Path, why: str, **data: Any) -> ConfigError:
+    return ConfigError(f"{path}: {why}", path=path, **data)

@@ -143,22 +143,14 @@ def parse_stack(text: str) -> Stack:
     """
     backend, colon, rest = text.strip().partition(":")
     if backend not in backends():
-        raise ConfigError(
-            f"stack {text!r}: {unknown_name('train backend', backend, backends())}",
-            code="unknown-name",
-            setting="--stacks",
-            name=backend,
+        raise _wrong(
+            text, f"{unknown_name('train backend', backend, backends())}", code="unknown-name", name=backend
         )
     options: dict[str, Any] = {}
     for word in rest.split("+") if colon else []:
         name, value = _option(word, text)
         if name in options:
-            raise ConfigError(
-                f"stack {text!r}: {name} is given twice; name it once",
-                code="duplicate",
-                setting="--stacks",
-                name=name,
-            )
+            raise _wrong(text, f"{name} is given twice; name it once", code="duplicate", name=name)
         options[name] = value
     stack = Stack(backend=backend, **options)
     _check(stack, text)
@@ -223,20 +215,10 @@ def _option(word: str, text: str) -> tuple[str, Any]:
         return word, True
     match = _NUMBERED.fullmatch(word)
     if match is None:
-        raise ConfigError(
-            f"stack {text!r}: {unknown_name('option', word, OPTIONS)}",
-            code="unknown-name",
-            setting="--stacks",
-            name=word,
-        )
+        raise _wrong(text, f"{unknown_name('option', word, OPTIONS)}", code="unknown-name", name=word)
     name, number = match[1], int(match[2])
     if name != "zero" and not 1 <= number <= 4096:
-        raise ConfigError(
-            f"stack {text!r}: {word} must be from 1 to 4096",
-            code="out-of-range",
-            setting="--stacks",
-            name=word,
-        )
+        raise _wrong(text, f"{word} must be from 1 to 4096", code="out-of-range", name=word)
     return name, number
 
 
@@ -246,41 +228,38 @@ def _check(stack: Stack, text: str) -> None:
         options = [w for w in ("tp", "ring", "ranks") if getattr(stack, w) not in (1, None)]
         if options:
             others = _of(options[0]) or " or ".join(n for n, other in backends().items() if other.spans_ranks)
-            raise ConfigError(
-                f"stack {text!r}: {stack.backend} is one process, so it has no {options[0]}; use {others}",
+            raise _wrong(
+                text,
+                f"{stack.backend} is one process, so it has no {options[0]}; use {others}",
                 code="unsupported-combination",
-                setting="--stacks",
                 name=options[0],
             )
     for option, what in _WORDS.items():
         given = getattr(stack, option) != getattr(plain, option)
         if given and option not in backend.stacks.options:
-            raise ConfigError(
-                f"stack {text!r}: {what} is of {_of(option)}; leave it out, or use {_of(option)}",
+            raise _wrong(
+                text,
+                f"{what} is of {_of(option)}; leave it out, or use {_of(option)}",
                 code="unsupported-combination",
-                setting="--stacks",
                 name=what,
             )
     if stack.zero is not None and stack.zero > 3:
-        raise ConfigError(
-            f"stack {text!r}: there is no ZeRO stage {stack.zero}; use zero0 to zero3",
+        raise _wrong(
+            text,
+            f"there is no ZeRO stage {stack.zero}; use zero0 to zero3",
             code="out-of-range",
-            setting="--stacks",
             name=f"zero{stack.zero}",
         )
     modes = [mode for mode in _EXECUTIONS if getattr(stack, mode)]
     if len(modes) > 1:
-        raise ConfigError(
-            f"stack {text!r}: {' and '.join(modes)} exclude each other; choose one",
-            code="contradiction",
-            setting="--stacks",
-            names=modes,
+        raise _wrong(
+            text, f"{' and '.join(modes)} exclude each other; choose one", code="contradiction", names=modes
         )
     if stack.joint and stack.zero == 3:
-        raise ConfigError(
-            f"stack {text!r}: joint needs whole weights; use zero2, or compile",
+        raise _wrong(
+            text,
+            "joint needs whole weights; use zero2, or compile",
             code="unsupported-combination",
-            setting="--stacks",
             name="joint",
         )
 
@@ -288,3 +267,7 @@ def _check(stack: Stack, text: str) -> None:
 def _nearest(ranks: int, share: int) -> str:
     below, above = ranks // share * share, -(-ranks // share) * share
     return f"{below} or {above}" if below else str(above)
+
+
+def _wrong(stack: str, why: str, **data: Any) -> ConfigError:
+    return ConfigError(f"stack {stack!r}: {why}", setting="--stacks", **data)
