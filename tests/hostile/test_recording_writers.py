@@ -17,8 +17,7 @@ from recordings import header, run_inputs, write
 from lockstep.errors import LockstepError, RecordingError
 from lockstep.lab.loss_curves.read import read_losses
 from lockstep.lab.matrix.compare import compare_outputs
-from lockstep.lab.matrix.outcome import read_cell, read_rows
-from lockstep.lab.matrix.result import read_matrix
+from lockstep.lab.matrix.result import read_cell, read_matrix, read_rows
 from lockstep.recording import Recording, RecordingWriter
 
 

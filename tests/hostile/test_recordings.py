@@ -22,9 +22,8 @@ from recordings import assert_same, header, run_inputs, write
 
 from lockstep.cli import recording as cli
 from lockstep.errors import RecordingError
-from lockstep.lab.replay.cell import resolve_cell
+from lockstep.lab.replay.cell import ReplayOptions, resolve_cell
 from lockstep.lab.replay.losses import token_loss
-from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.run import replay
 from lockstep.recording import Recording, RecordingWriter
 from lockstep.recording.edit import Selection, merge_recordings, slice_recording

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.config.model import ModelConfig
-from lockstep.lab.replay.cell import resolve_cell
-from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.cell import ReplayOptions, resolve_cell
 from lockstep.lab.replay.run import replay
 from lockstep.models.load import load_model
 from lockstep.recording import Recording

@@ -259,7 +259,7 @@ def test_real_steps_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
 
 def result_tokens(out: Path, name: str) -> tuple[int, int]:
     work = json.loads((out / name.replace("+", "-") / "job.json").read_text())["work"]
-    from lockstep.lab.step_bench.work import BenchWork
+    from lockstep.lab.step_bench.job import BenchWork
 
     made = BenchWork.model_validate(work)
     return made.completion_tokens, sum(made.lengths())

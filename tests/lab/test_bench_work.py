@@ -7,8 +7,17 @@ from raising import raises
 
 from lockstep.errors import ConfigError
 from lockstep.lab.step_bench.cells import BenchCell, parse_cell, parse_cells, product
-from lockstep.lab.step_bench.job import BenchOutcome, give_turn, read_times, read_turn
-from lockstep.lab.step_bench.work import BenchWork, peak_flops, requests, samples, training_flops
+from lockstep.lab.step_bench.job import (
+    BenchOutcome,
+    BenchWork,
+    give_turn,
+    peak_flops,
+    read_times,
+    read_turn,
+    requests,
+    samples,
+    training_flops,
+)
 from lockstep.lab.step_bench.worker import PhaseClock
 from lockstep.lab.suite.job_files import read_lines
 

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_arms import arm_of, batch_of
 
-from lockstep.lab.bisect.arms import run
+from lockstep.lab.bisect.arms import exact, reversed_order, run, take
 from lockstep.lab.bisect.capture import Capture, Key, reverse_documents, sketch, token_rows
-from lockstep.lab.bisect.documents import exact, reversed_order, take
 from lockstep.packing import Bucket, repack
 
 BATCH = batch_of([5, 12, 1, 3])

@@ -16,8 +16,7 @@ from bisect_disk import write_recording
 from lockstep.lab.bisect.crash import CrashSearch, find_crash
 from lockstep.lab.bisect.report import crash_dict, crash_lines, crash_markdown, crash_verdict
 from lockstep.lab.bisect.shrink_worker import crash_of
-from lockstep.lab.replay.cell import Cell
-from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.cell import Cell, ReplayOptions
 from lockstep.recording import Recording
 
 PLANTED = """

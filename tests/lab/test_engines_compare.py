@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.lab.engine_parity.compare import (
+from lockstep.lab.engine_parity.figures import (
     BAR_NAMES,
     EDGES,
     divergence,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.lab.matrix.outcome import with_process_result
-from lockstep.lab.matrix.result import CellResult
+from lockstep.lab.matrix.result import CellResult, with_process_result
 from lockstep.lab.suite.process import ExitStatus
 
 OK: dict[str, Any] = {"index": 0, "status": "ok"}

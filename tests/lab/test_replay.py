@@ -18,13 +18,11 @@ import lockstep.train.local as local
 import lockstep.train.loss_module as loss_module
 from lockstep.errors import ConfigError, RecordingError
 from lockstep.lab.replay import run as lab_replay
-from lockstep.lab.replay.cell import Cell
-from lockstep.lab.replay.deadline import Deadline
-from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.cell import Cell, ReplayOptions
 from lockstep.lab.replay.ranks import replay_simulated
 from lockstep.lab.replay.replayer import Replayer
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.replay.run import ReplayResult, replay
+from lockstep.lab.replay.run import Deadline, ReplayResult, replay
 from lockstep.packing import Bucket
 from lockstep.schema.recording import RecordedInput
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.lab.replay.cell import Cell
-from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.cell import Cell, ReplayOptions
 from lockstep.lab.replay.replayer import Replayer
 from lockstep.lab.replay.run import ReplayResult, opening, replay
 from lockstep.schema.contract import KernelContract

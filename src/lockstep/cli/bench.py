@@ -22,8 +22,8 @@ from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
+    from lockstep.lab.step_bench.job import BenchWork
     from lockstep.lab.step_bench.run import BenchOptions
-    from lockstep.lab.step_bench.work import BenchWork
 
 COMMANDS = {"step": "forward, backward, optimizer step and generation of one RL step, cell by cell"}
 FLAG_OF: Mapping[str, str] = {
@@ -200,7 +200,7 @@ def _work(args: argparse.Namespace) -> BenchWork:
     from pydantic import ValidationError
 
     from lockstep.config.problems import first_data
-    from lockstep.lab.step_bench.work import BenchWork
+    from lockstep.lab.step_bench.job import BenchWork
 
     if args.prompts * args.group > MOST_SAMPLES:
         raise ConfigError(

@@ -24,7 +24,7 @@ from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.options import ReplayOptions
+    from lockstep.lab.replay.cell import ReplayOptions
     from lockstep.recording import Recording
 
 _TEXTS = ("--a", "--b")
@@ -141,9 +141,7 @@ def _bisect(
     recording: Recording, options: dict[str, ReplayOptions], out: Path, args: argparse.Namespace
 ) -> int:
     from lockstep.lab.bisect import report
-    from lockstep.lab.bisect.arms import ArmFailed, InputDifference
-    from lockstep.lab.bisect.cells import OpenCells
-    from lockstep.lab.bisect.documents import exact
+    from lockstep.lab.bisect.arms import ArmFailed, InputDifference, OpenCells, exact
     from lockstep.lab.bisect.repro import write_repro
     from lockstep.lab.bisect.run import bisect
 

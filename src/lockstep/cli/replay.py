@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.options import ReplayOptions
+    from lockstep.lab.replay.cell import ReplayOptions
     from lockstep.recording import Recording
 
 _CELL_FIELDS = (
@@ -202,8 +202,7 @@ def make_options(
     args: argparse.Namespace, recording: Recording, overrides: Mapping[str, Any]
 ) -> ReplayOptions:
     """The options of the flags, for this recording. Raises ConfigError, RecordingError."""
-    from lockstep.lab.replay.cell import resolve_cell
-    from lockstep.lab.replay.options import ReplayOptions
+    from lockstep.lab.replay.cell import ReplayOptions, resolve_cell
 
     cell, notes = resolve_cell(recording.header, device=args.device, overrides=overrides)
     if args.capacity is not None and (cell.execution == "eager" or cell.layout == "padded"):

@@ -12,7 +12,7 @@ from lockstep.cli.replay_output import Progress, conclude
 from lockstep.ranks.launch import in_launcher, launch_ranks
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.options import ReplayOptions
+    from lockstep.lab.replay.cell import ReplayOptions
     from lockstep.ranks.context import RankContext
     from lockstep.recording import Recording
 

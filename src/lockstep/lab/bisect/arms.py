@@ -2,20 +2,86 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lockstep import invariant
-from lockstep.errors import LockstepError, ParityError, TrainError
+from lockstep.errors import ConfigError, LockstepError, ParityError, TrainError
 from lockstep.lab.bisect.capture import Capture, CapturedTensor, Key, reverse_documents, token_rows
-from lockstep.lab.bisect.documents import exact, reversed_order
+from lockstep.lab.replay.cell import ReplayOptions
+from lockstep.lab.replay.policy import check_usable
+from lockstep.lab.replay.replayer import Replayer
+from lockstep.models.load import share_parameters
 from lockstep.protocols.train import TokenLoss
-from lockstep.schema.batch import PackedBatch
+from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.train.local import LocalBackend
+
+if TYPE_CHECKING:
+    from lockstep.recording import Recording
+
+
+AnyBatch = TypeVar("AnyBatch", bound=PackedBatch)
+
+
+def take(batch: AnyBatch, parts: Sequence[tuple[int, int]]) -> AnyBatch:
+    """Make an exact pack (no tail) of some documents of `batch`, in the order given.
+
+    Args:
+        parts: (index of a real document, how many of its *last* tokens): a completion is at a document's end,
+            so a short cut still has something to train on.
+
+    Raises:
+        ValueError: no document, or one with no token or more than it has.
+    """
+    starts = [0, *accumulate(batch.lengths)]
+    real = len(batch.sample_ids)
+    bad = [(i, n) for i, n in parts if not (0 <= i < real and 1 <= n <= batch.lengths[i])]
+    if bad or not parts:
+        raise ValueError(f"cannot take {bad or 'no document'} of documents of lengths {batch.lengths[:real]}")
+    lengths = [n for _, n in parts]
+    slots = torch.cat([torch.arange(starts[i + 1] - n, starts[i + 1]) for i, n in parts])
+    per_token: dict[str, Any] = {
+        field.name: value[slots]
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor) and value.shape == batch.token_ids.shape
+    }
+    ends = torch.tensor(list(accumulate(lengths)))
+    per_token["positions"] = torch.cat([torch.arange(n) for n in lengths])
+    per_token["labels"][ends - 1] = IGNORE_LABEL
+    per_token["loss_mask"][ends - 1] = False
+    per_token["loss_weights"] = torch.where(per_token["loss_mask"], per_token["loss_weights"], 0.0)
+    names = {field.name for field in dataclasses.fields(batch)}
+    if "policy_versions" in names:
+        versions = getattr(batch, "policy_versions", ())
+        per_token["policy_versions"] = tuple(versions[i] for i, _ in parts) if versions else ()
+    return dataclasses.replace(
+        batch,
+        **per_token,
+        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        lengths=tuple(lengths),
+        sample_ids=tuple(batch.sample_ids[i] for i, _ in parts),
+        shared=None,
+    )
+
+
+def reversed_order(batch: AnyBatch) -> AnyBatch:
+    """Return the same documents, last one first, in an exact pack."""
+    real = len(batch.sample_ids)
+    return take(batch, [(i, batch.lengths[i]) for i in reversed(range(real))])
+
+
+def exact(batch: AnyBatch) -> AnyBatch:
+    """Return the same documents without a padded tail."""
+    return take(batch, [(i, batch.lengths[i]) for i in range(len(batch.sample_ids))])
+
 
 # The noise is that of one other order of documents: yet another may give a few times as much.
 NOISE_FACTOR = 4.0
@@ -216,3 +282,102 @@ def total_norm(tensors: Iterable[Tensor]) -> float:
 
 def _rank(value: float) -> float:
     return value if value == value else float("inf")
+
+
+# --- cells of a recording as arms -------------------------------------------------------------------------
+
+
+class OpenCells:
+    """Both cells, loaded.
+
+    Raises:
+        ConfigError, RecordingError, ModelError: before the first forward.
+    """
+
+    def __init__(self, recording: Recording, options_a: ReplayOptions, options_b: ReplayOptions) -> None:
+        for name, options in (("a", options_a), ("b", options_b)):
+            check_bisectable(name, options)
+        self.recording = recording
+        self._replayers = tuple(Replayer(recording, options) for options in (options_a, options_b))
+        for replayer in self._replayers:
+            replayer.policy.take_back_settings()  # each arm sets its own when it runs
+        self.order = self._replayers[0].order
+        self.a, self.b = (_arm(name, one) for name, one in zip("ab", self._replayers, strict=True))
+        if self._replayers[0].size.num_layers != self._replayers[1].size.num_layers:
+            raise ConfigError(
+                "the cells have different numbers of layers; give --num-layers once, outside of --a and --b",
+                code="contradiction",
+                setting="--num-layers",
+            )
+
+    def inputs(self) -> Iterator[tuple[int, PackedBatch]]:
+        """Yield (index, batch), with the weights that saw this input loaded."""
+        for index in self.order:
+            recorded = self.recording[index]
+            check_usable(recorded.meta, index=index)
+            for replayer in self._replayers:
+                replayer.policy.use(recorded.meta)
+            yield index, recorded.batch
+
+    def weights_descriptions(self) -> tuple[str, str]:
+        """Describe the weights of each cell."""
+        return self._replayers[0].weights_description, self._replayers[1].weights_description
+
+
+def check_bisectable(name: str, options: ReplayOptions) -> None:
+    """Raise ConfigError for cells that run in several processes or inside another compiler's graph, or whose
+    documents share rows."""
+    cell = options.cell
+    if cell.deepspeed or cell.ranks > 1 or options.simulate:
+        raise ConfigError(
+            f"--{name}: bisect looks into the modules of one process; leave --zero-stage, --deepcompile, "
+            "--ranks and --simulate out (`lockstep matrix` compares such cells from outside)",
+            code="unsupported-combination",
+            setting=f"--{name}",
+        )
+    if cell.layout == "shared":
+        raise ConfigError(
+            f"--{name} has --layout shared: one row is computed for several documents there, whose gradients "
+            "are not those of a row of another cell; use --layout packed",
+            code="unsupported-combination",
+            setting="--layout",
+        )
+    if options.optimizer_step:
+        raise ConfigError(
+            f"--{name}: --optimizer-step moves the weights apart; leave it out",
+            code="unsupported-combination",
+            setting="--optimizer-step",
+        )
+
+
+def _arm(name: str, replayer: Replayer) -> Arm:
+    backend = replayer.policy.backend
+    assert isinstance(backend, LocalBackend)
+    arm = Arm(
+        name=name,
+        label=replayer.options.cell.label(),
+        backend=backend,
+        loss=replayer.loss,
+        fit=replayer.bucketing.fit,
+        backward=replayer.options.backward,
+        settings_apply=replayer.policy.settings_apply,
+    )
+    if backend.config.execution == "eager":
+        return arm
+
+    def eager() -> Arm:
+        """Make the eager arm over the same Parameters, with the same padded tail."""
+        config = backend.config.model_copy(update={"execution": "eager"})
+        module = share_parameters(backend.module, attention=replayer.options.cell.attention)
+        if config.batch_invariant:
+            invariant.convert(module)
+        twin = LocalBackend(
+            config,
+            model=dataclasses.replace(backend.model, module=module),
+            total_steps=0,
+            temperature=backend.temperature,
+        )
+        label = dataclasses.replace(replayer.options.cell, execution="eager").label()
+        return dataclasses.replace(arm, name=f"{name}-eager", label=label, backend=twin, eager=None)
+
+    return dataclasses.replace(arm, eager=eager)

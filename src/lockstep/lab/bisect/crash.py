@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import LockstepError
-from lockstep.lab.bisect.cells import check_bisectable
-from lockstep.lab.bisect.documents import exact, take
+from lockstep.lab.bisect.arms import check_bisectable, exact, take
 from lockstep.lab.bisect.shrink import MAX_TRIALS, Shrunk, Trial, shrink
 from lockstep.lab.bisect.shrink_worker import TRIAL_SECONDS, TrialRunner
 from lockstep.lab.replay.buckets import select_inputs
-from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.cell import ReplayOptions
 from lockstep.lab.replay.policy import (
     check_inputs_fit,
     check_usable,

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.execution import decoder_layers
-from lockstep.lab.bisect.arms import NOISE_FACTOR, Arm, Outcome, floors, gradient_parts, largest_gap, run
+from lockstep.lab.bisect.arms import (
+    NOISE_FACTOR,
+    Arm,
+    Outcome,
+    floors,
+    gradient_parts,
+    largest_gap,
+    reversed_order,
+    run,
+)
 from lockstep.lab.bisect.capture import KERNEL, Capture, CapturedTensor, Key
-from lockstep.lab.bisect.documents import reversed_order
 from lockstep.models.causal_lm import causal_lm
 from lockstep.schema.batch import PackedBatch
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.lab.bisect.arms import Arm, ArmFailed, InputDifference, Outcome, compare, differs, run
+from lockstep.lab.bisect.arms import Arm, ArmFailed, InputDifference, Outcome, compare, differs, exact, run
 from lockstep.lab.bisect.divergence import Finding, find_first_divergence
-from lockstep.lab.bisect.documents import exact
 from lockstep.schema.batch import PackedBatch
 
 

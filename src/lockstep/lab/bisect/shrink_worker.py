@@ -20,14 +20,14 @@ from pydantic import TypeAdapter
 
 from lockstep.errors import LockstepError
 from lockstep.lab.bisect.shrink import Crash, Trial
-from lockstep.lab.suite.failure import is_out_of_memory
+from lockstep.lab.suite.process import is_out_of_memory
 from lockstep.processes.child import signal_name
 from lockstep.processes.jobs import JobProcess, ProcessEnded
 from lockstep.processes.messages import Message, receive, send
 from lockstep.processes.supervisor import supervise
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.options import ReplayOptions
+    from lockstep.lab.replay.cell import ReplayOptions
     from lockstep.recording import Recording
     from lockstep.schema.batch import PackedBatch
 
@@ -173,7 +173,7 @@ class Cut:
 
 class _Worker:
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        from lockstep.lab.replay.options import ReplayOptions
+        from lockstep.lab.replay.cell import ReplayOptions
         from lockstep.recording import Recording
 
         self._recording = Recording.open(setup["recording"])
@@ -184,7 +184,7 @@ class _Worker:
 
     def load(self, index: int, num_layers: int) -> None:
         """The input, and the model with so many layers, unless they are there."""
-        from lockstep.lab.bisect.documents import exact
+        from lockstep.lab.bisect.arms import exact
 
         if index != self._index:
             self._index, self._batch = index, exact(self._recording[index].batch)
@@ -210,7 +210,7 @@ class _Worker:
         """One trial, as a replay of a recording of this one input would run it."""
         import torch
 
-        from lockstep.lab.bisect.documents import take
+        from lockstep.lab.bisect.arms import take
         from lockstep.lab.replay.buckets import plan_buckets
         from lockstep.lab.replay.losses import token_loss
 

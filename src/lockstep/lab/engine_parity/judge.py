@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.lab.engine_parity.compare import Gap, SeedMatch, first_difference
+from lockstep.lab.engine_parity.figures import (
+    CACHE_BLOCK,
+    Gap,
+    PhaseReport,
+    SeedMatch,
+    first_difference,
+    of_kind,
+)
 from lockstep.lab.engine_parity.job import Outcome, Row
-from lockstep.lab.engine_parity.phase import CACHE_BLOCK, PhaseReport, of_kind
 
 Fault = Literal[
     "records", "ids", "stops", "version", "seeds", "n", "logprob kind", "gap", "stale", "update", "greedy"

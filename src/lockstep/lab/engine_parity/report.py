@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lockstep.lab.engine_parity.compare import BAR_NAMES, SeedMatch, Spread
-from lockstep.lab.engine_parity.phase import CACHE_BLOCK, Example, PhaseReport
+from lockstep.lab.engine_parity.figures import BAR_NAMES, CACHE_BLOCK, Example, PhaseReport, SeedMatch, Spread
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult, number
 from lockstep.lab.suite.report import (
     NOTHING,

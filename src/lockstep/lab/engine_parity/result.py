@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.lab.engine_parity.figures import PhaseReport
 from lockstep.lab.engine_parity.job import Outcome, Phase
 from lockstep.lab.engine_parity.judge import Problem
-from lockstep.lab.engine_parity.phase import PhaseReport
 from lockstep.lab.suite.result import SuiteResult, SuiteRow
 
 

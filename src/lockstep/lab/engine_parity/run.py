@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
+from lockstep.lab.engine_parity.figures import PhaseReport, report
 from lockstep.lab.engine_parity.job import (
     PASSES,
     ROWS,
@@ -26,7 +27,6 @@ from lockstep.lab.engine_parity.job import (
     Weights,
 )
 from lockstep.lab.engine_parity.judge import Limits, Problem, judge
-from lockstep.lab.engine_parity.phase import PhaseReport, report
 from lockstep.lab.engine_parity.prompts import Prompts
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
 from lockstep.lab.suite.job_files import check_seconds, read_lines, same_fields

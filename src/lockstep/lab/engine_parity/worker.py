@@ -73,8 +73,7 @@ class Engine(Worker[EnginesJob]):
     def load(self) -> None:
         """Load the trainer and the engine, and push the first weights."""
         from lockstep.engine.build import is_external, make_engine
-        from lockstep.lab.engine_parity.model import make_engine_spec
-        from lockstep.lab.engine_parity.trainer import Trainer
+        from lockstep.lab.engine_parity.trainer import Trainer, make_engine_spec
         from lockstep.transfer import make_transfer
 
         job = self.job

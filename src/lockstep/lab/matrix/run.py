@@ -34,9 +34,17 @@ from lockstep.lab.matrix.cells import (
     settings,
 )
 from lockstep.lab.matrix.compare import Comparison
-from lockstep.lab.matrix.outcome import compare_cells, read_cell, with_process_result
 from lockstep.lab.matrix.report import write_reports
-from lockstep.lab.matrix.result import CellResult, MatrixResult, judge, read_matrix, verdict
+from lockstep.lab.matrix.result import (
+    CellResult,
+    MatrixResult,
+    compare_cells,
+    judge,
+    read_cell,
+    read_matrix,
+    verdict,
+    with_process_result,
+)
 from lockstep.lab.replay.cell import ALL_OFF, Cell, resolve_cell
 from lockstep.lab.suite.job_files import check_seconds
 from lockstep.lab.suite.machine import machine

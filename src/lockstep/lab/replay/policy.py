@@ -33,7 +33,7 @@ from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import InputMeta, RecordingHeader
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.options import ReplayOptions
+    from lockstep.lab.replay.cell import ReplayOptions
     from lockstep.recording import Recording
 
 Match = Literal["match", "mismatch", "unknown"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.lab.replay.policy import ReplayBackend
 from lockstep.lab.replay.step_plan import PlannedStep, waits_in
-from lockstep.lab.suite.failure import error_line
+from lockstep.lab.suite.process import error_line
 from lockstep.observe.spans import Spans
 from lockstep.packing import empty_batch
 from lockstep.protocols.train import StepStats, TokenLoss

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from lockstep.errors import ConfigError
-from lockstep.lab.replay.deadline import Deadline
-from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.cell import ReplayOptions
 from lockstep.lab.replay.rank_backend import RankBackend, SimulatedBackend
 from lockstep.lab.replay.replayer import Replayer
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.replay.run import OnRow, ReplayResult, Session, opening
+from lockstep.lab.replay.run import Deadline, OnRow, ReplayResult, Session, opening
 from lockstep.lab.replay.step_plan import PlannedStep, PlanReport, StepPlan, diagnose, plan_steps
 from lockstep.lab.replay.summary import counted
 from lockstep.ranks.context import PeerFailed, RankContext

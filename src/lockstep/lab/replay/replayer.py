@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from lockstep.execution import CompileWatch
-from lockstep.lab.replay.buckets import computed_slots, plan_buckets, select_inputs, shape_of
-from lockstep.lab.replay.budget import memory_limit
-from lockstep.lab.replay.cell import check_cell
-from lockstep.lab.replay.deadline import Deadline
+from lockstep.lab.replay.buckets import computed_slots, memory_limit, plan_buckets, select_inputs, shape_of
+from lockstep.lab.replay.cell import ReplayOptions, check_cell
 from lockstep.lab.replay.losses import token_loss
-from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.outputs import KeptOutputs
 from lockstep.lab.replay.policy import (
     Match,
@@ -32,8 +29,9 @@ from lockstep.lab.replay.policy import (
     model_size,
 )
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.suite.failure import error_line, is_out_of_memory
-from lockstep.lab.suite.memory import PeakMemory
+from lockstep.lab.replay.run import Deadline
+from lockstep.lab.suite.machine import PeakMemory
+from lockstep.lab.suite.process import error_line, is_out_of_memory
 from lockstep.models.dtypes import DTYPES
 from lockstep.observe.spans import Spans
 from lockstep.schema.batch import PackedBatch

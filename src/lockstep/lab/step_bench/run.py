@@ -24,13 +24,13 @@ from lockstep.lab.step_bench.job import (
     END,
     BenchJob,
     BenchOutcome,
+    BenchWork,
     StepTimes,
     give_turn,
     read_ready,
     read_times,
 )
 from lockstep.lab.step_bench.result import BenchResult, CellResult
-from lockstep.lab.step_bench.work import BenchWork
 from lockstep.lab.suite.job_files import check_seconds, same_fields
 from lockstep.lab.suite.process import read_tail, start_logged
 from lockstep.lab.suite.result import Status

@@ -13,8 +13,19 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, EngineError, LockstepError, ModelError
-from lockstep.lab.step_bench.job import READY, ROWS, BenchJob, BenchOutcome, Ready, StepTimes, read_turn
-from lockstep.lab.step_bench.work import peak_flops, requests, samples, training_flops
+from lockstep.lab.step_bench.job import (
+    READY,
+    ROWS,
+    BenchJob,
+    BenchOutcome,
+    Ready,
+    StepTimes,
+    peak_flops,
+    read_turn,
+    requests,
+    samples,
+    training_flops,
+)
 from lockstep.lab.suite.worker import Worker, append_rows, clock, leave_with, watched
 from lockstep.observe.files import write_json
 from lockstep.ranks.launch import in_launcher
@@ -23,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.execution import CompileWatch
-    from lockstep.lab.suite.memory import PeakMemory
+    from lockstep.lab.suite.machine import PeakMemory
     from lockstep.loop.build import OnlineParts
     from lockstep.protocols.train import TokenLoss
     from lockstep.ranks.context import RankContext
@@ -123,7 +134,7 @@ class Cell(Worker[BenchJob]):
         import torch
 
         from lockstep.execution import CompileWatch
-        from lockstep.lab.suite.memory import PeakMemory
+        from lockstep.lab.suite.machine import PeakMemory
         from lockstep.loop.build import build_online
         from lockstep.models.causal_lm import text_config
         from lockstep.models.quiet import quiet_transformers

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.observe import memory
 from lockstep.processes.child import Child, describe_status, end
 
 TAIL_BYTES = 256 * 1024
@@ -186,3 +187,22 @@ def _short_path(path: str) -> str:
 
 def _shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+_LINE = 400
+
+
+def error_line(error: BaseException) -> str:
+    """The message's first line that is not blank, cut at 400 characters."""
+    lines = (line.strip() for line in str(error).splitlines())
+    line = next((line for line in lines if line), "")
+    return line if len(line) <= _LINE else f"{line[: _LINE - 1]}…"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the error, or one that it was raised from, is an out-of-memory error."""
+    while error is not None:
+        if memory.is_out_of_memory(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

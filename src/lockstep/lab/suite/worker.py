@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 from pydantic import BaseModel
 
 from lockstep.errors import ConfigError, LockstepError, ModelError
-from lockstep.lab.suite.failure import error_line, is_out_of_memory
 from lockstep.lab.suite.job_files import RANK_LOGS, RESULT, Job, WorkerOutcome, read_job_file
+from lockstep.lab.suite.process import error_line, is_out_of_memory
 from lockstep.observe.files import jsonable
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import search_rarely

@@ -14,7 +14,8 @@ import dataclasses
 import datetime
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +24,72 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.dpo import DPO
-from lockstep.algorithms.kto import KTO
+from lockstep.algorithms.kto import KTO, with_baseline
+from lockstep.algorithms.ppo import WHITENING_EPS
 from lockstep.algorithms.reward_model import RewardModel
 from lockstep.algorithms.sft import SFT
+from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.algorithm import DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
 from lockstep.config.base import Record
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
-from lockstep.config.ppo import PPOConfig
+from lockstep.config.ppo import PPOConfig, ValueConfig
+from lockstep.config.train import TrainConfig
 from lockstep.data.generated import reasoning_gym_dataset
+from lockstep.data.preferences import Pair, PreferenceSet, load_preferences, load_scored_pairs
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.lab.replay.losses import token_loss
 from lockstep.lab.suite.job_files import read_job_file
 from lockstep.lab.suite.machine import versions
-from lockstep.lab.train_parity.job import INPUTS, REPORT, VALUE_INPUTS, InputsReport, InputsSpec
-from lockstep.lab.train_parity.pairs import read_pairs, scored, spoiled, unpaired, with_reference
-from lockstep.lab.train_parity.start import starting_backend
-from lockstep.lab.train_parity.values import value_algorithm, with_values
+from lockstep.lab.train_parity.job import INPUTS, REPORT, VALUE_INPUTS, InputsReport, InputsSpec, Role
 from lockstep.models.causal_lm import text_config
-from lockstep.models.load import load_tokenizer, meta_module
+from lockstep.models.load import load_model, load_tokenizer, meta_module
 from lockstep.models.quiet import quiet_transformers
 from lockstep.observe.files import json_lines, write_atomic, write_json
 from lockstep.observe.text import echo
+from lockstep.ops.advantages import batch_mean_std, gae
 from lockstep.ops.losses import loss_weights
 from lockstep.packing import Bucket, PackLimits, plan_micro_batches
 from lockstep.packing.packs import repack
 from lockstep.processes.garbage import search_rarely
 from lockstep.recording import Recording, RecordingWriter
-from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample, TrainSample
-from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader
+from lockstep.recording.replayable import VALUE_LOSS
+from lockstep.schema.batch import (
+    PackedBatch,
+    PolicyBatch,
+    PolicySample,
+    PreferenceBatch,
+    PreferenceSample,
+    StateSample,
+    TrainSample,
+    UnpairedBatch,
+    UnpairedSample,
+    ValueBatch,
+)
+from lockstep.schema.recording import VALUE, InputMeta, RecordedInput, RecordingHeader
+from lockstep.train.local import LocalBackend
+
+
+@contextmanager
+def starting_backend(spec: InputsSpec, role: Role = "policy", **options: Any) -> Iterator[LocalBackend]:
+    """Load the starting weights of a model; in float32 on a CPU, whatever the stacks compute in.
+
+    Args:
+        options: of LocalBackend, such as the temperature.
+    """
+    config = spec.model if role == "policy" else ValueConfig().model(spec.model)
+    if spec.device == "cpu":
+        config = config.model_copy(update={"dtype": "float32"})
+    head: Any = "logits" if role == "policy" else "scalar"
+    model = load_model(config, attention="sdpa", device=torch.device(spec.device), head=head)
+    train = TrainConfig(token_budget=spec.token_budget, device=spec.device, attention="sdpa")
+    backend = LocalBackend(train, model=model, total_steps=0, **options)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
 
 DEFAULT_TASK = "reasoning_gym:gsm_symbolic"
 GROUP = 4
@@ -95,7 +132,7 @@ def make_inputs(spec: InputsSpec) -> InputsReport:
     return report
 
 
-# --- SFT ----------------------------------------------------------------------------------------------------
+# --- SFT -------------------------------------------------------------------------------------------------
 
 
 def _sft(spec: InputsSpec, sizes: Sizes) -> InputsReport:
@@ -173,7 +210,7 @@ def _zipf(generator: np.random.Generator, length: int, vocab_size: int) -> Tenso
     return torch.from_numpy(generator.choice(len(weights), size=length, p=weights / weights.sum()))
 
 
-# --- preferences --------------------------------------------------------------------------------------------
+# --- preferences -----------------------------------------------------------------------------------------
 
 
 def _pairs(spec: InputsSpec, sizes: Sizes) -> InputsReport:
@@ -217,7 +254,7 @@ def _preference(name: str) -> tuple[DPO | KTO | RewardModel, bool]:
     return (DPO if options.paired else KTO)(options), options.needs_ref
 
 
-# --- GRPO and PPO -------------------------------------------------------------------------------------------
+# --- GRPO and PPO ----------------------------------------------------------------------------------------
 
 
 def _rollouts(spec: InputsSpec, sizes: Sizes) -> InputsReport:
@@ -390,7 +427,7 @@ def _rollout(batch: PolicyBatch, logprobs: Tensor) -> Tensor:
     return batch.rollout_logprobs if bool(batch.rollout_logprobs.any()) else logprobs
 
 
-# --- writing ------------------------------------------------------------------------------------------------
+# --- writing ---------------------------------------------------------------------------------------------
 
 
 def _limits(spec: InputsSpec, *, documents: int) -> PackLimits:
@@ -472,3 +509,145 @@ if __name__ == "__main__":
     except LockstepError as error:
         echo(f"parity inputs: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+# --- preference pairs -------------------------------------------------------------------------------------
+
+
+def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int) -> PreferenceSet:
+    """Load at most max_samples / 2 pairs of `data`. Raises ConfigError, DataError."""
+    size = min(max(1, spec.max_samples // 2), data.size or spec.max_samples)
+    config = data.model_copy(update={"size": size, "max_length": min(longest, data.max_length)})
+    tokenizer = load_tokenizer(spec.model)
+    if spec.algorithm != "rm":
+        return load_preferences(config, tokenizer=tokenizer)
+    pad_id = text_config(meta_module(spec.model, dtype=torch.bfloat16)).pad_token_id
+    return load_scored_pairs(config, tokenizer=tokenizer, pad_id=pad_id)
+
+
+def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> PreferenceSet:
+    """Make pairs: each document is preferred to itself with random ids in its second half."""
+    generator = np.random.default_rng([seed, 3])
+    pairs: list[Pair] = []
+    for sample in samples:
+        ids = sample.token_ids.clone()
+        half = len(ids) // 2
+        ids[half:] = torch.from_numpy(generator.integers(0, vocab_size, len(ids) - half))
+        if not ids.equal(sample.token_ids):
+            pairs.append((sample, dataclasses.replace(sample, token_ids=ids)))
+    return PreferenceSet(pairs, shuffle=True, report={})
+
+
+def scored(pairs: PreferenceSet) -> PreferenceSet:
+    """Return the pairs for a reward model, which scores the last token; without a margin."""
+    of_states: list[Pair] = [(_last_state(pairs[i][0]), _last_state(pairs[i][1])) for i in range(len(pairs))]
+    return PreferenceSet(of_states, shuffle=True, report={}, margins=[0.0] * len(pairs))
+
+
+def _last_state(sample: TrainSample) -> StateSample:
+    mask = torch.zeros_like(sample.loss_mask)
+    mask[-1] = True
+    return StateSample(token_ids=sample.token_ids, loss_mask=mask, sample_id=sample.sample_id)
+
+
+def unpaired(samples: Sequence[PreferenceSample]) -> list[UnpairedSample]:
+    """Return each answer with a label of its own: the chosen one of a pair is desirable."""
+    return [
+        UnpairedSample(
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+            sample_id=sample.sample_id,
+            desirable=sample.sample_id % 2 == 0,
+        )
+        for sample in samples
+    ]
+
+
+def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> list[list[PackedBatch]]:
+    """Return the batches with ref_logprobs of the starting weights, computed by `local`, and KTO's baseline,
+    which is 0 there: policy and reference are the same."""
+    updates: list[list[PackedBatch]] = []
+    with starting_backend(spec) as backend:
+        for batches in plan:
+            updates.append(
+                [
+                    dataclasses.replace(
+                        with_baseline(batch, 0.0) if isinstance(batch, UnpairedBatch) else batch,
+                        ref_logprobs=values.cpu(),
+                    )
+                    for batch, values in zip(batches, backend.logprobs(batches), strict=True)
+                    if isinstance(batch, PreferenceBatch | UnpairedBatch)
+                ]
+            )
+    return updates
+
+
+# --- PPO's value model ------------------------------------------------------------------------------------
+
+
+def value_algorithm() -> dict[str, Any]:
+    """The value loss, with the default settings, as a recording's header has it."""
+    return {"name": VALUE} | ValueConfig().model_dump(mode="json", include=set(VALUE_LOSS))
+
+
+def with_values(
+    plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec
+) -> tuple[list[list[PackedBatch]], list[list[PackedBatch]], list[float]]:
+    """Score every pack with the untrained value model, by `local`, and estimate advantages and returns with
+    PPO's default settings. The reward of a document, earned by its last trained token, is the advantage that
+    this token has in `plan`.
+
+    Args:
+        plan: PolicyBatches, by optimizer step.
+
+    Returns:
+        The packs with PPO's advantages, whitened over each step; the same as ValueBatches; and the value
+        loss of each step before its first update.
+    """
+    loss = ValueLoss(ValueConfig())
+    with starting_backend(spec, "value") as backend:
+        scored = [[each.cpu() for each in backend.logprobs(batches)] for batches in plan]
+    of_policy: list[list[PackedBatch]] = []
+    of_value: list[list[PackedBatch]] = []
+    starts: list[float] = []
+    for batches, values in zip(plan, scored, strict=True):
+        raw = [_estimates(batch, each) for batch, each in zip(batches, values, strict=True)]
+        mask = torch.cat([batch.loss_mask for batch in batches])
+        white = batch_mean_std(torch.cat(raw), mask, eps=WHITENING_EPS).float()
+        sizes = [batch.num_slots for batch in batches]
+        of_policy.append(
+            [
+                dataclasses.replace(batch, advantages=part)  # type: ignore[call-arg]
+                for batch, part in zip(batches, white.split(sizes), strict=True)
+            ]
+        )
+        of_value.append([_value_batch(*each) for each in zip(batches, values, raw, strict=True)])
+        starts.append(
+            sum(
+                float(loss(each, torch.zeros_like(each), batch, slice(0, batch.num_slots)).loss)
+                for batch, each in zip(of_value[-1], values, strict=True)
+            )
+        )
+    return of_policy, of_value, starts
+
+
+def _estimates(batch: PackedBatch, values: Tensor) -> Tensor:
+    """[T] float64: the advantages before they are whitened, 0 where nothing is trained."""
+    assert isinstance(batch, PolicyBatch)
+    mask, options = batch.loss_mask, PPOConfig()
+    counts = [int(part.sum()) for part in batch.split(mask)]
+    ends = torch.tensor([0, *counts]).cumsum(0)
+    earned = batch.advantages[mask].double()
+    rewards = torch.zeros_like(earned)
+    last = ends[1:][torch.tensor(counts) > 0] - 1
+    rewards[last] = earned[last]
+    found = torch.zeros(batch.num_slots, dtype=torch.float64)
+    found[mask] = gae(rewards, values[mask].double(), ends, gamma=options.gamma, lam=options.lam)
+    return found
+
+
+def _value_batch(batch: PackedBatch, values: Tensor, advantages: Tensor) -> ValueBatch:
+    shared = {field.name: getattr(batch, field.name) for field in dataclasses.fields(PackedBatch)}
+    old = torch.where(batch.loss_mask, values, 0.0)
+    returns = torch.where(batch.loss_mask, (advantages + old.double()).float(), 0.0)
+    return ValueBatch(**shared, returns=returns, old_values=old)
