@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from lockstep.lab.replay.policy import ReplayBackend
 from lockstep.lab.replay.step_plan import PlannedStep, waits_in
 from lockstep.lab.suite.process import error_line
-from lockstep.observe.spans import Spans
 from lockstep.packing import empty_batch
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.ranks.context import PeerFailed
@@ -27,32 +26,17 @@ from lockstep.train.gradients import global_norm
 
 
 class _Wrapped:
-    """The wrapped backend, and the attributes that a replay reads of it."""
+    """The wrapped backend, and what a replay uses of it as it is: nothing is agreed on or added up there."""
 
     def __init__(self, inner: ReplayBackend) -> None:
         self.inner = inner
-        self.contract, self.reduces_gradients = inner.contract, inner.reduces_gradients
-
-    @property
-    def spans(self) -> Spans:
-        """The spans in which the backend records its times."""
-        return self.inner.spans
-
-    @spans.setter
-    def spans(self, spans: Spans) -> None:
-        self.inner.spans = spans
-
-    def logprobs_own(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Of the wrapped backend: nothing is agreed on."""
-        return self.inner.logprobs_own(batches)
-
-    def forward_backward_own(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Of the wrapped backend: nothing is agreed on or added up."""
-        return self.inner.forward_backward_own(batches, loss)
-
-    def close(self) -> None:
-        """Close the wrapped backend."""
-        self.inner.close()
+        self.contract, self.reduces_gradients, self.spans = (
+            inner.contract,
+            inner.reduces_gradients,
+            inner.spans,
+        )
+        self.logprobs_own, self.forward_backward_own = inner.logprobs_own, inner.forward_backward_own
+        self.close = inner.close
 
 
 class RankBackend(_Wrapped):
@@ -101,7 +85,7 @@ class RankBackend(_Wrapped):
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Run as the backend does; gradients are those of all ranks."""
         self._enter(batches)
-        with self._keep_desync(), self._explained(f"forward and backward of {self._what()}"):
+        with self._guarded(f"forward and backward of {self._what()}"):
             try:
                 stats = self.inner.forward_backward_own(batches, loss)
             except Exception as error:
@@ -113,7 +97,7 @@ class RankBackend(_Wrapped):
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Run as the backend does, which at ZeRO stage 3 gathers weights from all ranks."""
         self._enter(batches)
-        with self._keep_desync(), self._explained(f"forward of {self._what()}"):
+        with self._guarded(f"forward of {self._what()}"):
             return self.inner.logprobs_own(batches)
 
     def without_input(self, loss: TokenLoss, *, backward: bool) -> None:
@@ -133,7 +117,7 @@ class RankBackend(_Wrapped):
             return
         step = self._step()
         if self.guard.checked:
-            with self._keep_desync():
+            with self._guarded():
                 self.guard.agree(step, self._intent([], error=error), what=f"entering step {step}")
 
     def _step(self) -> int:
@@ -156,7 +140,7 @@ class RankBackend(_Wrapped):
         """Agree with the other ranks that all are at this step. Raises Desync; PeerFailed where DeepSpeed's
         collectives would wait for a rank that has failed."""
         step, self._entered = self._step(), True
-        with self._keep_desync():
+        with self._guarded():
             intents = self.guard.agree(
                 step, self._intent(batches), what=f"entering step {step} with {self._what()}", same=("terms",)
             )
@@ -180,7 +164,7 @@ class RankBackend(_Wrapped):
         if self._peer_missing:
             self._drop()
             return
-        with self._keep_desync():
+        with self._guarded():
             if self.guard.checked:
                 line = None if error is None else f"{type(error).__name__}: {error_line(error)}"
                 outcomes = self.guard.agree(step, {"error": line}, what=f"the end of step {step}")
@@ -219,14 +203,17 @@ class RankBackend(_Wrapped):
                 "so neither gloo nor NCCL notices. In a job this trains on, with wrong gradients"
             )
 
-    def _keep_desync(self) -> _KeepDesync:
-        return _KeepDesync(self)
-
-    def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Explain a hang in `what`; only DeepSpeed runs collectives of its own."""
-        return (
-            self.guard.explained(self._step(), what) if self.reduces_gradients else contextlib.nullcontext()
-        )
+    @contextlib.contextmanager
+    def _guarded(self, what: str = "") -> Iterator[None]:
+        """Keep a Desync that is raised in the body: a replay turns every exception into a row. A hang in
+        `what` is explained where the backend runs collectives of its own, as DeepSpeed does."""
+        explains = what and self.reduces_gradients
+        try:
+            with self.guard.explained(self._step(), what) if explains else contextlib.nullcontext():
+                yield
+        except Desync as error:
+            self.desync = error
+            raise
 
     # --- the rest -------------------------------------------------------------------------------------------
 
@@ -235,14 +222,14 @@ class RankBackend(_Wrapped):
         the step has no gradients."""
         if self.dropped:
             return {"grad_norm": math.nan, "lr": math.nan}
-        with self._keep_desync(), self._explained("the optimizer step"):
+        with self._guarded("the optimizer step"):
             return self.inner.optimizer_step()
 
     def gradient_norm(self) -> float:
         """The norm of the step's gradients over all ranks; nan if it has none."""
         if self.dropped:
             return math.nan
-        with self._keep_desync(), self._explained("the gradient norm"):
+        with self._guarded("the gradient norm"):
             return self.inner.gradient_norm()
 
     def live_gradients(self) -> dict[str, Tensor]:
@@ -253,26 +240,12 @@ class RankBackend(_Wrapped):
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the gradients, float32 on the host."""
-        with self._keep_desync(), self._explained("gathering gradients"):
+        with self._guarded("gathering gradients"):
             return self.inner.gradients()
 
     def drop_gradients(self) -> None:
         """Drop the backend's gradients."""
         self.inner.drop_gradients()
-
-
-class _KeepDesync:
-    """Keep a Desync that is raised in the body: a replay turns every exception into a row."""
-
-    def __init__(self, backend: RankBackend) -> None:
-        self.backend = backend
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Desync):
-            self.backend.desync = error
 
 
 class SimulatedBackend(_Wrapped):
