@@ -12,14 +12,12 @@ from lockstep.cli import bench, parity, parity_engines
 from lockstep.errors import ConfigError
 from lockstep.lab.matrix.run import MatrixOptions
 from lockstep.lab.step_bench.job import BenchJob
-from lockstep.lab.suite.job_files import check_seconds, read_job_file
+from lockstep.lab.suite.job_files import read_job_file
 from lockstep.lab.train_parity.job import ParityJob
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e10, 1e300])
 def test_a_time_that_nobody_can_wait_is_refused(value: float, tmp_path: Path) -> None:
-    with raises(ConfigError, "out-of-range: timeout"):
-        check_seconds(value, "timeout")
     with raises(ConfigError, "out-of-range: timeout"):
         MatrixOptions(out=tmp_path, timeout=value)
     for kind in (BenchJob, ParityJob):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from lockstep.config.base import FilePath, Seconds, Seed
 from lockstep.config.run import MAX_RANKS
@@ -90,8 +89,8 @@ def default_out(command: str) -> Path:
 
 
 def options(kind: type[_Options], args: argparse.Namespace, **others: Any) -> _Options:
-    """A dataclass of options: a field is from `others`, else from the flag of its name, else its default."""
-    names = (field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    """A record of options: a field is from `others`, else from the flag of its name, else its default."""
+    names = kind.model_fields if issubclass(kind, BaseModel) else kind.__dataclass_fields__  # type: ignore[attr-defined]
     same = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return kind(**same | others)
 

@@ -36,22 +36,18 @@ Kind = Literal["greedy", "stop", "sampled", "again", "alone", "other"]
 Weights = Literal["pushed", "folder"]
 
 
-class EnginesJob(Job):
-    """One engine, its model and its prompts."""
+class EnginesSettings(Record):
+    """What the comparison of all engines is asked for, and the worker of one is told."""
 
-    name: str
-    """The engine's display name."""
-    engine: EngineConfig
     model: ModelConfig
-    device: str = "cpu"
+    """Its dtype is one of a device, not "auto"."""
+    device: Literal["cpu", "cuda"] = "cpu"
     attention: str = "auto"
-    """The trainer's device."""
-    prompts: tuple[tuple[int, ...], ...]
-    """Token ids."""
-    temperature: PositiveFloat
+    """The trainer's."""
+    temperature: PositiveFloat = 0.7
     """Temperature of the samples."""
-    max_tokens: PositiveInt
-    num_samples: PositiveInt
+    max_tokens: PositiveInt = 32
+    num_samples: PositiveInt = 4
     """Samples of each prompt."""
     ignore_eos: bool = False
     seed: Seed = 0
@@ -61,6 +57,16 @@ class EnginesJob(Job):
     """Change the weights, push them, and generate everything again."""
     update_scale: NonNegativeFloat = 0.1
     """Noise that is added to each weight, in units of its matrix's root mean square."""
+
+
+class EnginesJob(Job, EnginesSettings):
+    """One engine, its model and its prompts."""
+
+    name: str
+    """The engine's display name."""
+    engine: EngineConfig
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids."""
     token_budget: PositiveInt = 4096
     """Token budget of the trainer's micro-batches; a longer document gets one of its own."""
     timeout: Seconds

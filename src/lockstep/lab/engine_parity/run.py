@@ -10,26 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from lockstep.config.base import Seconds
 from lockstep.config.engine import EngineConfig
-from lockstep.config.model import ModelConfig
 from lockstep.lab.engine_parity.figures import PhaseReport, report
 from lockstep.lab.engine_parity.job import (
     PASSES,
     ROWS,
     EnginesJob,
+    EnginesSettings,
     Outcome,
     Pass,
     Phase,
     Row,
-    Weights,
 )
 from lockstep.lab.engine_parity.judge import Limits, Problem, judge
 from lockstep.lab.engine_parity.prompts import Prompts
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
-from lockstep.lab.suite.job_files import check_seconds, read_lines, same_fields
+from lockstep.lab.suite.job_files import Options, read_lines, same_fields
 from lockstep.lab.suite.run import Suite, check_folder, how_it_ended, make_folder
 
 WORKER = ("-m", "lockstep.lab.engine_parity.worker")
@@ -46,32 +45,14 @@ class EngineChoice:
     config: EngineConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnginesOptions:
-    """The engines to compare, and on what."""
+class EnginesOptions(Options, EnginesSettings):
+    """The engines to compare, and on what; `timeout` is that of each engine."""
 
     engines: Sequence[EngineChoice]
     """The first is the reference."""
     prompts: Prompts
-    model: ModelConfig
-    """dtype is one of a device, not "auto"."""
-    out: Path
-    device: Literal["cpu", "cuda"] = "cpu"
-    attention: str = "auto"
-    temperature: float = 0.7
-    max_tokens: int = 32
-    num_samples: int = 4
-    ignore_eos: bool = False
-    seed: int = 0
-    weights: Weights = "pushed"
-    update: bool = True
-    update_scale: float = 0.1
     threshold: float = 1e-4
-    timeout: float = 900.0
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        check_seconds(self.timeout, "timeout")
+    timeout: Seconds = 900.0
 
 
 class _Suite(Suite[EngineChoice, EngineResult, EnginesResult]):

@@ -19,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from lockstep.lab.matrix.result import (
     with_process_result,
 )
 from lockstep.lab.replay.cell import ALL_OFF, Cell, resolve_cell
-from lockstep.lab.suite.job_files import check_seconds
+from lockstep.lab.suite.job_files import Options
 from lockstep.lab.suite.machine import machine
 from lockstep.lab.suite.process import ProcessRunner
 from lockstep.lab.suite.run import make_folder
@@ -59,11 +59,9 @@ Progress = Callable[[CellResult, int, int], None]
 """Called with a cell that is done, the number of cells done, and the number of all."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MatrixOptions:
-    """The cells of a matrix, and how to run them."""
+class MatrixOptions(Options):
+    """The cells of a matrix, and how to run them; `timeout` is that of each cell."""
 
-    out: Path
     axes: tuple[Axis, ...] | None = None
     """None: flash, compile, packing."""
     base: tuple[tuple[str, Any], ...] = ()
@@ -74,8 +72,6 @@ class MatrixOptions:
     """AXIS=VALUE words on top of padded, sdpa, eager, float32."""
     replay_flags: tuple[str, ...] = ()
     """Flags of `lockstep replay` that all cells share, such as ("--max-inputs", "8")."""
-    timeout: float = 600.0
-    """Seconds per cell."""
     jobs: int = 1
     """Cells that run at a time; with more than 1 their times are not comparable."""
     resume: bool = False
@@ -87,11 +83,6 @@ class MatrixOptions:
     gradient_limit: float | None = None
     keep_outputs: bool = False
     """Keep every cell's outputs.safetensors; else only the reference cells'."""
-    command: str = ""
-    """The command line, for the reports."""
-
-    def __post_init__(self) -> None:
-        check_seconds(self.timeout, "timeout")
 
 
 def run_matrix(

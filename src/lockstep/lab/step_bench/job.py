@@ -148,11 +148,9 @@ PHASES = ("generate", "forward", "backward", "optimizer", "weights")
 """Of one step. weights: how the engine gets the new ones."""
 
 
-class BenchJob(Job):
-    """One cell."""
+class BenchSettings(Record):
+    """What the measurement of all cells is asked for, and that of one is told."""
 
-    cell: str
-    """The cell's name."""
     ranks: PositiveInt = 1
     device: Literal["cpu", "cuda"] = "cpu"
     run: GRPORun
@@ -160,6 +158,13 @@ class BenchJob(Job):
     work: BenchWork = BenchWork()
     warmup: PositiveInt = 2
     """Whole steps before anything is measured; the first one compiles."""
+
+
+class BenchJob(Job, BenchSettings):
+    """One cell."""
+
+    cell: str
+    """The cell's name."""
     timeout: Seconds = 600.0
     """Seconds of the start and of one turn, after which the suite ends it; as long waits one rank for
     another."""

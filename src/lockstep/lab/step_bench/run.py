@@ -11,10 +11,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from pydantic import Field
+
+from lockstep.config.base import PositiveInt
 from lockstep.config.declarations import backends
 from lockstep.config.load import override
 from lockstep.config.run import GRPORun, check_ranks
@@ -24,14 +26,14 @@ from lockstep.lab.step_bench.job import (
     END,
     BenchJob,
     BenchOutcome,
-    BenchWork,
+    BenchSettings,
     StepTimes,
     give_turn,
     read_ready,
     read_times,
 )
 from lockstep.lab.step_bench.result import BenchResult, CellResult
-from lockstep.lab.suite.job_files import check_seconds, same_fields
+from lockstep.lab.suite.job_files import Options, same_fields
 from lockstep.lab.suite.process import read_tail, start_logged
 from lockstep.lab.suite.result import Status
 from lockstep.lab.suite.run import Suite, broken, check_folder, make_folder
@@ -44,33 +46,20 @@ _POLL_SECONDS = 0.01
 _MOST_SECONDS = 1e9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchOptions:
-    """The cells to measure, and how."""
+class BenchOptions(Options, BenchSettings):
+    """The cells to measure, and how; `timeout` is that of a cell's start and of one turn."""
 
     cells: Sequence[BenchCell]
-    run: GRPORun
-    """The run that all cells share; its data and rewards are not used."""
-    out: Path
-    work: BenchWork
-    device: Literal["cpu", "cuda"] = "cpu"
-    ranks: int = 2
+    ranks: PositiveInt = 2
     """Ranks of the cells whose backend has ranks."""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = Field(default_factory=dict)
     """Dotted settings of all cells; those of a cell's name take precedence."""
     repeats: int = 5
-    warmup: int = 2
     one_at_a_time: bool = False
     """Run each cell to its end before the next one starts, if two do not fit into memory."""
     fresh_cache: bool = False
     """Each cell compiles everything anew, into a cache of its own; otherwise into the one of this machine."""
-    timeout: float = 600.0
-    """Seconds of a cell's start and of one turn."""
     notes: Sequence[str] = ()
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        check_seconds(self.timeout, "timeout")
 
 
 class _Running:

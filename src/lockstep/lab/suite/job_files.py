@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from lockstep.config.base import Record, Seconds
 from lockstep.config.problems import first_data
@@ -15,7 +15,23 @@ from lockstep.observe.files import read_plain, write_json
 RESULT, RANK_LOGS = "result.json", "ranks"
 """How a worker ended; the folder of what its ranks print."""
 _Kind = TypeVar("_Kind", bound=Record)
-_SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
+
+
+class Options(Record):
+    """What a suite is asked to do. What its jobs are told as well is declared once, in a base of both."""
+
+    out: Path
+    timeout: Seconds = 600.0
+    """Seconds of a part of the suite."""
+    command: str = ""
+    """The command line, for the reports."""
+
+    def __init__(self, **values: Any) -> None:
+        """Raises ConfigError: a value that cannot be right."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(first_problem(error), **first_data(error)) from error
 
 
 class Job(Record):
@@ -54,18 +70,6 @@ class WorkerOutcome(Record):
 def same_fields(kind: type[Record], options: object) -> dict[str, Any]:
     """The fields of a job that the suite's options have by the same name."""
     return {name: getattr(options, name) for name in kind.model_fields if hasattr(options, name)}
-
-
-def check_seconds(value: float, setting: str) -> None:
-    """Raises ConfigError: `value` is no time that can be waited for."""
-    try:
-        _SECONDS.validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(
-            f"{setting} = {value!r}: {error.errors()[0]['msg']}; set seconds",
-            code="out-of-range",
-            setting=setting,
-        ) from None
 
 
 def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:

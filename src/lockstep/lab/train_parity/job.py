@@ -34,8 +34,8 @@ ParityAlgorithm = Literal["sft", "grpo", "ppo", "rm"] | PreferenceName
 Role = Literal["policy", "value"]
 
 
-class InputsSpec(Record):
-    """The inputs to make."""
+class InputsSettings(Record):
+    """What the comparison of stacks is asked for, and what makes its inputs is told."""
 
     algorithm: ParityAlgorithm = "sft"
     model: ModelConfig = ModelConfig()
@@ -48,14 +48,19 @@ class InputsSpec(Record):
     """Documents of one optimizer step."""
     steps: PositiveInt | None = None
     """Optimizer steps; None: one pass over the documents."""
+    max_length: PositiveInt = 1024
+    """Tokens of one document; longer documents are cut (SFT) or their inputs left out (GRPO, PPO)."""
+    seed: Seed = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
+class InputsSpec(InputsSettings):
+    """The inputs to make."""
+
     min_packs: PositiveInt = 1
     """Least number of micro-batches a step: one per rank."""
     token_budget: PositiveInt = 4096
-    max_length: PositiveInt = 1024
-    """Tokens of one document; longer documents are cut (SFT) or their inputs left out (GRPO, PPO)."""
     static_capacity: bool = False
-    seed: Seed = 0
-    device: str = "cpu"
     out: Path
 
 

@@ -9,19 +9,16 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.config.backends import check_backend
-from lockstep.config.data import DataConfig
-from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.loss_curves.differences import falls
-from lockstep.lab.suite.job_files import RANK_LOGS, check_seconds, read_lines, same_fields
+from lockstep.lab.suite.job_files import RANK_LOGS, Options, read_lines, same_fields
 from lockstep.lab.suite.process import line_that_matters, read_tail
 from lockstep.lab.suite.run import Suite, check_folder, how_it_ended, make_folder
 from lockstep.lab.train_parity.compare import compare
@@ -31,9 +28,9 @@ from lockstep.lab.train_parity.job import (
     REPORT,
     VALUE_INPUTS,
     InputsReport,
+    InputsSettings,
     InputsSpec,
     Outcome,
-    ParityAlgorithm,
     ParityJob,
     Role,
     StepRow,
@@ -51,40 +48,23 @@ _BEHIND_LAUNCHER = 60.0
 """Seconds after the deadline, at which the launcher ends its ranks, until the launcher is killed itself."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParityOptions:
-    """The stacks to compare, and on what."""
+class ParityOptions(Options, InputsSettings):
+    """The stacks to compare, and on what; `timeout` is that of each stack."""
 
     stacks: Sequence[Stack]
     reference: Stack
-    out: Path
-    model: ModelConfig
     train: TrainConfig
     """The settings that all stacks share: lr, optimizer, schedule, ..."""
     log_dir: Path | None = None
     """None: OUT/logs."""
     skip: Sequence[str] = ()
-    algorithm: ParityAlgorithm = "sft"
-    device: Literal["cpu", "cuda"] = "cpu"
     gpus: int | None = None
     """Ranks of every stack; None: `default_ranks`, or what a stack needs at least."""
     default_ranks: int = 2
-    data: DataConfig | None = None
-    recording: Path | None = None
-    max_samples: int = 160
-    batch_size: int = 8
-    steps: int | None = None
-    max_length: int = 1024
     threshold: float = 0.05
     must_fall: bool = True
-    timeout: float = 600.0
-    seed: int = 0
     gradients: bool = False
     notes: Sequence[str] = ()
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        check_seconds(self.timeout, "timeout")
 
 
 class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
