@@ -156,7 +156,7 @@ def test_what_the_support_table_refuses_starts_no_process(faked: Path) -> None:
 
 
 def test_what_a_cell_is_named_by_is_above_the_settings_of_all(faked: Path) -> None:
-    given = dataclasses.replace(options(faked, "eager+native"), overrides={"engine.name": "hf"})
+    given = options(faked, "eager+native").model_copy(update={"overrides": {"engine.name": "hf"}})
     assert run_bench(given).ok
     assert json.loads((faked / "eager-native" / "job.json").read_text())["run"]["engine"]["name"] == "native"
 

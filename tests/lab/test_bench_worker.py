@@ -32,6 +32,7 @@ from lockstep.observe.files import write_json
 
 def load(cell):
     cell.parts = SimpleNamespace(close=lambda: None)
+    cell.memory = SimpleNamespace(reset=lambda: None)
 
 def warm_up(cell):
     ready = Ready(load_seconds=0, first_step_seconds=0, compile_seconds=0, graphs=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -159,7 +158,7 @@ def test_every_ending_is_a_row(tmp_path: Path):
     missing = EngineChoice(name="missing", config=EngineConfig(name="no_such_package.engine:Engine"))
     hangs = [choice for choice in made.engines if choice.name == "Hangs"]
     others = [choice for choice in made.engines if choice.name != "Hangs"]
-    result = run_engines(dataclasses.replace(made, engines=[*others, missing, *hangs]))
+    result = run_engines(made.model_copy(update={"engines": [*others, missing, *hangs]}))
     found = by_name(result)
     assert {name: engine.verdict for name, engine in found.items()} == {
         "hf": "reference",

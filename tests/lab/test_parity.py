@@ -1,7 +1,6 @@
 """The suite around its workers: what becomes of stacks that crash, hang, differ or are refused. What a real
 worker computes is at the end, on two real ranks."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -175,7 +174,7 @@ def test_threshold_flat_losses_and_a_passing_run(faked: Path) -> None:
     told = "learning: the loss does not fall in 1 of 2 (fsdp2:tp2)"
     allowed = run_parity(flat)
     assert allowed.ok and allowed.learns is False and allowed.learning == f"{told} (--allow-flat)"
-    strict = run_parity(dataclasses.replace(flat, out=faked.parent / "f2", must_fall=True))
+    strict = run_parity(flat.model_copy(update={"out": faked.parent / "f2", "must_fall": True}))
     assert not strict.ok and strict.agrees and strict.learning == told
     assert [stack.verdict for stack in strict.stacks] == ["reference", "agrees"]
 
