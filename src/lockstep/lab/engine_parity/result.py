@@ -94,9 +94,9 @@ class EnginesResult(SuiteResult):
         )
         return head + tail + ("" if self.complete else "; interrupted")
 
-    def as_dict(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         """The result with all figures."""
-        return self.facts() | {
+        return {
             "reference": self.reference,
             "threshold": self.threshold,
             "engines": self.engines,

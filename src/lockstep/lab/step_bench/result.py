@@ -122,9 +122,9 @@ class BenchResult(SuiteResult):
         """Ratio of the steps; where the first cell has none, seconds."""
         return cell.ratio(self.reference, "step") or cell.median("step") or 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         """The result with every measured step."""
-        return self.facts() | {
+        return {
             "reference": self.reference.name if self.cells else None,
             "cells": [self._cell(cell) for cell in self.cells],
         }

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.observe.files import jsonable
+
 Status = Literal["ok", "refused", "failed", "oom", "hung", "skipped", "interrupted"]
 """How a row of a suite ended. hung: it did not come to an end in time. skipped: by a flag. interrupted: by
 Ctrl-C."""
@@ -55,10 +57,11 @@ class SuiteResult(ABC):
         """The verdict, which is printed last."""
 
     @abstractmethod
-    def as_dict(self) -> dict[str, Any]:
-        """The result as its JSON file has it; see `jsonable` for values that are records."""
+    def details(self) -> dict[str, Any]:
+        """What the suite's JSON has besides; values may be records."""
 
-    def facts(self) -> dict[str, Any]:
-        """The fields that every suite's JSON has."""
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
         names = ("ok", "verdict", "complete", "command", "settings", "notes", "machine")
-        return {name: getattr(self, name) for name in names}
+        values: dict[str, Any] = jsonable({name: getattr(self, name) for name in names} | self.details())
+        return values

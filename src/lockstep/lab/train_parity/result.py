@@ -164,9 +164,9 @@ class ParityResult(SuiteResult):
         """Both verdicts, which are printed last."""
         return f"parity: {self.agreement}; {self.learning}" + ("" if self.complete else "; interrupted")
 
-    def as_dict(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         """The result with the curves."""
-        return self.facts() | {
+        return {
             "agreement": {"ok": self.agrees, "verdict": self.agreement},
             "learning": {"ok": self.learns, "verdict": self.learning, "counts": self.must_fall},
             "reference": self.reference,
