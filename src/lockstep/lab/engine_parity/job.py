@@ -59,7 +59,7 @@ class EnginesSettings(Record):
     """Noise that is added to each weight, in units of its matrix's root mean square."""
 
 
-class EnginesJob(Job, EnginesSettings):
+class EnginesJob(EnginesSettings, Job):
     """One engine, its model and its prompts."""
 
     name: str

@@ -160,7 +160,7 @@ class BenchSettings(Record):
     """Whole steps before anything is measured; the first one compiles."""
 
 
-class BenchJob(Job, BenchSettings):
+class BenchJob(BenchSettings, Job):
     """One cell."""
 
     cell: str
