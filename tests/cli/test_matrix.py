@@ -31,7 +31,6 @@ def result(**changes: Any) -> MatrixResult:
         "limits": {"logprob": None, "gradient": None},
         "cells": (packed,),
         "complete": True,
-        "verdict": "matrix: the verdict",
     }
     return MatrixResult(**(given | changes))
 
@@ -83,7 +82,7 @@ def test_flags_become_options(ran: Ran, tmp_path: Path, capsys: pytest.CaptureFi
     assert (options.logprob_limit, options.gradient_limit) == (0.1, None)
     assert options.command.startswith("lockstep matrix runs/demo --axes compile,packing")
     assert json.loads((tmp_path / "m.json").read_text())["format"] == "lockstep-matrix"
-    assert capsys.readouterr().out.splitlines()[-1] == "matrix: the verdict"
+    assert capsys.readouterr().out.splitlines()[-1] == result().verdict
 
 
 def test_the_exit_status_reflects_failures(ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +91,7 @@ def test_the_exit_status_reflects_failures(ran: Ran, capsys: pytest.CaptureFixtu
     )
     ran.answer = result(cells=(bad,))
     assert main(["matrix", "--quiet"]) == 1
-    assert capsys.readouterr().out == "matrix: the verdict\n"
+    assert capsys.readouterr().out == f"{ran.answer.verdict}\n"
     assert ran.recording is None and ran.options.out.parts[0] == "runs"
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.lab.matrix.compare import Comparison
-from lockstep.lab.matrix.result import CellResult, MatrixResult, Measures, verdict
+from lockstep.lab.matrix.result import CellResult, MatrixResult, Measures
 
 
 def comparison(**changes: Any) -> Comparison:
@@ -60,5 +60,4 @@ def result(*cells: CellResult, **changes: Any) -> MatrixResult:
         "cells": cells or (reference(), cell()),
         "complete": True,
     }
-    made = MatrixResult(**(given | changes))
-    return MatrixResult(**{name: getattr(made, name) for name in given}, verdict=verdict(made))
+    return MatrixResult(**(given | changes))

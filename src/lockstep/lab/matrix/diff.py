@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.lab.matrix.report import result_text
 from lockstep.lab.matrix.result import CellResult, MatrixResult
-from lockstep.lab.suite.report import NOTHING, Head, Line, Table, Tone, print_line, print_table
+from lockstep.lab.suite.report import NOTHING, Head, Line, Table, Tone, at, print_line, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,9 +143,9 @@ def show_diff(diff: MatrixDiff, console: Console, *, everything: bool = False) -
 def _pair(a: CellResult, b: CellResult, *, speed_threshold: float, grew: float) -> CellDiff:
     speed = None
     if not (a.timing_note or b.timing_note):
-        speed = _ratio(_measure(a, "tokens_per_second"), _measure(b, "tokens_per_second"))
-    logprob = (_distance(a, "logprob_max"), _distance(b, "logprob_max"))
-    gradient = (_distance(a, "gradient_relative_error"), _distance(b, "gradient_relative_error"))
+        speed = _ratio(at(a, "measures.tokens_per_second"), at(b, "measures.tokens_per_second"))
+    logprob = (at(a, "comparison.logprob_max"), at(b, "comparison.logprob_max"))
+    gradient = (at(a, "comparison.gradient_relative_error"), at(b, "comparison.gradient_relative_error"))
     sizes = {"logprob": logprob, "gradient": gradient}
     return CellDiff(
         name=b.name,
@@ -154,7 +154,7 @@ def _pair(a: CellResult, b: CellResult, *, speed_threshold: float, grew: float) 
         after=_state(b),
         speed=speed,
         speed_changed=speed is not None and not 1 - speed_threshold <= speed <= 1 + speed_threshold,
-        memory=_ratio(_measure(a, "peak_memory_bytes"), _measure(b, "peak_memory_bytes")),
+        memory=_ratio(at(a, "measures.peak_memory_bytes"), at(b, "measures.peak_memory_bytes")),
         logprob=logprob,
         gradient=gradient,
         grew=tuple(
@@ -176,7 +176,7 @@ def _only(a: CellResult | None, b: CellResult | None) -> CellDiff:
         speed=None,
         speed_changed=False,
         memory=None,
-        logprob=(None, None) if a is None else (_distance(a, "logprob_max"), None),
+        logprob=(None, None) if a is None else (at(a, "comparison.logprob_max"), None),
         gradient=(None, None),
         grew=(),
     )
@@ -211,14 +211,6 @@ def _conditions(result: MatrixResult) -> dict[str, str]:
     settings = dict(result.environment)
     settings |= {"recording": str(result.recording.get("path")), "model": str(result.recording.get("model"))}
     return settings | {"shared flags": " ".join(result.shared) or "none"}
-
-
-def _measure(cell: CellResult, name: str) -> float | None:
-    return None if cell.measures is None else getattr(cell.measures, name)
-
-
-def _distance(cell: CellResult, name: str) -> float | None:
-    return None if cell.comparison is None else getattr(cell.comparison, name)
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:

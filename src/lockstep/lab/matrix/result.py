@@ -136,7 +136,6 @@ class MatrixResult:
     limits: Mapping[str, float | None]
     cells: tuple[CellResult, ...]
     complete: bool
-    verdict: str = ""
     notes: tuple[str, ...] = ()
 
     def cell(self, name: str | None) -> CellResult | None:
@@ -155,6 +154,11 @@ class MatrixResult:
         """The axes' combinations, without the extra reference cells."""
         return tuple(cell for cell in self.cells if not cell.is_extra)
 
+    @property
+    def verdict(self) -> str:
+        """The verdict, which `lockstep matrix` prints last."""
+        return verdict(self)
+
     def speed_ratio(self, cell: CellResult) -> float | None:
         """Tokens per second as a multiple of the reference cell's; None: not both are known and
         comparable."""
@@ -172,7 +176,7 @@ class MatrixResult:
             asdict(cell) | {"works": cell.works, "speed_ratio": self.speed_ratio(cell)} for cell in self.cells
         ]
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cells"}
-        return {"format": FORMAT, "version": VERSION, **own, "cells": cells}
+        return {"format": FORMAT, "version": VERSION, **own, "verdict": self.verdict, "cells": cells}
 
 
 CELL: TypeAdapter[CellResult] = TypeAdapter(CellResult)
@@ -209,45 +213,40 @@ def read_matrix(path: Path) -> MatrixResult:
 
 def read_measures(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Measures:
     """Take the measures from a replay's summary.json and results.jsonl."""
-    compiled, steady = _table(summary, "compile"), _table(summary, "steady_ms")
     counts = {status: sum(row.get("status") == status for row in rows) for status in ("ok", "failed", "oom")}
     ok_rows = [row for row in rows if row.get("status") == "ok"]
-    memory = _number(_table(summary, "memory").get("peak_bytes"))
+    memory = _figure(summary, "memory.peak_bytes")
     if memory is None:
-        memory = max((m for row in rows if (m := _number(row.get("peak_memory_bytes")))), default=None)
+        memory = max((m for row in rows if (m := _figure(row, "peak_memory_bytes"))), default=None)
     first = next((row for row in ok_rows if row.get("first_call")), None)
     later = [row for row in ok_rows if not row.get("first_call")] or ok_rows
     times = [time for row in later if (time := _total_ms(row)) is not None]
     return Measures(
         first_call_ms=None if first is None else _total_ms(first),
-        forward_ms=_number(steady.get("forward")),
-        backward_ms=_number(steady.get("backward")),
+        forward_ms=_figure(summary, "steady_ms.forward"),
+        backward_ms=_figure(summary, "steady_ms.backward"),
         steady_ms=statistics.median(times) if times else None,
-        tokens_per_second=_number(_table(summary, "totals").get("tokens_per_second")),
+        tokens_per_second=_figure(summary, "totals.tokens_per_second"),
         peak_memory_bytes=memory,
-        graphs=_count(compiled.get("graphs")),
-        recompiles=_count(compiled.get("recompiles")),
-        graph_breaks=_count(compiled.get("graph_breaks")),
+        graphs=_figure(summary, "compile.graphs"),
+        recompiles=_figure(summary, "compile.recompiles"),
+        graph_breaks=_figure(summary, "compile.graph_breaks"),
         inputs_ok=counts["ok"],
         inputs_failed=counts["failed"],
         inputs_oom=counts["oom"],
         inputs_skipped=len(rows) - sum(counts.values()),
-        tokens=sum(_count(row.get("tokens")) or 0 for row in ok_rows),
-        computed_slots=sum(_count(row.get("computed_slots")) or 0 for row in ok_rows),
-        num_layers=_count(_table(summary, "model").get("num_layers")),
-        weights=_weights(_table(summary, "weights")),
+        tokens=sum(_figure(row, "tokens") or 0 for row in ok_rows),
+        computed_slots=sum(_figure(row, "computed_slots") or 0 for row in ok_rows),
+        num_layers=_figure(summary, "model.num_layers"),
+        weights=_weights(summary),
     )
 
 
-def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = values.get(name)
-    return table if isinstance(table, Mapping) else {}
-
-
-def _weights(weights: Mapping[str, Any]) -> str:
-    statement, inputs = str(weights.get("statement") or ""), _table(weights, "inputs")
+def _weights(summary: Mapping[str, Any]) -> str:
+    weights = summary.get("weights")
+    statement = str(weights.get("statement") or "") if isinstance(weights, Mapping) else ""
     names = {"match": "on the recorded weights", "mismatch": "NOT on them", "unknown": "on weights unknown"}
-    counts = {kind: _count(inputs.get(kind)) or 0 for kind in names}
+    counts = {kind: _figure(summary, f"weights.inputs.{kind}") or 0 for kind in names}
     total = sum(counts.values())
     if not total:
         return statement
@@ -257,8 +256,8 @@ def _weights(weights: Mapping[str, Any]) -> str:
 
 def _total_ms(row: Mapping[str, Any]) -> float | None:
     """Milliseconds of forward and backward of an input, or of forward alone in a replay without backward."""
-    forward = _number(row.get("forward_ms"))
-    return None if forward is None else forward + (_number(row.get("backward_ms")) or 0.0)
+    forward = _figure(row, "forward_ms")
+    return None if forward is None else forward + (_figure(row, "backward_ms") or 0.0)
 
 
 def judge(
@@ -308,7 +307,7 @@ def judge(
 
 
 def verdict(result: MatrixResult) -> str:
-    """The verdict, which `lockstep matrix` prints last."""
+    """Count the cells that work, are refused, do not, and disagree."""
     table = result.table
     ran = [cell for cell in table if cell.status != "interrupted"]
     parts = [f"{len(table)} cells", f"{sum(cell.works for cell in ran)} work"]
@@ -354,14 +353,14 @@ def _read_object(file: Path) -> dict[str, Any]:
     return values
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+def _figure(values: Mapping[str, Any], path: str) -> Any:
+    """The number at the end of a path of keys, in a file that may be damaged; None: there is none."""
+    value: Any = values
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 _USAGE_STATUS = 2

@@ -42,7 +42,6 @@ from lockstep.lab.matrix.result import (
     judge,
     read_cell,
     read_matrix,
-    verdict,
     with_process_result,
 )
 from lockstep.lab.replay.cell import ALL_OFF, Cell, resolve_cell
@@ -131,8 +130,7 @@ class _Work:
         self.extra, self.reference_of = reference_cells(self.cells, self.reference)
         # References first: every other cell is compared with one as soon as it is done.
         references = set(self.reference_of.values())
-        first = [cell for cell in self.cells if cell.name in references]
-        self.order = [*self.extra, *first, *(cell for cell in self.cells if cell.name not in references)]
+        self.order = sorted((*self.extra, *self.cells), key=lambda cell: cell.name not in references)
         self.done: dict[str, CellResult] = {}
         self.runner = ProcessRunner()
         self.created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -253,14 +251,8 @@ class _Work:
         return result
 
     def _run_all(self, pending: Sequence[MatrixCell], finish: Callable[[CellResult], None]) -> None:
-        # References first: every other cell is compared with one as soon as it ends.
-        references = [cell for cell in pending if cell.name in set(self.reference_of.values())]
-        rest = [cell for cell in pending if cell not in references]
-        if self.options.jobs == 1:
-            for cell in (*references, *rest):
-                finish(self._run_cell(cell))
-            return
-        for group in (references, rest):
+        references = [cell for cell in pending if cell.name in self.reference_of.values()]
+        for group in (references, [cell for cell in pending if cell not in references]):
             with ThreadPoolExecutor(self.options.jobs) as pool:
                 futures = [pool.submit(self._run_cell, cell) for cell in group]
                 try:
@@ -352,7 +344,6 @@ class _Work:
             cells=cells,
             complete=complete,
         )
-        result = replace(result, verdict=verdict(result))
         write_json(self.options.out / "matrix.json", result.as_dict())
         return result
 

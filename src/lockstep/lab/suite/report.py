@@ -100,7 +100,7 @@ class Column:
 
     def text(self, row: object, *more: object) -> str:
         """Format the figure of a row; "-" where it is not known."""
-        value = self.value(row, *more) if callable(self.value) else _at(row, self.value)
+        value = self.value(row, *more) if callable(self.value) else at(row, self.value)
         if value is None:
             return NOTHING
         return self.form(value) if callable(self.form) else format(value, self.form)
@@ -152,7 +152,7 @@ class Report:
     """(row, how to repeat it alone)."""
 
 
-def _at(row: Any, path: str) -> Any:
+def at(row: Any, path: str) -> Any:
     """The attribute at the end of a path; None where the path ends before."""
     for name in path.split("."):
         row = None if row is None else getattr(row, name)
