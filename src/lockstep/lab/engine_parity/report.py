@@ -17,9 +17,9 @@ from lockstep.lab.suite.report import (
     Report,
     Table,
     Tone,
-    heads,
+    figures,
+    progress,
 )
-from lockstep.observe.text import printable_lines
 
 PARTS = ("agreement", "samples", "speed")
 DIVERGENCE_HEADS = ("engine", "phase", "prompt", "token", "reference", "engine's", "margin", "own margin")
@@ -70,26 +70,17 @@ def _tone(engine: EngineResult) -> Tone:
 
 
 def _part(result: EnginesResult, part: str) -> Table:
-    columns = [column for column in COLUMNS if column.part == part]
-    lines = []
-    for engine, phase in lines_of(result):
-        figures = [NOTHING if phase is None else column.text(phase, engine) for column in columns]
-        lines.append(
-            Line(
-                [engine.name, engine.verdict, NOTHING if phase is None else phase.phase, *figures],
-                _tone(engine),
-            )
-        )
-    return Table(
-        heads=[
-            Head("engine", kind="name"),
-            Head("verdict", kind="tone", terminal=False),
-            Head("phase", kind=""),
-            *heads(columns, "" if part == "samples" else "n"),
-        ],
-        lines=lines,
-        wraps=True,
+    rows = (
+        ([engine.name, engine.verdict, phase.phase if phase else NOTHING], (phase, engine), _tone(engine))
+        for engine, phase in lines_of(result)
     )
+    words = [
+        Head("engine", kind="name"),
+        Head("verdict", kind="tone", terminal=False),
+        Head("phase", kind=""),
+    ]
+    columns = [column for column in COLUMNS if column.part == part]
+    return figures(columns, rows, before=words, wraps=True)
 
 
 def lines_of(result: EnginesResult) -> Iterator[tuple[EngineResult, PhaseReport | None]]:
@@ -209,11 +200,9 @@ def versions_of(result: EnginesResult) -> list[tuple[str, str]]:
 def progress_line(engine: EngineResult, done: int, total: int) -> str:
     """Format a line about an engine that has just ended."""
     gaps = [phase.gap for phase in engine.phases if phase.gap is not None]
-    far = f", logprob gap mean {number(max(g.mean for g in gaps))}" if gaps else ""
-    why = f": {engine.why[0]}" if engine.why else ""
-    return printable_lines(
-        f"[{done}/{total}] {engine.name}: {engine.verdict}{far}, {engine.seconds:.1f} s{why}"
-    )
+    far = f"logprob gap mean {number(max(g.mean for g in gaps))}" if gaps else ""
+    why = engine.why[0] if engine.why else ""
+    return progress((done, total), engine.name, engine.verdict, far, f"{engine.seconds:.1f} s", why=why)
 
 
 def _greedy(phase: PhaseReport, engine: EngineResult) -> str | None:
@@ -258,9 +247,9 @@ COLUMNS = (
     Column("alone: equal", "agreement", "alone", _equal, "alone"),
     Column("other seeds: equal", "agreement", "other", _equal, "other"),
     Column("of n: equal", "agreement", "siblings", _equal, "of n"),
-    Column("finish", "samples", "finish", _counts),
-    Column("ended by", "samples", "stops", _counts),
-    Column("special ids", "samples", "special", _counts),
+    Column("finish", "samples", "finish", _counts, kind=""),
+    Column("ended by", "samples", "stops", _counts, kind=""),
+    Column("special ids", "samples", "special", _counts, kind=""),
     Column("prompt tokens (min/median/p90/max)", "speed", "prompt_lengths", _spread, "prompt"),
     Column("completion tokens", "speed", "lengths", _spread, "completion"),
     Column("token matrix", "speed", "matrix", lambda m: f"{m.samples} x {m.longest}", "matrix"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.lab.matrix.result import (
     GRADIENT_LIMIT,
@@ -16,16 +16,14 @@ from lockstep.lab.matrix.result import (
 )
 from lockstep.lab.suite.report import (
     NOTHING,
-    Cell,
     Column,
     Head,
-    Line,
     Problem,
     Report,
     Table,
     Tone,
+    figures,
     gib,
-    heads,
     write_report,
 )
 from lockstep.observe.text import printable_lines
@@ -70,55 +68,28 @@ def _tone(cell: CellResult) -> Tone:
 def _part(result: MatrixResult, part: str) -> Table:
     """The table of speed or of numbers, for people."""
     title, head = _PARTS[part]
-    columns = [column for column in COLUMNS if column.part == part]
-    return Table(
-        title=title,
-        on=("terminal", "page"),
-        heads=[
-            *(Head("cell", kind="name"), Head(head, kind="tone")),
-            *heads(columns),
-            Head("log", kind="", terminal=False),
-        ],
-        lines=[
-            Line(
-                [
-                    cell.name,
-                    cell.status if part == "speed" else agreement(cell),
-                    *_figures(result, cell, columns),
-                    Cell("log" if cell.log else "", link=cell.log or ""),
-                ],
-                _tone(cell),
-            )
-            for cell in result.cells
-        ],
+    rows = (
+        ([cell.name, cell.status if part == "speed" else agreement(cell)], (cell, result), _tone(cell))
+        for cell in result.cells
     )
+    columns = [column for column in COLUMNS if column.part in (part, "log")]
+    words = [Head("cell", kind="name"), Head(head, kind="tone")]
+    return figures(columns, rows, before=words, title=title, on=("terminal", "page"))
 
 
 def _whole(result: MatrixResult) -> Table:
     """One table with a column per axis, to paste."""
-    axes = list(result.axes)
-    lines = []
-    for cell in result.cells:
-        names = [cell.values.get(axis, "") for axis in axes]
+
+    def names(cell: CellResult) -> list[str]:
         if cell.is_extra:
-            names = [f"({cell.name})", *("" for _ in axes[1:])]
-        log = Cell("log" if cell.log else "", link=cell.log or "")
-        lines.append(Line([*names, result_text(cell), *_figures(result, cell, COLUMNS), log]))
-    axis_heads = [Head(name, kind="") for name in (*axes, "result")]
-    return Table(
-        on=("markdown",),
-        heads=[*axis_heads, *heads(COLUMNS), Head("log", kind="", terminal=False)],
-        lines=lines,
-    )
+            return [f"({cell.name})", *("" for _ in list(result.axes)[1:])]
+        return [cell.values.get(axis, "") for axis in result.axes]
 
-
-def _figures(result: MatrixResult, cell: CellResult, columns: Sequence[Column]) -> list[str | Cell]:
-    texts: list[str | Cell] = []
-    for column in columns:
-        text = column.text(cell, result)
-        has_bar = column.head == "tokens/s" and text != NOTHING
-        texts.append(Cell(text, bar=bar_share(result, cell)) if has_bar else text)
-    return texts
+    rows: list[tuple[list[str], tuple[Any, ...], Tone]] = [
+        ([*names(cell), result_text(cell)], (cell, result), "") for cell in result.cells
+    ]
+    words = [Head(name, kind="") for name in (*result.axes, "result")]
+    return figures(COLUMNS, rows, before=words, on=("markdown",))
 
 
 def progress_line(cell: CellResult, done: int, total: int) -> str:
@@ -246,7 +217,7 @@ COLUMNS = (
     Column("first ms", "speed", "measures.first_call_ms", _ms),
     Column("forward ms", "speed", "measures.forward_ms", _ms, "fwd ms"),
     Column("backward ms", "speed", "measures.backward_ms", _ms, "bwd ms"),
-    Column("tokens/s", "speed", _speed),
+    Column("tokens/s", "speed", _speed, extra=lambda cell, result: {"bar": bar_share(result, cell)}),
     Column("x reference", "speed", lambda cell, result: result.speed_ratio(cell), ".2f", "x ref"),
     Column("peak GiB", "speed", "measures.peak_memory_bytes", gib, "GiB"),
     Column("slots", "speed", _slots, ","),
@@ -258,5 +229,13 @@ COLUMNS = (
     Column("gradient error", "numbers", "comparison.gradient_relative_error", ".2g", "grad err"),
     # six digits: 1 - 3e-13 must not read as less than a rounded 1
     Column("cosine", "numbers", "comparison.gradient_cosine", ".6f"),
+    Column(
+        "log",
+        "log",
+        lambda cell, _: "log" if cell.log else "",
+        kind="",
+        terminal=False,
+        extra=lambda cell, _: {"link": cell.log or ""},
+    ),
 )
 """All columns, in the order in which reports show them."""

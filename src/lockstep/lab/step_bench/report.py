@@ -9,13 +9,12 @@ from lockstep.lab.suite.report import (
     NOTHING,
     Column,
     Head,
-    Line,
     Problem,
     Report,
     Table,
     Tone,
+    figures,
     gib,
-    heads,
     milliseconds,
 )
 
@@ -53,13 +52,8 @@ def _tone(cell: CellResult) -> Tone:
 
 
 def _table(result: BenchResult, columns: Sequence[Column]) -> Table:
-    return Table(
-        heads=[Head("cell", kind="name"), Head("", kind="tone"), *heads(columns)],
-        lines=[
-            Line([cell.name, cell.status, *(c.text(cell, result.reference) for c in columns)], _tone(cell))
-            for cell in result.cells
-        ],
-    )
+    rows = (([cell.name, cell.status], (cell, result.reference), _tone(cell)) for cell in result.cells)
+    return figures(columns, rows, before=[Head("cell", kind="name"), Head("", kind="tone")])
 
 
 def _time(phase: str) -> Callable[[CellResult, CellResult], str | None]:

@@ -97,9 +97,23 @@ class Column:
     """How a known figure is written: a format, or a function."""
     short: str = ""
     """The head in the terminal; empty: `head`."""
+    kind: Kind = "n"
+    terminal: bool = True
+    """Whether the terminal has the column."""
+    extra: Callable[..., dict[str, Any]] | None = None
+    """What only the page shows beside a known figure: fields of Cell, of what `text` is given."""
+
+    def cell(self, row: object, *more: object) -> str | Cell:
+        """The figure of a row as a table has it."""
+        text = self.text(row, *more)
+        if self.extra is None or text == NOTHING:
+            return text
+        return Cell(text, **self.extra(row, *more))
 
     def text(self, row: object, *more: object) -> str:
-        """Format the figure of a row; "-" where it is not known."""
+        """Format the figure of a row; "-" where it is not known, or there is no row."""
+        if row is None:
+            return NOTHING
         value = self.value(row, *more) if callable(self.value) else at(row, self.value)
         if value is None:
             return NOTHING
@@ -159,9 +173,33 @@ def at(row: Any, path: str) -> Any:
     return row
 
 
-def heads(columns: Iterable[Column], kind: Kind = "n") -> list[Head]:
+def heads(columns: Iterable[Column]) -> list[Head]:
     """The heads of columns."""
-    return [Head(column.head, column.short, kind) for column in columns]
+    return [Head(column.head, column.short, column.kind, column.terminal) for column in columns]
+
+
+def figures(
+    columns: Sequence[Column],
+    rows: Iterable[tuple[Sequence[str | Cell], tuple[Any, ...], Tone]],
+    *,
+    before: Sequence[Head],
+    **more: Any,
+) -> Table:
+    """A table of columns.
+
+    Args:
+        rows: (what stands before the columns, what `Column.text` is given, tone).
+        before: the heads before the columns.
+        more: fields of Table.
+    """
+    lines = [Line([*words, *(column.cell(*row) for column in columns)], tone) for words, row, tone in rows]
+    return Table(heads=[*before, *heads(columns)], lines=lines, **more)
+
+
+def progress(place: tuple[int, int], name: str, verdict: str, *facts: str, why: str = "") -> str:
+    """Format a line about a row that is done: "[2/8] NAME: VERDICT, FACT, FACT: WHY"."""
+    text = ", ".join([f"[{place[0]}/{place[1]}] {name}: {verdict}", *filter(None, facts)])
+    return printable_lines(text + (f": {why}" if why else ""))
 
 
 def milliseconds(seconds: float) -> str:

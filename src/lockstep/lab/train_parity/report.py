@@ -10,19 +10,19 @@ from lockstep.lab.loss_curves.draw import COLOURS, Curve, Panel, svg, write_png
 from lockstep.lab.suite.report import (
     Column,
     Head,
-    Line,
+    Place,
     Problem,
     Report,
     Table,
     Tone,
+    figures,
     gib,
-    heads,
     milliseconds,
+    progress,
     write_report,
 )
 from lockstep.lab.train_parity.job import Role
 from lockstep.lab.train_parity.result import ParityResult, StackResult, by_name, row_name
-from lockstep.observe.text import printable_lines
 
 PNG = "parity.png"
 
@@ -38,15 +38,15 @@ def report(result: ParityResult) -> Report:
     """Describe the run for its reports."""
     drawn = any(stack.rows for stack in result.stacks)
     with_gradients = any(_gradient_error(stack) is not None for stack in result.stacks)
-    figures = [column for column in COLUMNS if with_gradients or column.value is not _gradient_error]
-    parts = [[column for column in figures if column.part == part] for part in ("numbers", "speed")]
+    columns = [column for column in COLUMNS if with_gradients or column.value is not _gradient_error]
+    parts = [[column for column in columns if column.part == part] for part in ("numbers", "speed")]
     return Report(
         title=f"Parity: {result.settings.get('model', '')}, {result.algorithm}",
         verdict=result.verdict,
         tone="good" if result.ok else "bad",
         tables=[
-            *(Table(heads=_heads(part), lines=_lines(result, part), on=("terminal",)) for part in parts),
-            Table(heads=_heads(figures), lines=_lines(result, figures), on=("markdown", "page")),
+            *(_table(result, part, on=("terminal",)) for part in parts),
+            _table(result, columns, on=("markdown", "page")),
         ],
         problems=[Problem(name=name, why=why) for name, why in problems(result)],
         picture=(lambda: svg(panels(result)), PNG) if drawn else None,
@@ -57,17 +57,13 @@ def report(result: ParityResult) -> Report:
     )
 
 
-def _heads(figures: Sequence[Column]) -> list[Head]:
-    return [Head("stack", kind="name"), Head("verdict", kind="tone"), *heads(figures)]
-
-
-def _lines(result: ParityResult, figures: Sequence[Column]) -> list[Line]:
-    lines = []
-    for stack in result.stacks:
+def _table(result: ParityResult, columns: Sequence[Column], *, on: Sequence[Place]) -> Table:
+    def tone(stack: StackResult) -> Tone:
         bad = stack.problems or (result.must_fall and stack.learning_problem)
-        tone: Tone = "bad" if bad else "good" if stack.completed else "warn"
-        lines.append(Line([stack.name, stack.verdict, *(c.text(stack) for c in figures)], tone))
-    return lines
+        return "bad" if bad else "good" if stack.completed else "warn"
+
+    rows = (([stack.name, stack.verdict], (stack,), tone(stack)) for stack in result.stacks)
+    return figures(columns, rows, before=[Head("stack", kind="name"), Head("verdict", kind="tone")], on=on)
 
 
 def _gradient_error(stack: StackResult) -> float | None:
@@ -144,10 +140,9 @@ def _distances(stack: StackResult, reference: StackResult) -> list[float]:
 def progress_line(stack: StackResult, done: int, total: int) -> str:
     """Format a line about a stack that has just ended."""
     reasons = [*(stack.problems or filter(None, [stack.reason])), *filter(None, [stack.learning_problem])]
-    why = f": {'; '.join(reasons)}" if reasons else ""
-    far = "" if stack.comparison is None else f", losses within {ratio(stack.comparison.loss.max)}"
-    seconds = f", {stack.seconds:.1f} s" if stack.seconds else ""
-    return printable_lines(f"[{done}/{total}] {stack.name}: {stack.verdict}{far}{seconds}{why}")
+    far = "" if stack.comparison is None else f"losses within {ratio(stack.comparison.loss.max)}"
+    seconds = f"{stack.seconds:.1f} s" if stack.seconds else ""
+    return progress((done, total), stack.name, stack.verdict, far, seconds, why="; ".join(reasons))
 
 
 def explanation(result: ParityResult) -> str:
