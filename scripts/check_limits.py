@@ -28,7 +28,7 @@ MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 
 BUDGETS = {
-    "lab": 11_710,
+    "lab": 11_410,
     "engine": 7_570,
     "recording": 5_130,
     "cli": 4_708,
@@ -38,7 +38,7 @@ BUDGETS = {
     "models": 2_891,
     "config": 2_872,
     "ranks": 2_363,
-    "observe": 2_021,
+    "observe": 2_030,
     "invariant": 1_190,
     "data": 1_330,
     "attention": 1_140,

@@ -20,9 +20,9 @@ from lockstep.errors import ConfigError, RecordingError
 from lockstep.lab.replay import run as lab_replay
 from lockstep.lab.replay.cell import Cell, ReplayOptions
 from lockstep.lab.replay.ranks import replay_simulated
-from lockstep.lab.replay.replayer import Replayer
+from lockstep.lab.replay.replayer import Deadline, Replayer
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.replay.run import Deadline, ReplayResult, replay
+from lockstep.lab.replay.run import ReplayResult, replay
 from lockstep.packing import Bucket
 from lockstep.schema.recording import RecordedInput
 

@@ -22,9 +22,9 @@ from pydantic import TypeAdapter
 from lockstep.errors import ConfigError
 from lockstep.lab.replay.cell import ReplayOptions
 from lockstep.lab.replay.rank_backend import RankBackend, SimulatedBackend
-from lockstep.lab.replay.replayer import Replayer
+from lockstep.lab.replay.replayer import Deadline, Replayer
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.replay.run import Deadline, OnRow, ReplayResult, Session, opening
+from lockstep.lab.replay.run import OnRow, ReplayResult, Session, opening
 from lockstep.lab.replay.step_plan import PlannedStep, PlanReport, StepPlan, diagnose, plan_steps
 from lockstep.lab.replay.summary import counted
 from lockstep.ranks.context import PeerFailed, RankContext
