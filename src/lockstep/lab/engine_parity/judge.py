@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from lockstep.lab.engine_parity.figures import (
@@ -86,10 +87,10 @@ def judge(
         earlier: the phase before the update and its rows; None: this is it.
     """
     problems = [
-        *_records(rows, limits=limits, outcome=outcome),
+        *_faults("records", rows, partial(_record_faults, limits=limits, vocab_size=outcome.vocab_size)),
         *_ids(rows, prompts),
         *_version(rows, expected=limits.first_version + (earlier is not None)),
-        *_stops(rows, limits=limits, outcome=outcome),
+        *_faults("stops", rows, partial(_stop_faults, limits=limits, outcome=outcome)),
         *(_seeds(phase, limits) if limits.seeded else ()),
         *_gaps(phase, limits),
         *_greedy(phase, limits),
@@ -102,15 +103,13 @@ def judge(
 # --- single completions -------------------------------------------------------------------------------------
 
 
-def _records(rows: Sequence[Row], *, limits: Limits, outcome: Outcome) -> list[Problem]:
+def _faults(fault: Fault, rows: Sequence[Row], faults_of: Callable[[Row], Iterable[str]]) -> list[Problem]:
+    """One problem for each text, with all completions that have it."""
     wrong: dict[str, list[Row]] = {}
     for row in rows:
-        for text in _record_faults(row, limits=limits, vocab_size=outcome.vocab_size):
+        for text in faults_of(row):
             wrong.setdefault(text, []).append(row)
-    return [
-        Problem(fault="records", text=f"{text}: {_where(wrong_rows, rows)}")
-        for text, wrong_rows in wrong.items()
-    ]
+    return [Problem(fault=fault, text=f"{text}: {_where(own, rows)}") for text, own in wrong.items()]
 
 
 def _record_faults(row: Row, *, limits: Limits, vocab_size: int) -> list[str]:
@@ -159,28 +158,19 @@ def _version(rows: Sequence[Row], *, expected: int) -> list[Problem]:
     return [Problem(fault="version", text=text)]
 
 
-def _stops(rows: Sequence[Row], *, limits: Limits, outcome: Outcome) -> list[Problem]:
-    wrong: dict[str, list[Row]] = {}
-    for row in rows:
-        ends = set() if limits.ignore_eos else set(outcome.eos_token_ids)
-        ends |= set() if row.stop_id is None else {row.stop_id}
-        inside = [i for i in row.token_ids[:-1] if i in ends]
-        last = row.token_ids[-1] if row.token_ids else None
-        text = None
-        if inside:
-            text = f"it went on behind the stop id {inside[0]}"
-        elif row.finish_reason == "stop" and last not in ends:
-            text = f"it stopped, and the stop id {row.stop_reason!r} is not the last of its ids"
-        elif row.finish_reason == "stop" and row.stop_reason != last:
-            text = f"it stopped at id {last} and says it was {row.stop_reason!r}"
-        elif row.finish_reason == "length" and last in ends:
-            text = f'it ended with the stop id {last} and says "length"'
-        if text is not None:
-            wrong.setdefault(text, []).append(row)
-    return [
-        Problem(fault="stops", text=f"{text}: {_where(wrong_rows, rows)}")
-        for text, wrong_rows in wrong.items()
-    ]
+def _stop_faults(row: Row, *, limits: Limits, outcome: Outcome) -> Iterator[str]:
+    ends = set() if limits.ignore_eos else set(outcome.eos_token_ids)
+    ends |= set() if row.stop_id is None else {row.stop_id}
+    inside = [i for i in row.token_ids[:-1] if i in ends]
+    last = row.token_ids[-1] if row.token_ids else None
+    if inside:
+        yield f"it went on behind the stop id {inside[0]}"
+    elif row.finish_reason == "stop" and last not in ends:
+        yield f"it stopped, and the stop id {row.stop_reason!r} is not the last of its ids"
+    elif row.finish_reason == "stop" and row.stop_reason != last:
+        yield f"it stopped at id {last} and says it was {row.stop_reason!r}"
+    elif row.finish_reason == "length" and last in ends:
+        yield f'it ended with the stop id {last} and says "length"'
 
 
 def _where(wrong_rows: Sequence[Row], rows: Sequence[Row]) -> str:

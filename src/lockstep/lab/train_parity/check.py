@@ -21,6 +21,7 @@ from lockstep.config.backends import check_backend
 from lockstep.config.declarations import backends
 from lockstep.config.model import ModelConfig
 from lockstep.config.problems import first_data
+from lockstep.config.run import RunConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, LockstepError
@@ -277,14 +278,6 @@ def check_stack(
     return Finding(kind="stack", name=stack.name, status="ok", detail=f"runs here: {where}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """The two settings of a run that check_support reads."""
-
-    train: TrainConfig
-    model: ModelConfig
-
-
 def _check_settings(stack: Stack, model: ModelConfig, *, device: str) -> None:
     """Make the checks of a training run. Raises ConfigError."""
     from pydantic import ValidationError
@@ -296,4 +289,4 @@ def _check_settings(stack: Stack, model: ModelConfig, *, device: str) -> None:
             error.errors()[0]["msg"].removeprefix("Value error, "), **first_data(error)
         ) from error
     check_backend(train, lora=model.lora is not None)
-    check_support(_Run(train=train, model=model))
+    check_support(RunConfig.model_construct(kind="parity", train=train, model=model))
