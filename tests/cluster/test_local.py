@@ -10,8 +10,10 @@ from raising import raises
 
 from lockstep.cluster.launch import check_nodes, launch_on
 from lockstep.cluster.local import LocalProvider
+from lockstep.cluster.train import placement_of
+from lockstep.config.cluster import ClusterConfig
 from lockstep.errors import ConfigError
-from lockstep.protocols.cluster import Answers, Placement, World
+from lockstep.protocols.cluster import Answers, Node, Placement, World
 
 T = TypeVar("T")
 
@@ -65,3 +67,17 @@ def test_a_place_that_is_not_there_is_refused(tmp_path: Path) -> None:
         check_nodes(provider, Placement(nodes=2, per_node=1))
     with raises(ConfigError, "not-enough: cluster.nodes"):
         check_nodes(provider, Placement(nodes=1, per_node=1, gpus=True))
+
+
+def test_what_is_beside_the_ranks_must_be_on_their_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = LocalProvider(log_dir=tmp_path)
+    has = Node(name="a", address="10.0.0.1", cpus=64, gpus=4)
+    monkeypatch.setattr(provider, "nodes", lambda: [has, has])
+    config = ClusterConfig(nodes=2, gpus=2, colocate=(("policy",), ("ref",)), world_gpus="own")
+    placement = placement_of(config)
+    assert placement.ranks == 4 and placement.devices == 4
+    check_nodes(provider, placement)
+    with raises(ConfigError, "not-enough: cluster.nodes"):
+        check_nodes(provider, placement_of(config.model_copy(update={"engine_gpus": 1})))

@@ -162,14 +162,17 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_one_node_with_two_ranks_trains_as_two_ranks_do(plain: Path, cache: Path) -> None:
+    """Those of PPO with the value model's processes in slots of their own, which Ray is asked for."""
     kind, out = plain.parent.name.rstrip("0123456789"), plain.with_name("one")
-    done = train(kind, out, "--cluster", "local", env=environment(cache))
+    apart = 'colocate = [["policy"], ["value"]]\nworld_gpus = "own"\n' if kind == "ppo" else ""
+    done = train(kind, out, "--cluster", "local", env=environment(cache), cluster=apart)
     assert done.returncode == 0, done.stderr
     assert numbers(out) == numbers(plain) and weights(out) == weights(plain)
     assert list((cache / "ray").iterdir()) == [] and left(cache / "ray") == []
     logs = next((out / "logs/ranks").iterdir())
     assert {path.name for path in logs.iterdir()} >= {"rank-0.log", "rank-1.err.log"}
     assert "step 2/2" in (logs / "rank-0.log").read_text()
+    assert (out / "world" / "value" / "rank-1").exists() == (kind == "ppo")
     assert CANARY.encode() not in b"".join(p.read_bytes() for p in out.rglob("*") if p.is_file())
 
 

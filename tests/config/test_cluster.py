@@ -43,6 +43,10 @@ def test_it_draws_the_ranks_of_each_node() -> None:
         ({"colocate": [["actor"]]}, "unknown-name: cluster.colocate, actor"),
         ({"secrets": ["HF_TOKEN=hf_abc"]}, "wrong-format: cluster.secrets[0]"),
         ({"nodess": 2}, "unknown-setting: cluster.nodess"),
+        ({"world_gpus": "own"}, "no-effect: cluster.world_gpus"),
+        ({"world_gpus": "own", "colocate": [["policy", "ref"]]}, "no-effect: cluster.world_gpus"),
+        ({"world_gpus": "mine"}, "unknown-name: cluster.world_gpus"),
+        ({"engine_gpus": -1}, "out-of-range: cluster.engine_gpus"),
     ],
 )
 def test_a_placement_that_cannot_be_is_refused(settings: dict[str, object], said: str) -> None:
@@ -99,6 +103,74 @@ def test_each_group_without_the_policy_is_a_world() -> None:
     ]
     assert placed(["policy", "ref", "value"]).worlds == ()
     assert placed(["policy"], kind="sft").apart == frozenset()
+
+
+OWN: dict[str, object] = {"cluster.world_gpus": "own"}
+SERVER: dict[str, object] = {"engine.process": "own", "engine.name": "native", "cluster.engine_gpus": 1}
+
+
+def test_it_draws_devices_of_worlds_and_engines() -> None:
+    groups = (["policy"], ["value", "ref"])
+    run = placed(*groups, **OWN, **SERVER, **{"cluster.gpus": 2, "cluster.nodes": 2})
+    assert run.cluster is not None and run.cluster.draw(["policy", "ref", "value"]) == [
+        "node 0: [gpu 0: rank 0] [gpu 1: rank 1]  each: policy",
+        "  second world: [gpu 2: beside rank 0] [gpu 3: beside rank 1]  each: value + ref",
+        "  engines: [gpu 4: beside rank 0] [gpu 5: beside rank 1]",
+        "node 1: [gpu 0: rank 2] [gpu 1: rank 3]  each: policy",
+        "  second world: [gpu 2: beside rank 2] [gpu 3: beside rank 3]  each: value + ref",
+        "  engines: [gpu 4: beside rank 2] [gpu 5: beside rank 3]",
+    ]
+    wide = {**SERVER, "engine.replicas": 2, "cluster.engine_gpus": 2, "engine.memory_fraction": 0.5}
+    run = placed(["policy", "value", "ref"], **wide)
+    assert run.cluster is not None and run.cluster.draw(["policy"])[1:] == [
+        "  engines: [cpu 1 + 2: beside rank 0]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({**OWN, "train.device": "cuda:1"}, "contradiction: train.device"),
+        ({"cluster.engine_gpus": 1}, "unsupported-combination: cluster.engine_gpus"),
+        ({**SERVER, "cluster.engine_gpus": 2}, "contradiction: cluster.engine_gpus"),
+        ({**SERVER, "engine.replicas": 2}, "contradiction: cluster.engine_gpus"),
+        ({**SERVER, "engine.cuda_devices": [1]}, "contradiction: engine.cuda_devices"),
+        ({**SERVER, "engine.transfer": "ipc"}, "contradiction: engine.transfer"),
+        (
+            {**OWN, **SERVER, "cluster.engine_gpus": 0, "engine.cuda_devices": [1]},
+            "duplicate: engine.cuda_devices",
+        ),
+        (
+            {"cluster.engine_gpus": 1, "engine.name": "vllm", "engine.url": "http://127.0.0.1:1"},
+            "unsupported-combination: cluster.engine_gpus",
+        ),
+    ],
+)
+def test_devices_that_cannot_be_given_are_refused(settings: dict[str, object], said: str) -> None:
+    with raises(ConfigError, said):
+        placed(["policy"], ["value", "ref"], **settings)
+
+
+def test_an_engine_beside_a_world_with_a_device_of_its_own_is_taken() -> None:
+    beside = {**OWN, **SERVER, "cluster.engine_gpus": 0}
+    assert placed(["policy"], ["value", "ref"], **beside, **{"engine.cuda_devices": [2]}).worlds
+    assert placed(["policy"], ["value", "ref"], **beside, **{"engine.cuda_devices": [0]}).worlds
+
+
+def test_a_run_without_an_engine_has_no_devices_for_it() -> None:
+    with raises(ConfigError, "no-effect: cluster.engine_gpus"):
+        placed(["policy"], kind="sft", **{"cluster.engine_gpus": 1})
+
+
+def test_a_node_with_too_few_gpus_is_refused_by_both_numbers() -> None:
+    run = placed(["policy"], ["value"], ["ref"], **OWN, **SERVER)
+    assert run.cluster is not None
+    run.cluster.check_devices(run.cluster.layout(2), there=8)
+    with raises(ConfigError, "not-enough: cluster.world_gpus") as refused:
+        run.cluster.check_devices(run.cluster.layout(2), there=7)
+    assert refused.value.fields["needed"] == 8 and refused.value.fields["there"] == 7
+    shared = run.cluster.model_copy(update={"world_gpus": "shared", "engine_gpus": 0})
+    shared.check_devices(shared.layout(2), there=1)  # ranks may share GPUs
 
 
 def test_a_folder_too_long_for_sockets_is_refused() -> None:

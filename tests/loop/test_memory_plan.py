@@ -11,6 +11,7 @@ from raising import raises
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from lockstep.config.batch import RewardRoleConfig
+from lockstep.config.cluster import ClusterConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPORun, ValueConfig
@@ -18,7 +19,7 @@ from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.train import CheckpointConfig, TrainConfig
 from lockstep.errors import ConfigError, ModelError
-from lockstep.loop.memory_plan import plan_memory
+from lockstep.loop.memory_plan import MemoryPlan, peak_of, plan_memory
 from lockstep.models.memory import GIB, planned_shape
 from lockstep.models.memory_shape import MemoryPart
 
@@ -84,6 +85,48 @@ def test_a_value_model_has_a_plan_of_its_own() -> None:
     assert "value.name" in value["value model: parameters"].setting
     activations = value["value model: activations"].setting
     assert "train.token_budget" in activations and "value.activation_checkpointing = true" in activations
+
+
+def test_what_has_a_gpu_of_its_own_is_planned_there() -> None:
+    """On a CPU, whose memory all share, and with a shared GPU, everything is in one place."""
+    roles = [["policy"], ["ref"], ["value"]]
+    settings: dict[str, Any] = {
+        "model": ModelConfig(name="shape:tiny-llama", dtype="bfloat16"),
+        "algorithm": {"kl": {"coef": 0.1}},
+        "train": TrainConfig(token_budget=2048),
+        "engine": EngineConfig(name="native", process="own"),
+    }
+
+    def planned(device: str = "cuda", **cluster: Any) -> MemoryPlan:
+        run = PPORun(**settings, cluster=ClusterConfig(colocate=roles, **cluster))
+        return plan_memory(run, device=torch.device(device))
+
+    shared, own = planned(), planned(world_gpus="own", engine_gpus=1)
+    on_cpu = planned("cpu", world_gpus="own", engine_gpus=1)
+    assert list(shared.by_place) == list(on_cpu.by_place) == [""]
+    assert list(own.by_place) == ["", "second world", "third world", "engines"]
+    named = {place: {part.name for part in parts} for place, parts in own.by_place.items()}
+    assert "parameters" in named[""] and "reference model" in named["second world"]
+    assert "weights of the engine, whole" in named["engines"] and "KV cache" in named["engines"]
+    assert all(name.startswith("value model: ") for name in named["third world"] - {of_world("third")})
+    for number in ("second", "third"):
+        assert of_world(number) in named[f"{number} world"]
+    both = {part.name: part.bytes for part in shared.parts}
+    apart = {part.name: part.bytes for part in own.parts}
+    # Only where nothing larger is computed does scoring count, and an engine its libraries.
+    more = {
+        "Python, torch, libraries of the engine",
+        *(n for n in apart if n.startswith("reference model: ")),
+    }
+    assert {name: size for name, size in apart.items() if name not in more} == both
+    assert {name for name in apart if name not in both} == more and len(more) == 3
+    peaks = {place: peak_of(parts)[0] for place, parts in own.by_place.items()}
+    assert own.peak_bytes == max(peaks.values()) < shared.peak_bytes
+    assert own.fullest == max(peaks, key=lambda place: peaks[place])
+
+
+def of_world(number: str) -> str:
+    return f"Python, torch, libraries of the {number} world"
 
 
 def test_reward_models_are_in_the_plan(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ GRPO = TINY + KL
 PPO = GRPO.replace('kind = "grpo"', 'kind = "ppo"') + "[value]\nlr = 1e-2\n"
 
 
-def run_of(toml: str, run_dir: Path, *apart: str) -> GRPORun:
+def run_of(toml: str, run_dir: Path, *apart: str, **cluster: Any) -> GRPORun:
     values = parse_toml(toml.encode(), origin="test") | {"steps": 3, "run_dir": str(run_dir)}
     values["train"] |= {"device": "cpu", "minibatches": 2}
     values["checkpoint"] |= {"every": 1}
@@ -50,6 +50,8 @@ def run_of(toml: str, run_dir: Path, *apart: str) -> GRPORun:
     if apart:
         with_policy = [role for role in ("policy", "ref", "value") if role not in apart]
         values["cluster"] = {"colocate": [[r for r in with_policy if r in toml or r != "value"], apart]}
+    if cluster:
+        values["cluster"] = cluster
     run = build(values, origin="test")
     assert isinstance(run, GRPORun)
     return run
@@ -329,6 +331,58 @@ def test_a_value_model_that_is_killed_ends_the_run_which_goes_on_to_the_same_bit
     train_online(run_of(PPO, folder, "ref", "value"), resume=folder)
     assert lost == ["update"]
     assert everything(folder) == everything(tmp_path / "together")
+
+
+APART = {"colocate": [["policy"], ["ref"], ["value"]], "world_gpus": "own"}
+TOGETHER = {"colocate": [["policy"], ["ref", "value"]], "world_gpus": "own"}
+
+
+@pytest.mark.slow
+def test_worlds_with_devices_of_their_own_work_at_the_same_time_and_keep_the_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_online(run_of(PPO, tmp_path / "shared"))
+    asked = {}
+    for run, cluster in (("apart", APART), ("together", TOGETHER)):
+        with monkeypatch.context() as patch:
+            if run == "apart":  # while the value model scores
+                killed = kill_at(patch, "logprobs", 3)
+            asked[run] = noted(patch)
+            train_online(run_of(PPO, tmp_path / run, **cluster))
+        assert everything(tmp_path / run) == everything(tmp_path / "shared")
+    assert len(killed) == 1
+    step = [("logprobs", False), ("logprobs", False), ("score", True), ("update", True)]
+    assert sorted(asked["apart"]) == sorted([*step * 3, ("logprobs", False)])
+    # Two calls of one world have one order on all ranks: the reference's are over before the scores begin.
+    assert asked["together"] == [*step[:2], ("score", False), step[3]] * 3
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The calls that score or train, and whether the loop goes on meanwhile."""
+    ask, names = World._ask, list[tuple[str, bool]]()
+
+    def noting(self: World, name: str, *args: Any, **more: Any) -> Any:
+        if name in ("logprobs", "score", "update"):
+            names.append((name, threading.current_thread() is not threading.main_thread()))
+        return ask(self, name, *args, **more)
+
+    monkeypatch.setattr(World, "_ask", noting)
+    return names
+
+
+@pytest.mark.slow
+def test_a_value_model_that_dies_while_the_policy_learns_ends_the_run_which_goes_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_online(run_of(PPO, tmp_path / "shared"))
+    folder = tmp_path / "apart"
+    with monkeypatch.context() as patch:
+        killed = kill_at(patch, "update", 2)
+        with pytest.raises(TrainError, match="killed by SIGKILL, at update") as died:
+            train_online(run_of(PPO, folder, **APART))
+    assert len(killed) == 1 and died.value.data["code"] == "process-died"
+    train_online(run_of(PPO, folder), resume=folder)
+    assert everything(folder) == everything(tmp_path / "shared")
 
 
 @pytest.mark.slow

@@ -229,6 +229,7 @@ def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
         "micro_batches": plan.micro_batches,
         "peak_bytes": plan.peak_bytes,
         "peak_phase": plan.peak_phase,
+        "fullest": plan.fullest,
         "available_bytes": available,
         "parts": [
             {

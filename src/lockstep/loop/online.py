@@ -321,8 +321,10 @@ class OnlineTrainer:
     ) -> StepResult:
         parts, train, algorithm = self.parts, self.parts.run.train, self.parts.algorithm
         rollouts = rollout_samples(rollout.trajectory for group in groups for rollout in group.rollouts)
+        if parts.value is not None:
+            parts.value.begin_score(rollouts)
         ref_logprobs = self._ref_logprobs(rollouts) if algorithm.needs_ref else None
-        groups, advantages, of_value = self._advantages(groups, rollouts, ref_logprobs)
+        groups, advantages, value_metrics = self._advantages(groups, rollouts, ref_logprobs)
         if parts.recorder is not None:
             parts.recorder.see(groups)
         # The rollout batches in which the value model learns alone leave the policy as it is.
@@ -348,7 +350,7 @@ class OnlineTrainer:
                     update = parts.backend.optimizer_step()
                 updates.append({"loss": float(sum(stats.losses))} | update | loss.metrics(batches, stats))
         shapes = shape_metrics([batch for batches in minibatches for batch in batches])
-        metrics = rollout_metrics(groups) | shapes | combine(updates) | of_value
+        metrics = rollout_metrics(groups) | shapes | combine(updates) | value_metrics()
         metrics |= scored_metrics(samples, trained_tokens=shapes["input/trained_tokens"])
         if check is not None:
             metrics |= check.metrics(sum(sample.num_trained for sample in samples))
@@ -396,12 +398,13 @@ class OnlineTrainer:
         groups: Sequence[RolloutGroup],
         rollouts: Sequence[RolloutSample],
         ref_logprobs: Sequence[Tensor] | None,
-    ) -> tuple[list[RolloutGroup], list[Tensor], dict[str, float]]:
-        """The groups with the algorithm's own rewards, [L] advantages per sample, and the metrics of the
-        value model, which is updated here, if there is one."""
+    ) -> tuple[list[RolloutGroup], list[Tensor], Callable[[], dict[str, float]]]:
+        """The groups with the algorithm's own rewards, [L] advantages per sample, and a call that returns
+        the metrics of the value model, whose update begins here, if there is one: on a GPU of its own it
+        goes on while the policy is trained, and the call waits for its end."""
         algorithm, value = self.parts.algorithm, self.parts.value
         if value is None:
-            return *algorithm.advantages(groups, rollouts, ref_logprobs=ref_logprobs), {}
+            return *algorithm.advantages(groups, rollouts, ref_logprobs=ref_logprobs), dict
         with self.spans("values"):
             values = value.score(rollouts)
         estimates = cast(ValueAlgorithm, algorithm).estimates(
@@ -409,8 +412,8 @@ class OnlineTrainer:
         )
         if value.recorder is not None:
             value.recorder.see(estimates.groups)
-        metrics = value.update(rollouts, values=values, returns=estimates.returns, spans=self.spans)
-        return estimates.groups, estimates.advantages, {**estimates.metrics, **metrics}
+        updated = value.begin_update(rollouts, values=values, returns=estimates.returns, spans=self.spans)
+        return estimates.groups, estimates.advantages, lambda: {**estimates.metrics, **updated()}
 
     def push(self, *, policy_version: int) -> dict[str, float]:
         """Send the trainer's current weights to the engine, which samples from them from here on.

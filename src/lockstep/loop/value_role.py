@@ -7,7 +7,7 @@ or anywhere else, and nothing of it reaches the policy but values.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +82,21 @@ class ValueRole:
             for batch, values in zip(batches, self.backend.logprobs(batches), strict=True):
                 by_sample.update(zip(batch.sample_ids, batch.split(values.cpu()), strict=True))
         return [by_sample[sample.sample_id] for sample in samples]
+
+    def begin_score(self, samples: Sequence[RolloutSample]) -> None:
+        """Nothing: `score` computes in this process."""
+
+    def begin_update(
+        self,
+        samples: Sequence[RolloutSample],
+        *,
+        values: Sequence[Tensor],
+        returns: Sequence[Tensor],
+        spans: Spans,
+    ) -> Callable[[], dict[str, float]]:
+        """`update` as a call that may still wait for it; here it is done at once."""
+        metrics = self.update(samples, values=values, returns=returns, spans=spans)
+        return lambda: metrics
 
     def update(
         self,

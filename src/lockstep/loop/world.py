@@ -19,9 +19,11 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,8 @@ class World:
         self._client = HttpClient(spec.url, name=self.name, headers=headers)
         self._store: Any = None
         """Where the processes of several ranks meet; of rank 0."""
+        self._begun: dict[str, Future[Reply]] = {}
+        """By name of the call."""
 
     @property
     def name(self) -> str:
@@ -149,8 +153,25 @@ class World:
         with self._ranks.together(f"loading the {self.name}"):
             return self._load(meeting)
 
+    def begin(self, name: str, **arguments: Any) -> None:
+        """Ask the world for something that the next call of this name, with the same arguments, waits for.
+        Until then it is asked for nothing else: each rank sends by itself, and the order of two calls must
+        be the same on all of them. Every rank does so."""
+        begun: Future[Reply] = Future()
+        self._begun[name] = begun
+
+        def ask() -> None:
+            try:
+                begun.set_result(self._ask(name, arguments, seconds=self._config.world_seconds))
+            except BaseException as error:  # raised where it is waited for
+                begun.set_exception(error)
+
+        # A daemon: a run that ends with an error waits for nobody.
+        threading.Thread(target=ask, name=f"asks the {self.name}", daemon=True).start()
+
     def call(self, name: str, *, alone: bool = False, **arguments: Any) -> Any:
-        """Ask the world for something, and return its answer. Collective, unless `alone`.
+        """Ask the world for something, unless that has begun, and return its answer. Collective, unless
+        `alone`.
 
         Args:
             alone: only this rank's process is asked; for roles that are whole in each.
@@ -160,7 +181,11 @@ class World:
                 answer within cluster.world_seconds, or the process died and cannot be started again.
         """
         while True:
-            reply = self._ask(name, arguments, seconds=self._config.world_seconds)
+            begun = self._begun.pop(name, None)
+            if begun is None:
+                reply = self._ask(name, arguments, seconds=self._config.world_seconds)
+            else:
+                reply = begun.result()
             deaths = [None if reply.death is None else str(reply.death)]
             if not alone:
                 deaths = self._ranks.gather(deaths[0], str | None, what=f"the {self.name}: {name}")

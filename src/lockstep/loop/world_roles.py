@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,15 @@ class WorldValue:
     backend: WorldState
     config: ValueConfig
     recorder: None = None
+    beside_policy: bool = False
+    """It has a GPU of its own, and works while the policy does."""
+    beside_ref: bool = False
+    """It works while the reference does, which is neither on its GPU nor in its world."""
+
+    def begin_score(self, samples: Sequence[RolloutSample]) -> None:
+        """Begin to score, if that may be done while the reference does; `score` waits for it."""
+        if self.beside_ref:
+            self.world.begin("score", samples=list(samples))
 
     def score(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
         """See ValueRole."""
@@ -109,20 +118,31 @@ class WorldValue:
             self.world.call("score", samples=list(samples)), [len(s) for s in samples], what="value"
         )
 
-    def update(
+    def begin_update(
         self,
         samples: Sequence[RolloutSample],
         *,
         values: Sequence[Tensor],
         returns: Sequence[Tensor],
         spans: Spans,
-    ) -> dict[str, float]:
-        """See ValueRole. All its optimizer steps are one call."""
-        with spans("value"):
-            metrics: Mapping[str, float] = self.world.call(
-                "update", samples=list(samples), values=list(values), returns=list(returns)
-            )
-        return dict(metrics)
+    ) -> Callable[[], dict[str, float]]:
+        """See ValueRole. All its optimizer steps are one call, which may go on while the policy learns."""
+        batch: dict[str, Any] = {
+            "samples": list(samples),
+            "values": list(values),
+            "returns": list(returns),
+        }
+
+        def update() -> dict[str, float]:
+            with spans("value"):
+                metrics: Mapping[str, float] = self.world.call("update", **batch)
+            return dict(metrics)
+
+        if self.beside_policy:
+            self.world.begin("update", **batch)
+            return update
+        metrics = update()
+        return lambda: metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +197,14 @@ def build_others(
         value: ValueRole | WorldValue | None = None
         if (world := of_role.get("value")) is not None:
             assert isinstance(run, PPORun)
-            value = WorldValue(world=world, backend=WorldState(world), config=run.value)
+            own = run.cluster is not None and run.cluster.world_gpus == "own"
+            value = WorldValue(
+                world=world,
+                backend=WorldState(world),
+                config=run.value,
+                beside_policy=own,
+                beside_ref=own and "ref" not in world.roles,
+            )
         elif isinstance(run, PPORun):
             value = build_value(run, axes, policy, plan=plan, ranks=ranks)
             put_to_sleep(run, "value", backend=value.backend)

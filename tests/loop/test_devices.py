@@ -1,0 +1,98 @@
+"""What processes beside a rank see of a node's GPUs, on a machine that has none."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from loop_runs import TINY
+from raising import raises
+
+from lockstep.config.load import build, parse_toml
+from lockstep.config.run import GRPORun
+from lockstep.errors import ConfigError
+from lockstep.loop import devices
+from lockstep.loop.axes import resolve_axes
+from lockstep.loop.build import build_online
+from lockstep.loop.world import World
+from lockstep.ranks.context import RankContext
+
+OWN = {"colocate": [["policy"], ["ref"], ["value"]], "world_gpus": "own", "engine_gpus": 1}
+UUIDS = "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g,GPU-h"
+
+
+def run_of(**cluster: object) -> GRPORun:
+    values = parse_toml(TINY.encode(), origin="test")
+    values |= {"kind": "ppo", "algorithm": {"kl": {"coef": 0.1}}, "cluster": cluster}
+    values["engine"] = {"name": "native", "process": "own"}
+    run = build(values, origin="test")
+    assert isinstance(run, GRPORun)
+    return run
+
+
+def rank_of(number: int, ranks: int) -> RankContext:
+    alone = RankContext.alone()
+    return dataclasses.replace(alone, rank=number, local_rank=number, world_size=ranks)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, ["2,3", "4,5"]), ("9,8,7,6,5,4,3,2", ["7,6", "5,4"]), (UUIDS, ["GPU-c,GPU-d", "GPU-e,GPU-f"])],
+)
+def test_the_processes_of_a_world_see_its_gpus_by_local_rank(
+    visible: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    run, ranks = run_of(**OWN), rank_of(1, 2)
+    axes = dataclasses.replace(resolve_axes(run, engine="native"), device="cuda:1")
+    worlds = [World(roles, run, axes, ranks=ranks, work_dir=tmp_path) for roles in run.worlds]
+    environments = [world._server.spec.environment for world in worlds]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
+
+
+def test_the_node_counts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    layout = devices.layout_here(run_of(**OWN), rank_of(1, 4))
+    assert (layout.ranks, layout.total) == (2, 8)
+
+
+def test_a_world_that_shares_its_ranks_gpu_sees_what_the_rank_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", UUIDS)
+    run, ranks = run_of(colocate=OWN["colocate"]), rank_of(1, 2)
+    axes = dataclasses.replace(resolve_axes(run, engine="native"), device="cuda:1")
+    world = World(run.worlds[0], run, axes, ranks=ranks, work_dir=tmp_path)
+    assert world._server.spec.environment["CUDA_VISIBLE_DEVICES"] == UUIDS
+    run = run_of(**OWN)
+    on_cpu = resolve_axes(run, engine="native")
+    own = World(run.worlds[0], run, on_cpu, ranks=ranks, work_dir=tmp_path)
+    assert own._server.spec.environment["CUDA_VISIBLE_DEVICES"] == UUIDS
+
+
+def test_an_engine_has_the_gpus_behind_those_of_worlds() -> None:
+    run = run_of(**OWN)
+    placed = devices.with_own_gpus(run, "cuda:1", ranks=rank_of(1, 2))
+    assert placed.engine.cuda_devices == (7,)
+    assert devices.with_own_gpus(run, "cpu", ranks=rank_of(1, 2)) is run
+    shared = run_of(colocate=OWN["colocate"], world_gpus="own")
+    assert devices.with_own_gpus(shared, "cuda:1", ranks=rank_of(1, 2)) is shared
+
+
+def test_a_run_that_needs_more_gpus_than_are_seen_is_refused_before_it_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with raises(ConfigError, "not-enough: cluster.world_gpus") as refused:
+        build_online(run_of(**OWN))
+    assert (refused.value.fields["needed"], refused.value.fields["there"]) == (4, 3)
