@@ -15,7 +15,7 @@ import resource
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -155,6 +155,19 @@ class RemoteEngine(ReceivingEngine):
     def requested(self, job: Job) -> None:
         """Count a request of a sample."""
         self._attempts[job.id] = self._attempts.get(job.id, 0) + 1
+
+    def request_again(self, job: Job, tries: Counter[str]) -> None:
+        """Count in a flow's `tries` that the connection of a sample broke. Raises EngineError the third
+        time."""
+        tries[job.id] += 1
+        if tries[job.id] == _TRIES:
+            raise EngineError(
+                f"engine {self.name} is running but broke the connection of one sample {_TRIES} times"
+                f"{self._log_text()}",
+                code="unreachable",
+                tries=_TRIES,
+            )
+        self.requested(job)
 
     def ended(self, job: Job, sample: Sample) -> None:
         """Take a sample that has ended from the flow."""
@@ -453,7 +466,7 @@ class _PostFlow:
         self._engine = engine
         self._batch = engine._client.batch(limit=_open_limit(engine._config.max_batch))
         self._jobs: dict[str, tuple[Job, Mapping[str, Any]]] = {}
-        self._tries: dict[str, int] = {}
+        self._tries = Counter[str]()
         self._abort_again = 0.0
 
     def add(self, job: Job, body: Mapping[str, Any]) -> None:
@@ -470,15 +483,7 @@ class _PostFlow:
                 self.watch.news()
                 self._end(job, sample)
                 continue
-            self._tries[job.id] = self._tries.get(job.id, 0) + 1
-            if self._tries[job.id] == _TRIES:
-                raise EngineError(
-                    f"engine {engine.name} is running but broke the connection of one sample {_TRIES} times"
-                    f"{engine._log_text()}",
-                    code="unreachable",
-                    tries=_TRIES,
-                )
-            engine.requested(job)
+            engine.request_again(job, self._tries)
             self._batch.submit(job.id, engine._driver.generate_path, body)
         if self._jobs:
             self.watch.check(len(self._jobs))

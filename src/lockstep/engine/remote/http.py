@@ -22,6 +22,7 @@ trusted: each has a largest size, and JSON is checked by whoever reads it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -131,6 +132,17 @@ class Head:
     chunked: bool
     content_type: str
     """In lower case; empty if the server gave none."""
+
+
+@contextlib.contextmanager
+def reply_errors(what: str, **fields: Any) -> Iterator[None]:
+    """Around the code that takes a parsed reply apart: what a missing or odd field raises there becomes a
+    BadReply of `what`, the beginning of its message, and of `fields`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        raise BadReply(f"{what}: {reason}", code="bad-reply", reason=reason, **fields) from error
 
 
 def _preview(body: bytes) -> str:

@@ -24,6 +24,7 @@ from typing import IO
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.http import HttpClient
+from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.text import printable
 from lockstep.processes.child import LINGER_SECONDS, Child, describe_status
@@ -337,6 +338,35 @@ class ServerProcess:
         if self.spec.token:
             text = text.replace(self.spec.token, "(token)")
         return [printable(line) for line in text.splitlines() if not _LOG_NOISE.search(line)]
+
+
+def own_server(
+    config: EngineConfig,
+    spec: EngineSpec,
+    *,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    port: int,
+    token: str,
+) -> ServerProcess:
+    """The server of a run's engine, not started yet; its log is in the engine's work folder."""
+    return ServerProcess(
+        ServerSpec(
+            name=config.name,
+            command=tuple(command),
+            environment=environment,
+            port=port,
+            log=spec.work_dir / f"{config.name}.log",
+            start_seconds=config.start_seconds,
+            token=token,
+        )
+    )
+
+
+def own_gpus(config: EngineConfig, spec: EngineSpec) -> str:
+    """CUDA_VISIBLE_DEVICES of a server of ours, see `server_gpus`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return server_gpus(config.cuda_devices, device=spec.device, visible=visible)
 
 
 def _private(path: str, flags: int) -> int:

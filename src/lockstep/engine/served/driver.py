@@ -18,7 +18,7 @@ from lockstep.engine.remote.driver import (
     seconds_left,
     tensor_from_hex,
 )
-from lockstep.engine.remote.http import HttpClient
+from lockstep.engine.remote.http import HttpClient, reply_errors
 from lockstep.engine.remote.reply_fields import logprobs, token_ids, whole
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.spec import EngineSpec
@@ -58,13 +58,9 @@ class ServedDriver(ServerDriver):
                 f"{__version__}; let both have one installation",
                 code="version-differs",
             )
-        try:
+        with reply_errors(f"the server of engine {self.name} describes its kernels"):
             found = info["contract"]
             self.contract = None if found is None else KernelContract.from_json(found)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise EngineError(
-                f"the server of engine {self.name} describes its kernels: {error}", code="bad-reply"
-            ) from error
         self._policy_version = None
 
     def describe(self) -> dict[str, Any]:
@@ -78,7 +74,7 @@ class ServedDriver(ServerDriver):
 
     def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:
         """Parse an event."""
-        try:
+        with reply_errors(f"the server of engine {self.name} sent no valid sample"):
             expected = self._policy_version
             if expected is not None and reply["policy_version"] != expected:
                 raise ValueError(f"policy_version {reply['policy_version']!a} is not {expected}")
@@ -92,10 +88,6 @@ class ServedDriver(ServerDriver):
                 stop_reason=reply["stop_reason"],
                 cached_tokens=whole(reply["cached_tokens"], "cached_tokens"),
             )
-        except (KeyError, ValueError) as error:
-            raise EngineError(
-                f"the server of engine {self.name} sent no valid sample: {error}", code="bad-reply"
-            ) from error
 
     def load(self, seconds: float) -> Load:
         reply = self._client.get("/load", seconds=seconds).object()
@@ -116,12 +108,8 @@ class ServedDriver(ServerDriver):
 
     def memory(self) -> dict[str, int]:
         reply = self._client.get("/load", seconds=SHORT_SECONDS).object()
-        try:
+        with reply_errors(f"the server of engine {self.name} tells its memory"):
             return {name: whole(reply.get(name), name) for name in ("weights_bytes", "kv_cache_bytes")}
-        except ValueError as error:
-            raise EngineError(
-                f"the server of engine {self.name} tells its memory: {error}", code="bad-reply"
-            ) from error
 
     # weights
 
@@ -143,12 +131,8 @@ class ServedDriver(ServerDriver):
 
     def read_back(self, names: Sequence[str]) -> dict[str, Tensor]:
         held = self._timed("/weights/read", {"names": list(names)}, seconds=self._config.update_seconds)
-        try:
+        with reply_errors(f"the server of engine {self.name} reads its weights"):
             return {name: tensor_from_hex(one["dtype"], one["hex"]) for name, one in held.items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(
-                f"the server of engine {self.name} reads its weights: {error}", code="bad-reply"
-            ) from error
 
     # HTTP
 

@@ -14,7 +14,6 @@ samples.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import uuid
@@ -27,13 +26,13 @@ from lockstep.engine.remote.engine import RemoteEngine, no_tokens
 from lockstep.engine.remote.http import BadReply, HttpError, Reply
 from lockstep.engine.remote.server import (
     ServerProcess,
-    ServerSpec,
     free_port,
     new_token,
+    own_gpus,
     own_program,
+    own_server,
     server_client,
     server_environment,
-    server_gpus,
 )
 from lockstep.engine.remote.stall import StallDetector
 from lockstep.engine.remote.stream import EventStreams
@@ -181,20 +180,15 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     path.write_text(json.dumps(describe_server(config, spec, port=port), indent=1), encoding="utf-8")
     needed = own_program() | {
         "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": server_gpus(
-            config.cuda_devices, device=spec.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
-        ),
+        "CUDA_VISIBLE_DEVICES": own_gpus(config, spec),
     }
-    return ServerProcess(
-        ServerSpec(
-            name=config.name,
-            command=(sys.executable, "-m", "lockstep.engine.served.server", str(path)),
-            environment=server_environment(needed=needed, extra={**config.env, TOKEN: token}),
-            port=port,
-            log=spec.work_dir / f"{config.name}.log",
-            start_seconds=config.start_seconds,
-            token=token,
-        )
+    return own_server(
+        config,
+        spec,
+        command=[sys.executable, "-m", "lockstep.engine.served.server", str(path)],
+        environment=server_environment(needed=needed, extra={**config.env, TOKEN: token}),
+        port=port,
+        token=token,
     )
 
 

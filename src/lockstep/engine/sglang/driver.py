@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, ServerDriver, read_load
-from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Silent
+from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Silent, reply_errors
 from lockstep.engine.remote.reply_fields import number, whole
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.sglang.package import check_version
@@ -318,16 +318,12 @@ class SGLangDriver(ServerDriver):
         states = reply.object().get("internal_states")
         usage = states[0].get("memory_usage") if isinstance(states, list) and _object(states[:1]) else None
         known = {"weight": "weights", "kvcache": "kv_cache"}
-        try:
+        with reply_errors(f"{reply.what} does not say its use of memory"):
             return {
                 ours: int(number(usage[theirs], theirs) * _GB)
                 for theirs, ours in known.items()
                 if isinstance(usage, dict) and usage.get(theirs) is not None
             }
-        except (ValueError, OverflowError) as error:
-            raise BadReply(
-                f"{reply.what} does not say its use of memory: {error}", code="bad-reply"
-            ) from error
 
     # requests
 
@@ -405,15 +401,11 @@ def check_server(
 ) -> None:
     """Raises EngineError for a server that does not serve this model in the way that this run needs."""
     ours = read_json(spec.folder / "config.json", EngineError)
-    try:
+    with reply_errors(f"engine {NAME}: {where} says of itself"):
         room = info.get("max_req_input_len")
         tokens = None if room is None else whole(room, "max_req_input_len") + 6
         parts = info.get("dp_size")
         parts = 1 if parts is None else whole(parts, "dp_size")
-    except ValueError as error:
-        raise EngineError(
-            f"engine {NAME}: {where} says of itself that {error}", code="bad-reply", reason=error
-        ) from error
     wrong = [
         (
             "architectures",

@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ from lockstep.engine.remote.engine import RemoteEngine, no_tokens
 from lockstep.engine.remote.http import BadReply, HttpError, Reply
 from lockstep.engine.remote.server import (
     ServerProcess,
-    ServerSpec,
     check_interpreter,
     free_port,
     new_token,
+    own_gpus,
+    own_server,
     server_client,
     server_environment,
-    server_gpus,
 )
 from lockstep.engine.remote.stall import StallDetector
 from lockstep.engine.remote.stream import EventStreams
@@ -51,7 +51,6 @@ ORIGINAL_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _POLL_SECONDS = 0.1
 _ABORT_SECONDS = 1.0
 _ABORT_LIMIT_SECONDS = 10.0
-_TRIES = 3
 
 
 class SGLangServer(RemoteEngine):
@@ -126,7 +125,7 @@ class _Flow:
         self._waves: dict[int, dict[str, Partial]] = {}
         """Samples at the server, by wave and by id there."""
         self._opened = 0
-        self._tries: dict[str, int] = {}
+        self._tries = Counter[str]()
         self._abort_began: float | None = None
         self._abort_again = 0.0
 
@@ -243,17 +242,8 @@ class _Flow:
             return
         self._engine.broken(event)
         for partial in wave.values():
-            job = partial.job
-            self._tries[job.id] = self._tries.get(job.id, 0) + 1
-            if self._tries[job.id] == _TRIES:
-                raise EngineError(
-                    f"engine {NAME} is running but broke the connection of one sample {_TRIES} times: {event}"
-                    f"{self._engine.log_text}",
-                    code="unreachable",
-                    tries=_TRIES,
-                )
-            self._engine.requested(job)
-            self._waiting.append(job)
+            self._engine.request_again(partial.job, self._tries)
+            self._waiting.append(partial.job)
 
     def _end(self, job: Job, sample: Sample) -> None:
         del self._open[job.id], self._bodies[job.id]
@@ -270,9 +260,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     check_interpreter(python)
     needed = sglang_environment(config, spec) | {
         "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
-        "CUDA_VISIBLE_DEVICES": server_gpus(
-            config.cuda_devices, device=spec.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
-        ),
+        "CUDA_VISIBLE_DEVICES": own_gpus(config, spec),
     }
     environment = server_environment(needed=needed, extra=config.env)
     if environment.get(ORIGINAL_LOGPROBS, "0").lower() in ("1", "true", "yes", "y", "on"):
@@ -286,16 +274,8 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     port, token = free_port(), new_token()
     command = sglang_server_command(config, spec, port=port, flags=package.flags)
     command += ["--config", str(_token_file(spec.work_dir, token))]
-    return ServerProcess(
-        ServerSpec(
-            name=NAME,
-            command=(str(python), *command),
-            environment=environment,
-            port=port,
-            log=spec.work_dir / "sglang.log",
-            start_seconds=config.start_seconds,
-            token=token,
-        )
+    return own_server(
+        config, spec, command=[str(python), *command], environment=environment, port=port, token=token
     )
 
 

@@ -9,7 +9,6 @@ loads weights), /reset_prefix_cache, /pause, /resume, /abort_requests, /sleep an
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -32,17 +31,17 @@ from lockstep.engine.remote.driver import (
     tensor_from_hex,
 )
 from lockstep.engine.remote.engine import RemoteEngine
-from lockstep.engine.remote.http import HttpClient
+from lockstep.engine.remote.http import HttpClient, reply_errors
 from lockstep.engine.remote.reply_fields import logprobs, token_ids, whole
 from lockstep.engine.remote.server import (
     ServerProcess,
-    ServerSpec,
     check_interpreter,
     free_port,
     new_token,
+    own_gpus,
+    own_server,
     server_client,
     server_environment,
-    server_gpus,
 )
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm.server_checks import check_server, served_model_name
@@ -133,13 +132,10 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
         link.symlink_to(_PACKAGE, target_is_directory=True)
     port = free_port()
     extra = dict(config.env)
-    gpus = server_gpus(
-        config.cuda_devices, device=spec.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
-    )
     needed = vllm_environment(config, spec, in_process=False) | {
         "PYTHONPATH": ":".join([str(path), *filter(None, [extra.pop("PYTHONPATH", "")])]),
         "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
-        "CUDA_VISIBLE_DEVICES": gpus,
+        "CUDA_VISIBLE_DEVICES": own_gpus(config, spec),
     }
     token = new_token()
     secret = {"VLLM_API_KEY": token, TOKEN: token}  # vLLM's own check, and ours of every path
@@ -148,17 +144,8 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     command = [str(python), *vllm_server_command(config, spec, port=port), "--enable-prompt-tokens-details"]
     if installed.scale_out:
         command.append("--enable-scale-out")
-    return ServerProcess(
-        ServerSpec(
-            name=NAME,
-            command=tuple(command),
-            environment=server_environment(needed=needed, extra=extra | secret),
-            port=port,
-            log=spec.work_dir / "vllm.log",
-            start_seconds=config.start_seconds,
-            token=token,
-        )
-    )
+    environment = server_environment(needed=needed, extra=extra | secret)
+    return own_server(config, spec, command=command, environment=environment, port=port, token=token)
 
 
 def installed_vllm(python: Path) -> Installed:
@@ -255,7 +242,7 @@ class VLLMDriver(ServerDriver):
 
     def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:
         """Parse a sample; logprobs are matched by token id: each entry says which token it belongs to."""
-        try:
+        with reply_errors(f"engine vllm: a sample is not in the form of vLLM {self._version}", name="sample"):
             (choice,) = reply["choices"]
             ids = token_ids(choice["token_ids"], "token_ids")
             content = (choice["logprobs"] or {}).get("content") or []
@@ -265,13 +252,6 @@ class VLLMDriver(ServerDriver):
             details = usage.get("prompt_tokens_details") or {}
             cached = whole(details.get("cached_tokens") or 0, "cached_tokens")
             prompt_tokens, reason = whole(usage["prompt_tokens"], "prompt_tokens"), choice["finish_reason"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(
-                f"engine vllm answered a sample in a form that is not that of vLLM {self._version} "
-                f"({type(error).__name__}: {error})",
-                code="bad-reply",
-                name="sample",
-            ) from error
         if named != ids:
             raise EngineError(
                 "engine vllm returned logprobs of other tokens than it sampled",
@@ -335,15 +315,9 @@ class VLLMDriver(ServerDriver):
     def memory(self) -> dict[str, int]:
         totals: dict[str, int] = {}
         for answer in self._call("lockstep_memory", {}, seconds=SHORT_SECONDS):
-            for name, value in answer.items():
-                try:
+            with reply_errors("the vLLM server does not say its use of memory", name="memory"):
+                for name, value in answer.items():
                     totals[name] = totals.get(name, 0) + whole(value, name)
-                except ValueError as error:
-                    raise EngineError(
-                        f"the vLLM server does not say its use of memory: {error}",
-                        code="bad-reply",
-                        name="memory",
-                    ) from error
         return totals
 
     # weights
@@ -388,14 +362,8 @@ class VLLMDriver(ServerDriver):
 
     def read_back(self, names: Sequence[str]) -> dict[str, Tensor] | None:
         (first, *_) = self._call("lockstep_read", list(names), seconds=self._config.update_seconds)
-        try:
+        with reply_errors("the vLLM server read its weights back in an unknown form", name="weights"):
             return {name: tensor_from_hex(held["dtype"], held["hex"]) for name, held in first.items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(
-                f"the vLLM server read its weights back in an unknown form: {error}",
-                code="bad-reply",
-                name="weights",
-            ) from error
 
     # HTTP
 
