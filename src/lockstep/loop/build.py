@@ -179,8 +179,7 @@ def build_online(
     others = build_others(given, axes, model, plan=plan, ranks=ranks, work_dir=work_dir)
     try:
         # Last: what can be wrong with the run is known before a server is started.
-        connect = _external_engine if external else _embedded_engine
-        engine, transfer = connect(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)
+        engine, transfer = _connect_engine(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)
         check = _bitwise_check(run, axes, backend=backend, engine=engine, ranks=ranks)
     except BaseException:
         others.close()
@@ -244,7 +243,7 @@ def make_planner(run: GRPORun, axes: Axes, ranks: RankContext) -> Planner:
     )
 
 
-def _embedded_engine(
+def _connect_engine(
     run: GRPORun,
     axes: Axes,
     model: LoadedModel,
@@ -253,33 +252,24 @@ def _embedded_engine(
     ranks: RankContext,
     work_dir: Path | None,
 ) -> tuple[InferenceEngine, WeightTransfer]:
-    engine = make_engine(run.engine, model=engine_model(run, axes, model, backend))
-    return engine, make_transfer(run.engine, engine, device=axes.device)
-
-
-def _external_engine(
-    run: GRPORun,
-    axes: Axes,
-    model: LoadedModel,
-    *,
-    backend: TrainBackend,
-    ranks: RankContext,
-    work_dir: Path | None,
-) -> tuple[InferenceEngine, WeightTransfer]:
-    """Every rank has one of its own; where that of one rank does not start, none is left running."""
+    """Of engines with weights of their own every rank has one; where that of one rank does not start, none is
+    left running."""
+    if not is_external(run.engine):
+        engine = make_engine(run.engine, model=engine_model(run, axes, model, backend))
+        return engine, make_transfer(run.engine, engine, device=axes.device)
     run = with_own_gpus(run, axes.device, ranks=ranks)
     work_dir = _rank_folder(work_dir or Path(tempfile.mkdtemp(prefix="lockstep-engine-")), ranks)
-    engine: InferenceEngine | None = None
+    started: InferenceEngine | None = None
     try:
         with ranks.together("starting the engine"):
             spec = external_engine_spec(run, axes, model, work_dir=work_dir)
-            engine = make_engine(run.engine, spec=spec)
-            transfer = make_transfer(run.engine, engine, device=axes.device, work_dir=work_dir)
+            started = make_engine(run.engine, spec=spec)
+            transfer = make_transfer(run.engine, started, device=axes.device, work_dir=work_dir)
     except BaseException:
-        if engine is not None:
-            engine.close()
+        if started is not None:
+            started.close()
         raise
-    return engine, transfer
+    return started, transfer
 
 
 def _rank_folder(work_dir: Path, ranks: RankContext) -> Path:

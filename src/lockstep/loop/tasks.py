@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -42,48 +43,45 @@ class OfflineSet(Protocol):
         ...
 
 
-class OfflineTask(Protocol):
-    """One kind of run on documents."""
+class OfflineTask(ABC):
+    """One kind of run on documents: its documents here, their loss from the algorithm that it is mixed with.
+
+    Where a task says nothing else, its loss needs no reference, and its evaluation has the metrics of a step.
+    """
+
+    head: HeadKind = "logits"
+    """The head of the model that is trained."""
 
     @property
     def needs_ref(self) -> bool:
-        """Whether the loss reads ref_logprobs."""
-        ...
+        """Whether the loss reads ref_logprobs: those of the policy as it was loaded."""
+        return False
 
-    @property
-    def head(self) -> HeadKind:
-        """The head of the model that is trained."""
-        ...
-
+    @abstractmethod
     def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet: ...
+    @abstractmethod
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]: ...
+    @abstractmethod
+    def loss(self) -> TokenLoss: ...
     def prepared(
         self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
     ) -> list[PackedBatch]:
         """Return the micro-batches with every field that the loss reads. plan: of the run."""
-        ...
+        return _with_ref(batches, backend) if self.needs_ref else list(batches)
 
-    def loss(self) -> TokenLoss: ...
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
         """Return the metrics of an evaluation on prepared batches (config.run.OFFLINE_METRICS)."""
-        ...
+        loss, logprobs = self.loss(), backend.logprobs(batches)
+        stats = StepStats(losses=[], logprobs=logprobs, entropy=[])
+        return {"loss": _loss_of(loss, batches, logprobs), **loss.metrics(batches, stats)}
 
 
-class SFTTask(SFT):
+class SFTTask(SFT, OfflineTask):
     """Documents."""
-
-    needs_ref = False
-    head: HeadKind = "logits"
 
     def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
         """See load_sft."""
         return load_sft(config, tokenizer=model.tokenizer)
-
-    def prepared(
-        self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
-    ) -> list[PackedBatch]:
-        """As they are."""
-        return list(batches)
 
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
         """loss and perplexity."""
@@ -91,10 +89,8 @@ class SFTTask(SFT):
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
 
-class DPOTask(DPO):
-    """Pairs; the reference, where the loss has one, is the policy as it was loaded."""
-
-    head: HeadKind = "logits"
+class DPOTask(DPO, OfflineTask):
+    """Pairs."""
 
     @property
     def needs_ref(self) -> bool:
@@ -105,22 +101,11 @@ class DPOTask(DPO):
         """See load_preferences."""
         return load_preferences(config, tokenizer=model.tokenizer)
 
-    def prepared(
-        self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
-    ) -> list[PackedBatch]:
-        """With ref_logprobs, if the loss needs them."""
-        return _with_ref(batches, backend) if self.needs_ref else list(batches)
 
-    def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
-        """See _as_a_step."""
-        return _as_a_step(self.loss(), batches, backend)
-
-
-class KTOTask(KTO):
-    """Answers with labels; the reference is the policy as it was loaded."""
+class KTOTask(KTO, OfflineTask):
+    """Answers with labels."""
 
     needs_ref = True
-    head: HeadKind = "logits"
 
     def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
         """See load_unpaired."""
@@ -134,33 +119,18 @@ class KTOTask(KTO):
         others = mismatched(batches, max_length=plan.max_seqlen)
         packed = plan(others, [sample.loss_mask.float() for sample in others])
         z0 = baseline(packed, backend.logprobs(packed), backend.ref.logprobs(packed))
-        return [with_baseline(batch, z0) for batch in _with_ref(batches, backend)]
-
-    def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
-        """See _as_a_step."""
-        return _as_a_step(self.loss(), batches, backend)
+        return [with_baseline(batch, z0) for batch in super().prepared(batches, backend, plan=plan)]
 
 
-class RewardModelTask(RewardModel):
+class RewardModelTask(RewardModel, OfflineTask):
     """Pairs, scored by a model with a scalar head."""
 
-    needs_ref = False
     head: HeadKind = "scalar"
 
     def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
         """See load_scored_pairs."""
         pad_id = text_config(model.module).pad_token_id
         return load_scored_pairs(config, tokenizer=model.tokenizer, pad_id=pad_id)
-
-    def prepared(
-        self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
-    ) -> list[PackedBatch]:
-        """As they are."""
-        return list(batches)
-
-    def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
-        """See _as_a_step."""
-        return _as_a_step(self.loss(), batches, backend)
 
 
 def offline_task(run: OfflineRun) -> OfflineTask:
@@ -179,13 +149,6 @@ def _with_ref(batches: Sequence[PackedBatch], backend: TrainBackend) -> list[Pac
         dataclasses.replace(batch, ref_logprobs=logprobs)  # type: ignore[call-arg]
         for batch, logprobs in zip(batches, backend.ref.logprobs(batches), strict=True)
     ]
-
-
-def _as_a_step(loss: TokenLoss, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
-    """The loss, and the metrics that a step of these batches would have."""
-    logprobs = backend.logprobs(batches)
-    stats = StepStats(losses=[], logprobs=logprobs, entropy=[])
-    return {"loss": _loss_of(loss, batches, logprobs), **loss.metrics(batches, stats)}
 
 
 def _loss_of(loss: TokenLoss, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor]) -> float:

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,15 @@ class NamedParameter:
     name: str
     parameter: nn.Parameter
     decay: bool
+
+
+class Rates(NamedTuple):
+    """The numbers of one update."""
+
+    lr: float
+    weight_decay: float
+    scale: float
+    """What gradients are multiplied by: the clip coefficient, at most 1."""
 
 
 def trained_parameters(module: nn.Module) -> list[NamedParameter]:
@@ -118,11 +128,11 @@ class MasterOptimizer(ABC):
         local = self._to_host(gradients) if self.offloaded else list(gradients)
         for decay in (True, False):
             # A call of torch's kernels has one weight_decay for all its tensors.
-            weight_decay = self.config.weight_decay if decay else 0.0
+            rates = Rates(lr, self.config.weight_decay if decay else 0.0, scale)
             for bucket in self._buckets(local, decay):
                 # Cast per bucket: a float32 copy of all gradients at once would take 4 bytes per parameter.
                 flat = [_flat(local[p.index], p).to(torch.float32) for p in bucket]  # type: ignore[arg-type]
-                self._update(bucket, flat, lr=lr, weight_decay=weight_decay, scale=scale)
+                self._update(bucket, flat, rates)
                 if self._casts:
                     self._cast(bucket)
         if self.offloaded:
@@ -205,20 +215,11 @@ class MasterOptimizer(ABC):
         return {}
 
     @abstractmethod
-    def _update(
-        self,
-        bucket: Sequence[Piece],
-        gradients: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        scale: float,
-    ) -> None:
+    def _update(self, bucket: Sequence[Piece], gradients: list[Tensor], rates: Rates) -> None:
         """Update the masters of one bucket.
 
         Args:
             gradients: one per piece, flat, not clipped.
-            scale: what gradients are multiplied by: the clip coefficient, at most 1.
         """
 
 
@@ -239,18 +240,10 @@ class AdamW(MasterOptimizer):
             if gradient is not None and gradient.numel() == 0:
                 count += 1
 
-    def _update(
-        self,
-        bucket: Sequence[Piece],
-        gradients: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        scale: float,
-    ) -> None:
+    def _update(self, bucket: Sequence[Piece], gradients: list[Tensor], rates: Rates) -> None:
         fused = self.device.type in ("cpu", "cuda")
-        if not fused and scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
+        if not fused and rates.scale != 1.0:
+            torch._foreach_mul_(gradients, rates.scale)
         for piece in bucket:
             # Of the pieces of a large Parameter only the first counts the update.
             if piece.start == 0:
@@ -270,12 +263,14 @@ class AdamW(MasterOptimizer):
             fused=fused,
             foreach=not fused,
             # the fused kernel divides by grad_scale: clipping costs no pass of its own
-            grad_scale=torch.tensor(1.0 / scale, device=self.device) if fused and scale != 1.0 else None,
+            grad_scale=torch.tensor(1.0 / rates.scale, device=self.device)
+            if fused and rates.scale != 1.0
+            else None,
             amsgrad=False,
             beta1=self.config.betas[0],
             beta2=self.config.betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=rates.lr,
+            weight_decay=rates.weight_decay,
             eps=self.config.eps,
             maximize=False,
         )
@@ -292,25 +287,17 @@ class AdamW(MasterOptimizer):
 class SGD(MasterOptimizer):
     """Plain gradient descent, no momentum; weight decay is added to the gradient, as in torch.optim.SGD."""
 
-    def _update(
-        self,
-        bucket: Sequence[Piece],
-        gradients: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        scale: float,
-    ) -> None:
-        if scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
+    def _update(self, bucket: Sequence[Piece], gradients: list[Tensor], rates: Rates) -> None:
+        if rates.scale != 1.0:
+            torch._foreach_mul_(gradients, rates.scale)
         sgd(
             [_flat(self.masters[p.index], p) for p in bucket],
             gradients,
             [None] * len(bucket),
             foreach=True,
-            weight_decay=weight_decay,
+            weight_decay=rates.weight_decay,
             momentum=0.0,
-            lr=lr,
+            lr=rates.lr,
             dampening=0.0,
             nesterov=False,
             maximize=False,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.train.optimizer import MasterOptimizer, NamedParameter, Piece
+from lockstep.train.optimizer import MasterOptimizer, NamedParameter, Piece, Rates
 
 
 class AdamW8bit(MasterOptimizer):
@@ -49,22 +49,15 @@ class AdamW8bit(MasterOptimizer):
                 "exp_avg_sq": self._torchao._new_buffer(master, False),
             }
 
-    def _update(
-        self,
-        bucket: Sequence[Piece],
-        gradients: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        scale: float,
-    ) -> None:
+    def _update(self, bucket: Sequence[Piece], gradients: list[Tensor], rates: Rates) -> None:
         group = self._torchao.param_groups[0]
         # torchao keeps lr as a tensor, so that its compiled update is not compiled again when lr changes.
-        group["lr"].fill_(lr)
-        group["weight_decay"] = weight_decay
+        group["lr"].fill_(rates.lr)
+        group["weight_decay"] = rates.weight_decay
         for piece, gradient in zip(bucket, gradients, strict=True):
             master = self._masters[piece.index]
-            master.grad = gradient.view_as(master).mul_(scale) if scale != 1.0 else gradient.view_as(master)
+            shaped = gradient.view_as(master)
+            master.grad = shaped.mul_(rates.scale) if rates.scale != 1.0 else shaped
         self._torchao.step()
         self._torchao.zero_grad(set_to_none=True)
 
