@@ -159,6 +159,14 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def check_other_file(out: Path, data: Path) -> None:
+    """Raises ConfigError: --out would replace what --data reads."""
+    if out.resolve() == data.resolve():
+        raise ConfigError(
+            f"--out {out} is the file of --data; write to another file", code="contradiction", setting="--out"
+        )
+
+
 def file_digest(path: Path) -> str:
     """BLAKE2b of a file's bytes."""
     with path.open("rb") as file:

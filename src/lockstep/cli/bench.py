@@ -197,9 +197,7 @@ def _cells(args: argparse.Namespace) -> list[BenchCell]:
 
 
 def _work(args: argparse.Namespace) -> BenchWork:
-    from pydantic import ValidationError
-
-    from lockstep.config.problems import first_data
+    from lockstep.config.load import check
     from lockstep.lab.step_bench.job import BenchWork
 
     if args.prompts * args.group > MOST_SAMPLES:
@@ -210,12 +208,8 @@ def _work(args: argparse.Namespace) -> BenchWork:
             setting="--prompts",
         )
     names = ("prompts", "group", "prompt_tokens", "longest", "seed")
-    try:
-        return BenchWork.model_validate({name: getattr(args, name) for name in names})
-    except ValidationError as error:
-        raise ConfigError(
-            error.errors()[0]["msg"].removeprefix("Value error, "), **first_data(error)
-        ) from error
+    values = {name: getattr(args, name) for name in names}
+    return check(values, BenchWork, origin=", ".join(f"--{name.replace('_', '-')}" for name in names))
 
 
 def _run(args: argparse.Namespace, *, work: BenchWork, device: str, attention: str) -> Any:

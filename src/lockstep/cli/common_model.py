@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.load import build, read_toml
-from lockstep.config.model import ModelConfig
+from lockstep.config.model import Dtype, ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import CheckpointError, ConfigError
@@ -77,28 +77,13 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
     from lockstep.models.load import load_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    folder = Path(where).expanduser()
-    run: RunConfig | None = None
-    if (folder / "config.toml").is_file():
-        run = build(read_toml(folder / "config.toml"), origin=str(folder / "config.toml"))
-        weights = find_weights(folder, checkpoint)
-    elif checkpoint is not None:
-        raise ConfigError(
-            f"--checkpoint {checkpoint} needs a run directory, and {where!r} holds no config.toml",
-            code="wrong-kind-of-file",
-            setting="--checkpoint",
-        )
-    else:
-        weights = None
-    if run is None:
-        config = ModelConfig(name=where)
-    elif weights is not None and weights.name == "export":
-        config = ModelConfig(name=str(weights), dtype=run.model.dtype)
-    else:
-        config = run.model
+    run, weights = find_run(where, checkpoint) or (None, None)
+    config, saved = ModelConfig(name=where), None
+    if run is not None and weights is not None:
+        config, saved = model_of_run(run, weights, dtype=run.model.dtype)
     model = load_model(config, attention="sdpa", device=device)
-    if weights is not None and weights.name != "export":
-        read_checkpoint(model, weights)
+    if saved is not None:
+        read_checkpoint(model, saved)
     admit_decoding("hf", model)
     return OpenModel(
         engine=HFEngine(EngineConfig(max_batch=max_batch), model=model),
@@ -106,6 +91,35 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
         run=run,
         source=where if weights is None else f"{where} ({weights.name})",
     )
+
+
+def find_run(where: str, checkpoint: str | None) -> tuple[RunConfig, Path] | None:
+    """The run in a folder, and the folder of the weights that `checkpoint` means; None: it is no run's.
+
+    Raises:
+        ConfigError: `checkpoint` is given, and there is no run; or see `find_weights`.
+        CheckpointError: see `find_weights`.
+    """
+    folder = Path(where).expanduser()
+    file = folder / "config.toml"
+    if file.is_file():
+        return build(read_toml(file), origin=str(file)), find_weights(folder, checkpoint)
+    if checkpoint is not None:
+        raise ConfigError(
+            f"--checkpoint {checkpoint} needs a run directory, and {where!r} holds no config.toml",
+            code="wrong-kind-of-file",
+            setting="--checkpoint",
+        )
+    return None
+
+
+def model_of_run(
+    run: RunConfig, weights: Path, *, dtype: Dtype | Literal["auto"]
+) -> tuple[ModelConfig, Path | None]:
+    """What to load for the weights of a run: an export by itself, a checkpoint over the run's model."""
+    if weights.name == "export":
+        return ModelConfig(name=str(weights), dtype=dtype), None
+    return run.model.model_copy(update={"dtype": dtype}), weights
 
 
 def find_weights(run_dir: Path, checkpoint: str | None) -> Path:

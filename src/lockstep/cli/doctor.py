@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import resource
@@ -26,6 +25,7 @@ import tyro
 from lockstep.config.declarations import DoctorLine, doctor_lines
 from lockstep.config.support import AXES, TABLE
 from lockstep.errors import ModelError
+from lockstep.observe.files import write_json
 from lockstep.observe.text import echo, printable
 from lockstep.version import __version__
 
@@ -95,8 +95,7 @@ def main(argv: Sequence[str]) -> int:
     show(findings)
     if options.json is not None:
         rows = [dataclasses.asdict(finding) for finding in findings]
-        text = json.dumps({"ok": not _problems(findings), "findings": rows}, indent=2)
-        options.json.write_text(text + "\n", encoding="utf-8")
+        write_json(options.json, {"ok": not _problems(findings), "findings": rows})
     echo(verdict(findings))
     return 1 if _problems(findings) else 0
 
@@ -270,9 +269,9 @@ def settings() -> list[Finding]:
     return [
         _library_path(os.environ.get("LD_LIBRARY_PATH")),
         _threads(os.environ.get("OMP_NUM_THREADS"), cores=cores),
-        _setting("TMPDIR", os.environ.get("TMPDIR"), unset=f"unset: {tempfile.gettempdir()}"),
-        _setting("HF_HOME", os.environ.get("HF_HOME"), unset="unset: ~/.cache/huggingface"),
-        _setting(
+        _variable("TMPDIR", os.environ.get("TMPDIR"), unset=f"unset: {tempfile.gettempdir()}"),
+        _variable("HF_HOME", os.environ.get("HF_HOME"), unset="unset: ~/.cache/huggingface"),
+        _variable(
             "HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE"), unset="unset: hub models may be fetched"
         ),
         _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")),
@@ -406,8 +405,12 @@ def _shared_memory() -> list[Finding]:
     ]
 
 
-def _setting(name: str, value: str | None, *, unset: str) -> Finding:
-    return Finding(group="setting", name=name, status="note", detail=unset if value is None else value)
+def _setting(name: str, detail: str, status: Status = "note") -> Finding:
+    return Finding(group="setting", name=name, status=status, detail=detail)
+
+
+def _variable(name: str, value: str | None, *, unset: str) -> Finding:
+    return _setting(name, unset if value is None else value)
 
 
 def _library_path(value: str | None) -> Finding:
@@ -420,26 +423,26 @@ def _library_path(value: str | None) -> Finding:
         detail = (
             f"{', '.join(shadowing)} may replace the libraries that torch brings; unset it if imports fail"
         )
-        return Finding(group="setting", name=name, status="warning", detail=detail)
-    return _setting(name, value, unset="unset")
+        return _setting(name, detail, "warning")
+    return _variable(name, value, unset="unset")
 
 
 def _threads(value: str | None, *, cores: int) -> Finding:
     name = "OMP_NUM_THREADS"
     if value is None:
-        return _setting(name, value, unset=f"unset: torch takes all {cores} cores in every process")
+        return _variable(name, value, unset=f"unset: torch takes all {cores} cores in every process")
     first = value.split(",")[0]
     if first.isdigit() and 1 <= int(first) <= cores:
-        return _setting(name, value, unset="")
+        return _variable(name, value, unset="")
     reason = f"{value}: this machine has {cores} cores" if first.isdigit() else f"{value}: not a number"
-    return Finding(group="setting", name=name, status="warning", detail=reason)
+    return _setting(name, reason, "warning")
 
 
 def _visible_devices(value: str | None) -> Finding:
     name = "CUDA_VISIBLE_DEVICES"
     if value is not None and value.strip() in ("", "-1", "NoDevFiles"):
-        return Finding(group="setting", name=name, status="warning", detail=f"{value!r} hides every GPU")
-    return _setting(name, value, unset="unset: all GPUs")
+        return _setting(name, f"{value!r} hides every GPU", "warning")
+    return _variable(name, value, unset="unset: all GPUs")
 
 
 def _bytecode(torch: ModuleSpec | None, *, written: bool) -> Finding:
@@ -448,33 +451,29 @@ def _bytecode(torch: ModuleSpec | None, *, written: bool) -> Finding:
     name = "PYTHONDONTWRITEBYTECODE"
     if kept or written:
         detail = "torch's bytecode is there" if kept else "unset: the first start writes torch's bytecode"
-        return Finding(group="setting", name=name, status="note", detail=detail)
+        return _setting(name, detail)
     detail = (
         "set, and torch has no bytecode: every start compiles it anew, 5 s and more; unset it "
         "(PYTHONPYCACHEPREFIX names another folder for it, where torch's own cannot be written)"
     )
-    return Finding(group="setting", name=name, status="warning", detail=detail)
+    return _setting(name, detail, "warning")
 
 
 def _open_files(limit: int) -> Finding:
     low = limit != resource.RLIM_INFINITY and limit < 4096
     text = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
-    return Finding(
-        group="setting",
-        name="ulimit -n",
-        status="warning" if low else "note",
-        detail=f"{text}; several processes need 4096 or more (ulimit -n 65536)" if low else text,
-    )
+    if low:
+        return _setting(
+            "ulimit -n", f"{text}; several processes need 4096 or more (ulimit -n 65536)", "warning"
+        )
+    return _setting("ulimit -n", text)
 
 
 def _compiler() -> Finding:
-    path = _cxx()
-    return Finding(
-        group="setting",
-        name="C++ compiler",
-        status="note" if path else "unavailable",
-        detail=path or "none found: no torch.compile on a CPU; install g++ or set CXX",
-    )
+    name, path = "C++ compiler", _cxx()
+    if path is None:
+        return _setting(name, "none found: no torch.compile on a CPU; install g++ or set CXX", "unavailable")
+    return _setting(name, path)
 
 
 def _sandbox() -> Finding:
@@ -482,9 +481,5 @@ def _sandbox() -> Finding:
 
     protection = probe()
     meaning = "" if protection.warning is None else f": {protection.warning}"
-    return Finding(
-        group="setting",
-        name="verifier sandbox",
-        status="warning" if protection.missing else "ok",
-        detail=protection.describe() + meaning,
-    )
+    status: Status = "warning" if protection.missing else "ok"
+    return _setting("verifier sandbox", protection.describe() + meaning, status)

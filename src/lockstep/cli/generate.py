@@ -20,7 +20,7 @@ import tyro
 
 from lockstep.cli.batch_common import BatchFlags, Rows, parse_command, run_command
 from lockstep.config.batch import GenerateConfig
-from lockstep.config.load import build, read_toml, to_values
+from lockstep.config.load import to_values
 from lockstep.config.model import ModelConfig
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, unknown_name
@@ -260,24 +260,15 @@ def find(config: GenerateConfig, checkpoint: str | None) -> Weights:
         ConfigError: --checkpoint for something that is no run.
         CheckpointError: the run has no such checkpoint.
     """
-    from lockstep.cli.common_model import find_weights
+    from lockstep.cli.common_model import find_run, model_of_run
 
-    name = config.model.name
-    folder = Path(name).expanduser()
-    if not (folder / "config.toml").is_file():
-        if checkpoint is not None:
-            raise ConfigError(
-                f"--checkpoint {checkpoint} needs a run directory, and {name!r} holds no config.toml",
-                code="wrong-kind-of-file",
-                setting="--checkpoint",
-            )
+    found = find_run(config.model.name, checkpoint)
+    if found is None:
         return Weights(model=config.model, checkpoint=None)
-    run = build(read_toml(folder / "config.toml"), origin=str(folder / "config.toml"))
-    weights = find_weights(folder, checkpoint)
+    run, weights = found
     dtype = run.model.dtype if config.model.dtype == "auto" else config.model.dtype
-    if weights.name == "export":
-        return Weights(model=ModelConfig(name=str(weights), dtype=dtype), checkpoint=None)
-    return Weights(model=run.model.model_copy(update={"dtype": dtype}), checkpoint=weights)
+    model, saved = model_of_run(run, weights, dtype=dtype)
+    return Weights(model=model, checkpoint=saved)
 
 
 def sample_work(config: GenerateConfig, maker: PromptMaker) -> SampleWork:

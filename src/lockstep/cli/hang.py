@@ -7,11 +7,10 @@ lockstep hang runs/demo-20260101-120000 --json hang.json
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 
 from lockstep.cli import arguments as values
-from lockstep.observe.files import check_writable
+from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 from lockstep.ranks.hang import examine, find_records
 
@@ -23,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     report = examine(find_records(arguments.run), stacks=not arguments.no_stacks)
     echo(report.text())
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, report.as_dict())
     who = ", ".join(map(str, report.culprits))
     echo(f"hang: {report.cause}" + (f", rank {who}" if who else ""))
     return 0

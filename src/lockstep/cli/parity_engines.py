@@ -267,16 +267,7 @@ def _take_option(word: str, settings: dict[str, dict[str, Any]]) -> None:
 
 
 def _checked(name: str, values: dict[str, Any]) -> EngineConfig:
-    from pydantic import ValidationError
-
     from lockstep.config.engine import EngineConfig
-    from lockstep.config.problems import first_data
+    from lockstep.config.load import check
 
-    try:
-        return EngineConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"engine {name}: {where + ': ' if where else ''}{first['msg']}", **first_data(error)
-        ) from error
+    return check(values, EngineConfig, origin=f"engine {name}")

@@ -8,7 +8,6 @@ lockstep plan sft --model.name shape:llama-3.1-8b --train.backend fsdp2 --ranks 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -22,6 +21,7 @@ from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import override, recipes
 from lockstep.config.run import DPORun, GRPORun, RunConfig, check_ranks
 from lockstep.errors import ConfigError
+from lockstep.observe.files import write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     show(plan, available=available, source=source)
     result = {name: value for name, (value, _) in chosen.items()} | as_dict(plan, available=available)
     if general["json"] is not None:
-        general["json"].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(general["json"], result)
     echo(verdict(plan, available=available))
     return 0 if result["fits"] else 1
 

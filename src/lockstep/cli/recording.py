@@ -14,7 +14,6 @@ Without a path: the corpus that comes with Lockstep.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import textwrap
@@ -28,7 +27,7 @@ import tyro
 
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError, LockstepError, RecordingError, unknown_name
-from lockstep.observe.files import check_above, check_writable
+from lockstep.observe.files import check_above, check_writable, write_json
 from lockstep.observe.text import echo, printable
 
 if TYPE_CHECKING:
@@ -164,10 +163,7 @@ def main(argv: Sequence[str]) -> int:
         _check_new(args.out)
     result, status, verdict = run(args)
     if args.json is not None:
-        from lockstep.observe.files import jsonable
-
-        text = json.dumps(jsonable(result), indent=2, allow_nan=False)
-        args.json.write_text(text + "\n", encoding="utf-8")
+        write_json(args.json, result)
     echo(verdict)
     return status
 

@@ -7,7 +7,6 @@ lockstep sample bundled:smollm2-135m --prompt "What is 2 + 3?" --temperature 0
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from lockstep.cli import arguments
-from lockstep.config.load import check
+from lockstep.config.load import check, to_values
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
 from lockstep.models.causal_lm import text_config
-from lockstep.observe.files import check_writable
+from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
             for prompt, group in zip(prompts, completions, strict=True)
         ]
         result = {"model": opened.source, "sampling": sampling.model_dump(), "prompts": rows}
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, result)
     total = sum(len(c.token_ids) for group in completions for c in group)
     echo(f"sample: {len(prompts) * args.n} completions, {total} tokens, of {opened.source}")
     return 0
@@ -104,15 +103,8 @@ def check_model_flags(model: str, *, seed: int, sampling: Mapping[str, Any]) -> 
 
 def override(sampling: SamplingConfig, values: Mapping[str, Any]) -> SamplingConfig:
     """The same settings with some replaced; raises ConfigError for impossible ones."""
-    from pydantic import ValidationError
-
-    from lockstep.config.problems import first_data
-
-    try:
-        return SamplingConfig.model_validate(sampling.model_dump() | dict(values))
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"cannot sample with {dict(values)}: {problems}", **first_data(error)) from error
+    together = to_values(sampling) | dict(values)
+    return check(together, SamplingConfig, origin=f"cannot sample with {dict(values)}")
 
 
 def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from lockstep.cli.batch_common import BatchFlags, Rows, file_digest, parse_command, run_command
+from lockstep.cli.batch_common import (
+    BatchFlags,
+    Rows,
+    check_other_file,
+    file_digest,
+    parse_command,
+    run_command,
+)
 from lockstep.config.batch import ScoreConfig
 from lockstep.config.load import to_values
 from lockstep.config.model import ModelConfig
@@ -86,12 +93,7 @@ def parse(argv: Sequence[str]) -> Command:
                     code="missing-setting",
                     setting=f"--{name}",
                 )
-        if values["data"].resolve() == values["out"].resolve():
-            raise ConfigError(
-                f"--out {values['out']} is the file of --data; write to another file",
-                code="contradiction",
-                setting="--out",
-            )
+        check_other_file(values["out"], values["data"])
     check_writable(values["json"])
     return Command(config=config, **values)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.cli import arguments
 from lockstep.cli.arguments import Flags, positive
+from lockstep.cli.batch_common import check_other_file
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import check_writable, json_lines, write_atomic, write_json
 from lockstep.observe.text import echo
@@ -38,12 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
     check_out(args.out)
     check_writable(args.json)
-    if args.out.resolve() == args.data.resolve():
-        raise ConfigError(
-            f"--out {args.out} is the file of --data; write to another file",
-            code="contradiction",
-            setting="--out",
-        )
+    check_other_file(args.out, args.data)
     if args.out.exists() and not args.overwrite:
         raise ConfigError(
             f"--out {str(args.out)!r} exists; choose another file, or give --overwrite",

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 
 from lockstep.cli import arguments as values
 from lockstep.errors import ConfigError
-from lockstep.observe.files import check_writable
+from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.ledger import check_ledger
 from lockstep.observe.text import echo
 from lockstep.ranks.watched_run import look
@@ -51,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
     for line in texts:
         echo(line)
     if arguments.json is not None:
-        text = json.dumps(values_of, indent=2)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        write_json(arguments.json, values_of)
     return 0 if good else 1
 
 

@@ -11,7 +11,6 @@ With all seven axes the question is about one combination: exit status 1 when it
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.cli import arguments as values
 from lockstep.config.support import AXES, BATCH_INVARIANT, lookup, support_rows
 from lockstep.errors import ConfigError, unknown_name
-from lockstep.observe.files import check_writable
+from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
 STATUSES = ("supported", "untested", "unsupported")
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     for row in invariant:
         echo(describe(row | {"note": f"only with train.batch_invariant = true: {row['note']}"}))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, result)
     echo(verdict)
     return status
 

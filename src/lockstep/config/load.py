@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.base import Config
+from lockstep.config.base import Config, Record
 from lockstep.config.ppo import PPORun
 from lockstep.config.problems import DEPTH, explain, model_of, refusal, unknown_keys, unusable
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, RunConfig, SFTRun
@@ -26,7 +26,7 @@ from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import check_inside, path_problem, read_plain
 from lockstep.observe.text import printable
 
-AnyConfig = TypeVar("AnyConfig", bound=Config)
+AnyConfig = TypeVar("AnyConfig", bound=Record)
 
 RUN_KINDS: dict[str, type[RunConfig]] = {
     "grpo": GRPORun,

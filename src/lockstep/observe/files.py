@@ -9,7 +9,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -299,7 +299,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any] | Sequence[Any]) -> None:
     """Write a value as indented JSON, atomically, with `jsonable` values."""
     write_atomic(path, json.dumps(jsonable(value), indent=2, allow_nan=False) + "\n")
 
