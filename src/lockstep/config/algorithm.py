@@ -374,22 +374,10 @@ class DPOConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> DPOConfig:
-        if self.label_smoothing and self.name not in ("dpo", "robust_dpo"):
-            raise ConfigError(
-                f"label_smoothing = {self.label_smoothing} has no effect with name = {self.name!r}; leave it "
-                "out",
-                code="no-effect",
-                setting="label_smoothing",
-            )
-        if self.margin is not None and self.name != "simpo":
-            raise ConfigError(
-                f"margin = {self.margin} has no effect with name = {self.name!r}; leave it out",
-                code="no-effect",
-                setting="margin",
-            )
-        for option in ("desirable_weight", "undesirable_weight"):
+        for option in ("label_smoothing", "margin", "desirable_weight", "undesirable_weight"):
             value = getattr(self, option)
-            if value is not None and self.name != "kto":
+            given = value is not None and (value or option != "label_smoothing")  # 0 smooths nothing
+            if given and option not in PREFERENCES[self.name]:
                 raise ConfigError(
                     f"{option} = {value} has no effect with name = {self.name!r}; leave it out",
                     code="no-effect",

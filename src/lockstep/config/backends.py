@@ -198,25 +198,28 @@ def shared_refusal(train: TrainConfig, *, lora_dropout: float) -> str | None:
 
 
 def _check_ring(train: TrainConfig) -> None:
-    ring = f"train.ring = {train.ring}"
-    if train.layout not in ("auto", "packed"):
-        raise ConfigError(
-            f"{ring} shards packs, and train.layout = {train.layout!r} has none; set train.layout = "
-            "'packed', or train.ring = 1",
-            code="unsupported-combination",
-            setting="train.ring",
-        )
-    if train.execution not in ("eager", "auto"):
-        raise ConfigError(
-            f"{ring}: ring attention talks to other ranks inside of a layer, which compiled layers cannot; "
-            f"set train.execution = 'eager' instead of {train.execution!r}, or train.ring = 1",
-            code="unsupported-combination",
-            setting="train.ring",
-        )
-    if train.attention not in ("auto", "varlen", "sdpa"):
-        raise ConfigError(
-            f"{ring}: ring attention runs the kernels of 'varlen', not of train.attention = "
-            f"{train.attention!r}; set train.attention = 'varlen', or train.ring = 1",
-            code="unsupported-combination",
-            setting="train.ring",
-        )
+    refused = (
+        (
+            train.layout not in ("auto", "packed"),
+            f"it shards packs, and train.layout = {train.layout!r} has none",
+            "train.layout = 'packed'",
+        ),
+        (
+            train.execution not in ("eager", "auto"),
+            "ring attention talks to other ranks inside of a layer, which layers under train.execution = "
+            f"{train.execution!r} cannot",
+            "train.execution = 'eager'",
+        ),
+        (
+            train.attention not in ("auto", "varlen", "sdpa"),
+            f"ring attention runs the kernels of 'varlen', not of train.attention = {train.attention!r}",
+            "train.attention = 'varlen'",
+        ),
+    )
+    for applies, why, instead in refused:
+        if applies:
+            raise ConfigError(
+                f"train.ring = {train.ring}: {why}; set {instead}, or train.ring = 1",
+                code="unsupported-combination",
+                setting="train.ring",
+            )

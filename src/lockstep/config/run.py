@@ -509,9 +509,20 @@ class OfflineRun(RunConfig):
         algorithm: Config
 
     @property
+    def unit(self) -> int:
+        """Documents that are in one micro-batch together: of pairs both answers."""
+        return 1
+
+    @property
+    def sets(self) -> dict[str, DataConfig]:
+        """The documents of training, and of evaluations if there are any, by the name of their table."""
+        sets = {"data": self.data, "eval_data": self.eval_data}
+        return {name: data for name, data in sets.items() if data is not None}
+
+    @property
     def documents_per_update(self) -> int:
         """Documents of one optimizer step."""
-        return self.batch_size
+        return self.batch_size * self.unit
 
     @property
     def documents_setting(self) -> str:
@@ -520,8 +531,8 @@ class OfflineRun(RunConfig):
 
     @property
     def longest_unit(self) -> int:
-        """A document of training or evaluation."""
-        return max(data.max_length for data in (self.data, self.eval_data) if data is not None)
+        """The documents of a unit, in training or evaluation."""
+        return self.unit * max(data.max_length for data in self.sets.values())
 
     @model_validator(mode="after")
     def _check(self) -> OfflineRun:
@@ -543,26 +554,8 @@ class OfflineRun(RunConfig):
                     code="missing-setting",
                     setting="eval_data",
                 )
-        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
-            if data is not None and data.exclude is not None:
-                raise ConfigError(
-                    f"{name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such documents "
-                    f"from {name}.source",
-                    code="no-effect",
-                    setting=f"{name}.exclude",
-                )
-            if (
-                data is not None
-                and self.train.token_budget != "auto"
-                and data.max_length > token_slots(self.train)
-            ):
-                raise ConfigError(
-                    f"{name}.max_length = {data.max_length} does not fit one micro-batch of "
-                    f"train.token_budget = {self.train.token_budget}; raise train.token_budget or lower "
-                    f"{name}.max_length",
-                    code="contradiction",
-                    setting=f"{name}.max_length",
-                )
+        for name, data in self.sets.items():
+            self._check_set(name, data)
         if self.data.size is not None and self.data.size < self.batch_size:
             raise ConfigError(
                 f"data.size = {self.data.size} is below batch_size = {self.batch_size}; raise data.size "
@@ -571,6 +564,27 @@ class OfflineRun(RunConfig):
                 setting="data.size",
             )
         return self
+
+    def _check_set(self, name: str, data: DataConfig) -> None:
+        if data.exclude is not None:
+            raise ConfigError(
+                f"{name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such documents "
+                f"from {name}.source",
+                code="no-effect",
+                setting=f"{name}.exclude",
+            )
+        needed = self.unit * data.max_length
+        if self.train.token_budget != "auto" and needed > token_slots(self.train):
+            budget = f"train.token_budget = {self.train.token_budget}"
+            why = f" does not fit one micro-batch of {budget}"
+            if self.unit > 1:
+                why = f": both answers of a pair are in one micro-batch, and {budget} holds no two of them"
+            raise ConfigError(
+                f"{name}.max_length = {data.max_length}{why}; raise train.token_budget to {needed} or lower "
+                f"{name}.max_length",
+                code="contradiction",
+                setting=f"{name}.max_length",
+            )
 
 
 class SFTRun(OfflineRun):
@@ -585,35 +599,8 @@ class PairRun(OfflineRun):
 
     @property
     def unit(self) -> int:
-        """Documents that are in one micro-batch together: both answers of a pair."""
-        return 2
-
-    @property
-    def documents_per_update(self) -> int:
-        """Both answers of each pair."""
-        return self.batch_size * self.unit
-
-    @property
-    def longest_unit(self) -> int:
         """Both answers of a pair."""
-        return super().longest_unit * self.unit
-
-    @model_validator(mode="after")
-    def _check_pairs(self) -> PairRun:
-        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
-            if (
-                data is not None
-                and self.train.token_budget != "auto"
-                and self.unit * data.max_length > token_slots(self.train)
-            ):
-                raise ConfigError(
-                    f"{name}.max_length = {data.max_length}: both answers of a pair are in one micro-batch, "
-                    f"and train.token_budget = {self.train.token_budget} holds no two of them; raise "
-                    f"train.token_budget to {2 * data.max_length} or lower {name}.max_length",
-                    code="contradiction",
-                    setting=f"{name}.max_length",
-                )
-        return self
+        return 2
 
 
 class DPORun(PairRun):
