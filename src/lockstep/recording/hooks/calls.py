@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import RecordingError
+from lockstep.observe.tensor_file import DTYPES
 from lockstep.packing import pack
-from lockstep.recording.storage.files import DTYPES
 from lockstep.recording.storage.format import MAX_DOCUMENTS
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, TrainSample
 

@@ -25,13 +25,13 @@ from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError, RecordingError
 from lockstep.models import shapes
 from lockstep.models.load import model_folder, read_config
+from lockstep.observe.tensor_file import DTYPES
 from lockstep.observe.text import printable
 from lockstep.packing import pack
 from lockstep.recording.edit import whole_or_not
 from lockstep.recording.hooks.program import versions
 from lockstep.recording.importers.columns import IDS, DumpedInput, DumpReader, find_inputs
 from lockstep.recording.importers.unpickle import load_dump
-from lockstep.recording.storage.files import DTYPES
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicySample, TrainSample
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader

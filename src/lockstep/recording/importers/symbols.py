@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import RecordingError
+from lockstep.observe.tensor_file import DTYPES
 
 MAX_STEPS = 4_000_000
 """Instructions and values of one file; they take some hundred bytes each at most."""
@@ -84,32 +85,10 @@ class Opaque:
 
 # --- the table ----------------------------------------------------------------------------------------------
 
+_SHORT = ("half", "float", "double", "short", "int", "long")
 _DTYPES: dict[str, torch.dtype] = {
-    name: dtype
-    for name in [
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "half",
-        "float",
-        "double",
-        "short",
-        "int",
-        "long",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ]
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+    **{str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if not dtype.is_complex},
+    **{name: getattr(torch, name) for name in _SHORT},
 }
 _STORAGES: dict[str, torch.dtype] = {
     "FloatStorage": torch.float32,

@@ -32,31 +32,11 @@ from lockstep.observe.files import (
     sync_folder,
     write_atomic,
 )
+from lockstep.observe.tensor_file import DTYPES, NAMES, file_head, tensor_bytes
 
 _CHUNK = 2**20
 _ZEROS = "0" * 64
 _HEX = re.compile(r"[0-9a-f]{64}")
-
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""Name in a safetensors header -> torch's dtype."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,20 +226,12 @@ def dtype_name(tensor: Tensor | np.ndarray[Any, Any]) -> str:
     """
     if isinstance(tensor, np.ndarray):
         return {"u": "U", "i": "I", "f": "F"}[tensor.dtype.kind] + str(8 * tensor.dtype.itemsize)
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in NAMES:
         raise RecordingError(
             f"a tensor of dtype {tensor.dtype} cannot be recorded; known: {', '.join(DTYPES)}",
             code="wrong-type",
         )
-    return _NAMES[tensor.dtype]
-
-
-def tensor_bytes(tensor: Tensor | np.ndarray[Any, Any]) -> memoryview:
-    """Its bytes in row-major order, without a copy where that is possible."""
-    if isinstance(tensor, Tensor):
-        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    flat: Any = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-    return memoryview(flat)
+    return NAMES[tensor.dtype]
 
 
 def write_tensors(
@@ -278,23 +250,15 @@ def write_tensors(
     Raises:
         RecordingError: a header that could not be read again, or no room on the disk.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset, parts = 0, []
     # Wide ones first, so that every tensor is aligned for whoever maps the file.
-    for name in sorted(tensors, key=lambda n: (-tensors[n].dtype.itemsize, n)):
-        data = tensor_bytes(tensors[name])
-        header[name] = {
-            "dtype": dtype_name(tensors[name]),
-            "shape": list(tensors[name].shape),
-            "data_offsets": [offset, offset + data.nbytes],
-        }
-        offset += data.nbytes
-        parts.append(data)
-    raw = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-    raw += b" " * (-len(raw) % 8)
-    check_json_size(raw, path)
-    _replace(path, [len(raw).to_bytes(8, "little"), raw, *parts], sync=sync)
-    return 8 + len(raw) + offset
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    head = file_head(
+        {name: (dtype_name(tensors[name]), tuple(tensors[name].shape)) for name in names}, metadata
+    )
+    check_json_size(head[8:], path)
+    parts = [tensor_bytes(tensors[name]) for name in names]
+    _replace(path, [head, *parts], sync=sync)
+    return len(head) + sum(part.nbytes for part in parts)
 
 
 def _replace(path: Path, parts: Sequence[bytes | memoryview], *, sync: bool) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lockstep.errors import RecordingError
 from lockstep.observe.files import open_plain
+from lockstep.observe.tensor_file import DTYPES
 from lockstep.observe.text import printable
-from lockstep.recording.storage.files import DTYPES, TensorFile, write_tensors
+from lockstep.recording.storage.files import TensorFile, write_tensors
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.schema.recording import InputMeta
 

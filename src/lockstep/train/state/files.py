@@ -7,7 +7,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -22,24 +21,13 @@ from torch import Tensor
 from lockstep.errors import CheckpointError
 from lockstep.observe import files
 from lockstep.observe.files import check_inside, file_errors
+from lockstep.observe.tensor_file import NAMES, file_head, tensor_bytes
 from lockstep.observe.text import printable
 
 # A part is written while a thread hashes it: large enough that handing it over costs nothing beside that.
 _CHUNK = 1 << 24
 _MAX_JSON = 1 << 26
 """Bytes; state.json names each tensor of the model and the optimizer."""
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,23 +56,9 @@ class TensorFile:
         in_memory: bool = False,
     ) -> None:
         self._left = dict(tensors)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, (shape, dtype) in tensors.items():
-            size = math.prod(shape) * dtype.itemsize
-            header[name] = {
-                "dtype": DTYPES[dtype],
-                "shape": list(shape),
-                "data_offsets": [offset, offset + size],
-            }
-            offset += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        # So that the data begin at a multiple of 8 bytes, as safetensors itself writes them, and can be
-        # mapped.
-        text += b" " * (-len(text) % 8)
+        head = file_head({name: (NAMES[t], shape) for name, (shape, t) in tensors.items()}, {"format": "pt"})
         self._file = _HashingFile(path, in_memory=in_memory).__enter__()
-        self._file.write(len(text).to_bytes(8, "little"))
-        self._file.write(text)
+        self._file.write(head)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor."""
@@ -92,7 +66,7 @@ class TensorFile:
         assert (tuple(tensor.shape), tensor.dtype) == self._left.pop(name), (
             f"{name} is not what was announced"
         )
-        self._file.write(_bytes_of(tensor))
+        self._file.write(tensor_bytes(tensor))
 
     def close(self) -> FileRecord:
         """Finish the file after the last tensor; returns its record."""
@@ -124,11 +98,6 @@ def write_json(path: Path, value: Any, *, in_memory: bool = False) -> FileRecord
     with _HashingFile(path, in_memory=in_memory) as file:
         file.write((json.dumps(value, indent=1) + "\n").encode())
     return file.record()
-
-
-def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the data, without the header."""
-    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def read_json(path: Path) -> Any:
@@ -260,8 +229,3 @@ class _HashingFile:
 
     def record(self) -> FileRecord:
         return FileRecord(bytes=self._bytes, sha256="" if self._in_memory else self._hash.hexdigest())
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return array.data

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.train.state.files import DTYPES, FileRecord, check_record, is_count, read_json, read_record
+from lockstep.observe.tensor_file import DTYPES, NAMES
+from lockstep.train.state.files import FileRecord, check_record, is_count, read_json, read_record
 from lockstep.train.state.parts import MASTER, MODEL, TensorMeta
 
 FORMAT = "lockstep-train-state"
@@ -23,8 +24,9 @@ VERSION = 2
 STATE = "state.json"
 _V1_FILES = {"model.safetensors", "optimizer.safetensors", "rng.safetensors"}
 _FILE = re.compile(r"(model|optimizer|rng)(-\d{5,}-of-\d{5,})?\.safetensors")
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_RANKS = 1 << 20
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
+"""Of tensors that a train state may have."""
 
 
 def rank_file(stem: str, suffix: str, *, rank: int, size: int) -> str:
@@ -204,7 +206,7 @@ class StoredTensors:
             for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
                 part = opened.get_slice(key)
                 dtype, shape = str(part.get_dtype()), tuple(part.get_shape())
-                if dtype not in _TORCH_DTYPES:
+                if dtype not in _DTYPES:
                     raise CheckpointError(
                         f"{path}: tensor {key!r} is {dtype}, which no train state has",
                         code="wrong-type",
@@ -217,7 +219,7 @@ class StoredTensors:
                         code="duplicate",
                         name=key,
                     )
-                self.stored[name] = Stored(file, key, shape, _TORCH_DTYPES[dtype])
+                self.stored[name] = Stored(file, key, shape, DTYPES[dtype])
         except (SafetensorError, OSError) as error:
             self._files.close()
             raise CheckpointError(
@@ -309,8 +311,8 @@ class StoredTensors:
         if source.shape == meta.shape and (source.dtype == meta.dtype or converted):
             return
         raise CheckpointError(
-            f"{self.index.directory / source.file}: tensor {source.key!r} is {DTYPES[source.dtype]} "
-            f"{list(source.shape)}, the run has {DTYPES[meta.dtype]} {list(meta.shape)}",
+            f"{self.index.directory / source.file}: tensor {source.key!r} is {NAMES[source.dtype]} "
+            f"{list(source.shape)}, the run has {NAMES[meta.dtype]} {list(meta.shape)}",
             code="wrong-shape",
             name=source.key,
             path=source.file,
