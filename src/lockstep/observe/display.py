@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from lockstep.observe.text import echo
 
@@ -65,14 +65,6 @@ class Status:
         return recent[len(recent) // 2] * (self.total_steps - self.step)
 
 
-class _View(Protocol):
-    def start(self) -> None: ...
-    def tick(self) -> None: ...
-    def line(self, text: str) -> None: ...
-    def step(self, text: str) -> None: ...
-    def stop(self) -> None: ...
-
-
 class Display:
     """A context manager around a run. Errors pass through it; leaving restores the terminal, also on Ctrl-C.
 
@@ -99,7 +91,7 @@ class Display:
         views: dict[str, Callable[[], _View]] = {
             "live": lambda: _LiveView(self.status, out),
             "plain": lambda: _PlainView(self.status, out),
-            "off": _NoView,
+            "off": _View,
         }
         self._view = views[mode]()
         self.log: RunLog | None = None
@@ -193,7 +185,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-class _NoView:
+class _View:
+    """Shows nothing."""
+
     def start(self) -> None: ...
     def tick(self) -> None: ...
     def line(self, text: str) -> None: ...
@@ -201,7 +195,7 @@ class _NoView:
     def stop(self) -> None: ...
 
 
-class _PlainView:
+class _PlainView(_View):
     """Whole lines only: for log files, pipes and CI."""
 
     def __init__(self, status: Status, stream: TextIO) -> None:
@@ -209,8 +203,6 @@ class _PlainView:
         self._stream = stream
         self._reported = 0.0
         self._lock = threading.Lock()
-
-    def start(self) -> None: ...
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -228,10 +220,8 @@ class _PlainView:
     def step(self, text: str) -> None:
         self.line(text)
 
-    def stop(self) -> None: ...
 
-
-class _LiveView:
+class _LiveView(_View):
     """Redrawn in place with rich; what is printed meanwhile appears above."""
 
     def __init__(self, status: Status, stream: TextIO) -> None:
