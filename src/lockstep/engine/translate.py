@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.config.engine import EngineConfig
@@ -85,28 +85,31 @@ def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> list[int
     return list(dict.fromkeys((*params.stop_token_ids, *eos)))
 
 
-def refuse(engine: str, field: str, value: object, why: str, instead: str, *, rule: str = "") -> EngineError:
-    """The error for a sampling field that `engine` cannot honour; rule: what it goes against, where several
-    rules are about one field."""
-    return EngineError(
-        f"engine {engine} cannot honour sampling.{field} = {value!r}: {why}; {instead}",
-        code="unsupported-sampling",
-        setting=f"sampling.{field}",
-        value=value,
-        rule=rule,
-    )
+def refusals(engine: str, params: SamplingParams) -> Callable[..., EngineError]:
+    """Return what makes the error for a field of `params` that `engine` cannot honour: of its name, why, what
+    to do instead, and `rule`: what it goes against, where several rules are about one field."""
+
+    def refuse(field: str, why: str, instead: str, *, rule: str = "") -> EngineError:
+        value = getattr(params, field)
+        return EngineError(
+            f"engine {engine} cannot honour sampling.{field} = {value!r}: {why}; {instead}",
+            code="unsupported-sampling",
+            setting=f"sampling.{field}",
+            value=value,
+            rule=rule,
+        )
+
+    return refuse
 
 
 def check_common(engine: str, params: SamplingParams) -> None:
     """Raises EngineError for values that vLLM and SGLang alike refuse or change."""
+    refuse = refusals(engine, params)
     for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(params, name)
-        if not -2.0 <= value <= 2.0:
-            raise refuse(engine, name, value, "its range is [-2, 2]", f"set {name} within it", rule="range")
+        if not -2.0 <= getattr(params, name) <= 2.0:
+            raise refuse(name, "its range is [-2, 2]", f"set {name} within it", rule="range")
     if params.logprob_kind != "temperature_scaled":
-        raise refuse(
-            engine, "logprob_kind", params.logprob_kind, "only one kind is known", "set 'temperature_scaled'"
-        )
+        raise refuse("logprob_kind", "only one kind is known", "set 'temperature_scaled'")
 
 
 def penalties_of(params: SamplingParams) -> list[str]:

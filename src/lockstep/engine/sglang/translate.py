@@ -12,7 +12,7 @@ from lockstep.engine.translate import (
     command_flags,
     memory_fraction,
     penalties_of,
-    refuse,
+    refusals,
     stop_ids,
 )
 from lockstep.errors import ConfigError
@@ -184,37 +184,30 @@ def sglang_sampling(
 
 def _check(params: SamplingParams, *, seeded: bool) -> None:
     check_common(ENGINE, params)
+    refuse = refusals(ENGINE, params)
     if 0.0 < params.temperature < LOWEST_TEMPERATURE:
-        raise refuse(
-            ENGINE, "temperature", params.temperature, "it would be greedy", "set 0, or a higher temperature"
-        )
+        raise refuse("temperature", "it would be greedy", "set 0, or a higher temperature")
     for name in penalties_of(params):
         why = "its logprobs come after penalties"
         if name == "repetition_penalty":
             why += ", and it counts the completion's tokens without the prompt's"
-        raise refuse(ENGINE, name, getattr(params, name), why, "turn it off")
+        raise refuse(name, why, "turn it off")
     if params.min_tokens:
         raise refuse(
-            ENGINE,
             "min_tokens",
-            params.min_tokens,
             "without a tokenizer it has no such thing, and with one its logprobs come after stop ids were "
             "suppressed",
             "set it to 0",
         )
     if params.min_p and seeded and params.temperature:
         raise refuse(
-            ENGINE,
             "min_p",
-            params.min_p,
             "with seeds its scheduler stops at an assertion and takes the server with it",
             "set min_p = 0, or engine.unseeded = true without engine.batch_invariant",
         )
     if params.ignore_eos and params.stop_token_ids:
         raise refuse(
-            ENGINE,
             "ignore_eos",
-            True,
             f"it then ignores stop_token_ids = {list(params.stop_token_ids)} as well",
             "set ignore_eos = false, or leave stop_token_ids out",
         )

@@ -13,7 +13,7 @@ from lockstep.engine.translate import (
     command_flags,
     memory_fraction,
     penalties_of,
-    refuse,
+    refusals,
     stop_ids,
     truncations_of,
 )
@@ -187,34 +187,27 @@ def vllm_sampling(
 
 def _check(params: SamplingParams, *, eos_token_ids: tuple[int, ...], logprobs_mode: LogprobsMode) -> None:
     check_common(ENGINE, params)
+    refuse = refusals(ENGINE, params)
     temperature = params.temperature
     if 0.0 < temperature < LOWEST_TEMPERATURE:
         raise refuse(
-            ENGINE,
             "temperature",
-            temperature,
             f"it would sample at {LOWEST_TEMPERATURE} instead",
             f"set 0 (greedy) or at least {LOWEST_TEMPERATURE}",
             rule="lowest",
         )
     if temperature > HIGHEST_TEMPERATURE:
-        raise refuse(
-            ENGINE, "temperature", temperature, "its limit is 2", "set it to at most 2", rule="highest"
-        )
+        raise refuse("temperature", "its limit is 2", "set it to at most 2", rule="highest")
     if params.min_tokens and params.stop:
         raise refuse(
-            ENGINE,
             "min_tokens",
-            params.min_tokens,
             f"it looks for stop strings ({list(params.stop)!r}) one token later than other engines",
             "set min_tokens = 0, or stop_token_ids instead of stop",
             rule="stop",
         )
     if params.min_tokens and params.ignore_eos and eos_token_ids:
         raise refuse(
-            ENGINE,
             "min_tokens",
-            params.min_tokens,
             "before min_tokens it suppresses the end-of-sequence ids even with ignore_eos = true",
             "set min_tokens = 0",
             rule="ignore_eos",
@@ -222,9 +215,7 @@ def _check(params: SamplingParams, *, eos_token_ids: tuple[int, ...], logprobs_m
     if logprobs_mode == "raw_logprobs":
         if temperature not in (0.0, 1.0):
             raise refuse(
-                ENGINE,
                 "temperature",
-                temperature,
                 "it was started for temperatures 0 and 1, whose logprobs it takes before temperature",
                 "name every temperature when the engine is made (EngineSpec.temperatures)",
                 rule="temperatures",
@@ -232,9 +223,7 @@ def _check(params: SamplingParams, *, eos_token_ids: tuple[int, ...], logprobs_m
         return
     for name in (*truncations_of(params), *penalties_of(params), *(["min_tokens"] * (params.min_tokens > 0))):
         raise refuse(
-            ENGINE,
             name,
-            getattr(params, name),
             "with temperatures besides 0 and 1 its logprobs come after truncation and penalties, and would "
             "be renormalised",
             "turn it off, or use temperatures 0 and 1 only (in evaluation too)",
