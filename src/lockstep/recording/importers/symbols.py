@@ -24,6 +24,11 @@ _SPARE_BYTES = 64 * 2**20
 _MAX_DIMS = 16
 
 
+def damaged(where: str, what: str, **fields: Any) -> RecordingError:
+    """The error of a file that was cut short or changed on its way."""
+    return RecordingError(f"{where}: damaged: {what}", code="damaged-file", **fields)
+
+
 @dataclass(kw_only=True, slots=True)
 class Budget:
     """What a file, with all that is nested in it, may still cost."""
@@ -172,12 +177,8 @@ class Storage:
     def fill(self, data: bytes, budget: Budget) -> None:
         """Raises RecordingError: not the declared size."""
         if len(data) != self.size_bytes:
-            raise RecordingError(
-                f"{budget.where}: damaged: {len(data)} bytes of tensor data where {self.count} of "
-                f"{self.dtype} are declared",
-                code="damaged-file",
-                name="tensor data",
-            )
+            what = f"{len(data)} bytes of tensor data where {self.count} of {self.dtype} are declared"
+            raise damaged(budget.where, what, name="tensor data")
         budget.charge(len(data))
         self.raw.append(bytearray(data))
 
@@ -209,11 +210,9 @@ class LazyTensor:
         item, elements = self.dtype.itemsize, prod(self.size)
         reach = self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True)) + 1
         if elements and reach > len(raw) // item:
-            raise RecordingError(
-                f"{budget.where}: damaged: a tensor {list(self.size)[:8]} with strides "
-                f"{list(self.stride)[:8]} reaches out of its {len(raw)} bytes",
-                code="damaged-file",
-                name="strides",
+            shape = f"{list(self.size)[:8]} with strides {list(self.stride)[:8]}"
+            raise damaged(
+                budget.where, f"a tensor {shape} reaches out of its {len(raw)} bytes", name="strides"
             )
         budget.charge(elements * item)
         if not elements:
@@ -281,12 +280,8 @@ class LazyArray:
             return self.built
         size = prod(self.shape) * dtype.itemsize
         if size != len(self.raw):
-            raise RecordingError(
-                f"{budget.where}: damaged: a numpy array {list(self.shape)[:8]} of {dtype} has "
-                f"{len(self.raw)} bytes",
-                code="damaged-file",
-                name="numpy array",
-            )
+            what = f"a numpy array {list(self.shape)[:8]} of {dtype} has {len(self.raw)} bytes"
+            raise damaged(budget.where, what, name="numpy array")
         budget.charge(2 * size)
         plain = np.frombuffer(self.raw, np.uint8 if dtype.kind == "b" else dtype)
         plain = plain != 0 if dtype.kind == "b" else plain.astype(dtype.newbyteorder("="))

@@ -33,6 +33,7 @@ from lockstep.recording.importers.symbols import (
     StorageKind,
     Symbol,
     call,
+    damaged,
     symbol,
 )
 
@@ -77,9 +78,7 @@ def load_dump(path: Path) -> Dump:
     except RecordingError:
         raise
     except (*_DAMAGE, RuntimeError) as error:
-        raise RecordingError(
-            f"{where}: damaged: a tensor cannot be rebuilt ({error})", code="damaged-file"
-        ) from error
+        raise damaged(where, f"a tensor cannot be rebuilt ({error})") from error
 
 
 def _load(data: bytes, where: str, budget: Budget, *, level: int) -> tuple[Any, str]:
@@ -105,11 +104,8 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
     entries = _zip_entries(data, where)
     programs = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(programs) != 1:
-        raise RecordingError(
-            f"{where}: a zip file with {len(programs)} entries data.pkl; torch.save writes one",
-            code="damaged-file",
-            name="data.pkl",
-        )
+        what = f"a zip file with {len(programs)} entries data.pkl; torch.save writes one"
+        raise damaged(where, what, name="data.pkl")
     root = programs[0].removesuffix("data.pkl")
     if entries.get(f"{root}byteorder", b"little") != b"little":
         raise RecordingError(
@@ -123,9 +119,7 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
         if key not in known:
             raw = entries.get(f"{root}data/{key}")
             if raw is None:
-                raise RecordingError(
-                    f"{where}: the archive lacks the tensor data {key[:60]!r}", code="damaged-file", name=key
-                )
+                raise damaged(where, f"the archive lacks the tensor data {key[:60]!r}", name=key)
             known[key] = Storage(kind.dtype, count)
             known[key].fill(raw, budget)
         return known[key].viewed(kind.dtype, count)
@@ -164,9 +158,7 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
     except RecordingError:
         raise  # a ValueError, but no damage
     except _ZIP_DAMAGE as error:
-        raise RecordingError(
-            f"{where}: the archive is damaged ({error}); copy the file again", code="damaged-file"
-        ) from error
+        raise damaged(where, f"{error}; copy the file again") from error
     return members
 
 
@@ -188,16 +180,12 @@ def _load_legacy(file: io.BytesIO, where: str, budget: Budget, *, level: int) ->
             code="unsupported-version",
         )
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(waiting):
-        raise RecordingError(
-            f"{where}: damaged: its list of tensor data is not that of its tensors", code="damaged-file"
-        )
+        raise damaged(where, "its list of tensor data is not that of its tensors")
     for key in keys:
         count = int.from_bytes(file.read(8), "little", signed=True)
         raw = file.read(waiting[key].size_bytes)
         if count != waiting[key].count or len(raw) != waiting[key].size_bytes:
-            raise RecordingError(
-                f"{where}: damaged: the tensor data {key[:60]!r} is cut short", code="damaged-file"
-            )
+            raise damaged(where, f"the tensor data {key[:60]!r} is cut short")
         waiting[key].fill(raw, budget)
     return value
 
@@ -269,18 +257,12 @@ class _Machine:
         except RecordingError:
             raise
         except _DAMAGE as error:
-            raise RecordingError(
-                f"{self.where}: no pickle, or a damaged one: {name} before byte {self.file.tell()} "
-                f"({type(error).__name__}: {str(error)[:100]}); copy the file again",
-                code="damaged-file",
-            ) from error
+            cause = f"{type(error).__name__}: {str(error)[:100]}"
+            what = f"or no pickle: {name} before byte {self.file.tell()} ({cause}); copy the file again"
+            raise damaged(self.where, what) from error
 
     def _bad(self, what: str) -> NoReturn:
-        raise RecordingError(
-            f"{self.where}: no pickle, or a damaged one: {what} before byte {self.file.tell()}",
-            code="damaged-file",
-            reason=what,
-        )
+        raise damaged(self.where, f"or no pickle: {what} before byte {self.file.tell()}", reason=what)
 
     def _refuse(self, name: str) -> NoReturn:
         what = _REFUSED.get(name, _OLD)
