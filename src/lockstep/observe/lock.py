@@ -11,7 +11,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +21,22 @@ from lockstep.observe.files import file_errors, parse_json
 _MAX_BYTES = 4096
 _FLOCK_SECONDS = 10.0
 """The flock is held for a read and a write of a hundred bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """Who says in a lock file that it writes the run."""
+
+    pid: int
+    started: str | None
+    """See `process_start`."""
+    host: str
+
+    def alive(self, *, elsewhere: bool = True) -> bool:
+        """Return whether the process is there. elsewhere: the answer for one of another host."""
+        if self.host != socket.gethostname():
+            return elsewhere
+        return process_start(self.pid) == self.started
 
 
 class RunLock:
@@ -38,27 +54,23 @@ class RunLock:
 
     def __init__(self, path: Path, *, restarted: bool = False) -> None:
         self.path = path
-        self._me: dict[str, Any] = {
-            "pid": os.getpid(),
-            "started": process_start(os.getpid()),
-            "host": socket.gethostname(),
-        }
+        pid = os.getpid()
+        self._me = Owner(pid=pid, started=process_start(pid), host=socket.gethostname())
         # flock makes read-then-write one step. The content is the lock: a flock would live on in a child that
         # a killed run has forked.
         with _locked(path) as file:
             owner = _parse(file.read(_MAX_BYTES))
-            alive = owner is not None and _alive(owner, self._me["host"], elsewhere=not restarted)
-            if owner is not None and owner != self._me and alive:
+            if owner is not None and owner != self._me and owner.alive(elsewhere=not restarted):
                 raise ConfigError(
-                    f"{str(path.parent)!r} is being written by process {owner['pid']} on host "
-                    f"{owner['host']!r}; wait for it, use another --run-dir, or, if it is surely gone, "
+                    f"{str(path.parent)!r} is being written by process {owner.pid} on host "
+                    f"{owner.host!r}; wait for it, use another --run-dir, or, if it is surely gone, "
                     f"delete {str(path)!r}",
                     code="locked",
-                    pid=owner["pid"],
-                    host=owner["host"],
+                    pid=owner.pid,
+                    host=owner.host,
                 )
             with file_errors(path, TrainError, "write", advice="free some space and try again"):
-                self._write(file, json.dumps(self._me))
+                self._write(file, json.dumps(asdict(self._me)))
 
     def release(self) -> None:
         """Release the lock. Safe to call twice, and after another process took over."""
@@ -77,26 +89,12 @@ class RunLock:
         file.truncate(len(data))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Owner:
-    """Who says in a lock file that it writes the run."""
-
-    pid: int
-    started: str | None
-    host: str
-
-    def alive(self) -> bool:
-        """Return whether the process is there; that of another machine counts as alive."""
-        return _alive({"pid": self.pid, "started": self.started, "host": self.host}, socket.gethostname())
-
-
 def read_owner(path: Path) -> Owner | None:
     """Return the owner in a lock file; None: there is no such file, or the lock is free."""
     try:
-        owner = _parse(path.read_bytes()[:_MAX_BYTES])
+        return _parse(path.read_bytes()[:_MAX_BYTES])
     except FileNotFoundError:
         return None
-    return None if owner is None else Owner(**{name: owner[name] for name in ("pid", "started", "host")})
 
 
 @contextlib.contextmanager
@@ -144,17 +142,13 @@ def process_start(pid: int) -> str | None:
     return listing.stdout.strip() or None
 
 
-def _parse(raw: bytes) -> dict[str, Any] | None:
+def _parse(raw: bytes) -> Owner | None:
     """The owner in a lock file; None when it is free, or truncated by a crash in the middle of a write."""
     try:
         owner = parse_json(raw, "lock", ConfigError)
     except ConfigError:
         return None
-    kinds = {"pid": int, "started": (str, type(None)), "host": str}
-    whole = isinstance(owner, dict) and all(isinstance(owner.get(n, ...), k) for n, k in kinds.items())  # type: ignore[arg-type]
-    return owner if whole else None
-
-
-def _alive(owner: dict[str, Any], host: str, *, elsewhere: bool = True) -> bool:
-    """elsewhere: the answer for a process of another host."""
-    return elsewhere if owner["host"] != host else process_start(owner["pid"]) == owner["started"]
+    kinds: dict[str, Any] = {"pid": int, "started": (str, type(None)), "host": str}
+    if not isinstance(owner, dict) or not all(isinstance(owner.get(n, ...), k) for n, k in kinds.items()):
+        return None
+    return Owner(**{name: owner[name] for name in kinds})

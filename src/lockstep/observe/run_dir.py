@@ -256,15 +256,14 @@ class RunDir:
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         """Write all rollouts of one step, atomically."""
-        path = self.rollouts / f"step-{step:06d}.jsonl"
-        with self.writing(path):
-            write_atomic(path, json_lines(rows))
-        return path
+        return self._write_rows(self.rollouts / f"step-{step:06d}.jsonl", rows)
 
     def write_evaluation(self, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
         """Write all rollouts of one evaluation. `name`: before, after, or step-000012 for one after 12
         steps."""
-        path = self.rollouts / f"evaluation-{name}.jsonl"
+        return self._write_rows(self.rollouts / f"evaluation-{name}.jsonl", rows)
+
+    def _write_rows(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
         with self.writing(path):
             write_atomic(path, json_lines(rows))
         return path
@@ -338,13 +337,9 @@ class FollowedRunDir(RunDir):
     def update_manifest(self, values: Mapping[str, Any]) -> None:
         """Nothing."""
 
-    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """Nothing is written; the path that it would have."""
-        return self.rollouts / f"step-{step:06d}.jsonl"
-
-    def write_evaluation(self, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """Nothing is written; the path that it would have."""
-        return self.rollouts / f"evaluation-{name}.jsonl"
+    def _write_rows(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Nothing is written."""
+        return path
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Nothing."""

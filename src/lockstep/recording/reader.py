@@ -49,7 +49,7 @@ class Recording:
         self.ranks = tuple(ranks)
         self.closed = all(files.index.closed for files in ranks.values())
         """False: the run still records, or ended in the middle."""
-        self.header: RecordingHeader = _header_of(root)
+        self.header: RecordingHeader = root.header()
         inputs = [pair for files in ranks.values() for pair in files.inputs()]
         inputs.sort(key=lambda pair: pair[0].entries[pair[1]].key())
         self._inputs: tuple[tuple[Shard, int], ...] = tuple(inputs)
@@ -158,10 +158,6 @@ def read_root(root: Path) -> RootEntry:
             name="ranks",
         )
     return entry
-
-
-def _header_of(root: RootEntry) -> RecordingHeader:
-    return RecordingHeader(**{name: getattr(root, name) for name in HeaderEntry.model_fields})
 
 
 def _notes(recorded: RecordedInput) -> tuple[str, ...]:
