@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,24 @@ def _has_weights(folder: Path) -> bool:
         return (folder / WEIGHTS).is_file()
     names = _weight_map(folder / INDEX).values()
     return any(Path(name).name != name or (folder / name).is_file() for name in names)
+
+
+def check_fit(what: str, **misfits: Iterable[Any]) -> None:
+    """Raise if weights of a module and of its files do not fit together.
+
+    Args:
+        what: the model, for the message.
+        misfits: names, or what is said of each, as transformers calls them: missing_keys, mismatched_keys.
+
+    Raises:
+        ModelError: the first of each.
+    """
+    wrong = {kind: found for kind, names in misfits.items() if (found := sorted(names))}
+    if wrong:
+        listed = "; ".join(f"{kind} {found[:5]} ({len(found)} in all)" for kind, found in wrong.items())
+        raise ModelError(
+            f"{what}: the weight files do not fit the config: {listed}", code="wrong-shape", **wrong
+        )
 
 
 def check_total(folder: Path, module: nn.Module, *, name: str) -> None:

@@ -23,6 +23,7 @@ from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import (
     READ,
+    check_fit,
     check_folder,
     check_score,
     check_sizes,
@@ -397,18 +398,8 @@ def _read_module(
     module: nn.Module = loaded[0]
     info: dict[str, Any] = loaded[1]
     fresh, unused = ({SCORE_WEIGHT}, {"lm_head.weight"}) if head == "scalar" else (set(), set())
-    wrong: dict[str, Any] = {
-        k: sorted(left)
-        for k in ("missing_keys", "mismatched_keys")
-        if (left := set(info[k]) - (fresh if k == "missing_keys" else set()))
-    }
-    if wrong:
-        raise ModelError(
-            f"model.name = {config.name!r}: the weight files do not fit the config: "
-            + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items()),
-            code="wrong-shape",
-            **wrong,
-        )
+    missing = set(info["missing_keys"]) - fresh
+    check_fit(f"model.name = {config.name!r}", missing_keys=missing, mismatched_keys=info["mismatched_keys"])
     if (more := set(info["unexpected_keys"]) - unused) and config.num_layers is None:
         log.warning("%s: weights that the architecture does not use: %s", folder, sorted(more)[:5])
     return module

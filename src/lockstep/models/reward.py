@@ -34,7 +34,7 @@ from lockstep.errors import DataError, ModelError
 from lockstep.models.architectures import check_rope
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.folder import INDEX, WEIGHTS, check_total
+from lockstep.models.folder import INDEX, WEIGHTS, check_fit, check_total
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.quiet import quiet_transformers
 from lockstep.models.rest import Rest
@@ -236,13 +236,8 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
             name=name,
         ) from error
     info: dict[str, Any] = loaded[1]
-    wrong = {k: sorted(map(str, info[k])) for k in ("missing_keys", "mismatched_keys") if info[k]}
-    if wrong:
-        raise ModelError(
-            f"reward model {name!r}: the weight files do not fit the config: "
-            + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items()),
-            code="wrong-shape",
-        )
+    missing, mismatched = info["missing_keys"], info["mismatched_keys"]
+    check_fit(f"reward model {name!r}", missing_keys=missing, mismatched_keys=mismatched)
     module: PreTrainedModel = loaded[0]
     return module
 

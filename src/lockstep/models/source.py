@@ -26,7 +26,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import shapes
 from lockstep.models.causal_lm import causal_lm, hf_config
-from lockstep.models.folder import tensor_files, weight_errors
+from lockstep.models.folder import check_fit, tensor_files, weight_errors
 from lockstep.models.scalar import SCORE_WEIGHT, HeadKind, auto_class, scalar_head
 
 log = logging.getLogger(__name__)
@@ -239,14 +239,7 @@ class FolderSource:
                     missing.append(name)
             elif (shape := self._shape(name)) != tuple(parameter.shape):
                 mismatched.append((name, shape, tuple(parameter.shape)))
-        wrong: dict[str, list[Any]] = {"missing_keys": missing, "mismatched_keys": mismatched}
-        if missing or mismatched:
-            raise ModelError(
-                f"model.name = {self._model_name!r}: the weight files do not fit the config: "
-                + "; ".join(f"{k} {sorted(v)[:5]} ({len(v)} in all)" for k, v in wrong.items() if v),
-                code="wrong-shape",
-                **wrong,
-            )
+        check_fit(f"model.name = {self._model_name!r}", missing_keys=missing, mismatched_keys=mismatched)
         for name, own in aliases(module).items():
             if name != own and self._place[name] != self._place[own] and not self._equal(name, own):
                 raise ModelError(
