@@ -165,14 +165,14 @@ def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_a
 @pytest.mark.slow
 def test_the_worlds_of_two_ranks_keep_the_bits(lockstep: Commands, place: Path) -> None:
     flags = ("--train.backend", "fsdp2", "--train.device", "cpu", "--ranks", "2")
-    groups = {"one": "[]", "four": '[["policy"], ["ref"], ["value"], ["reward_model"]]'}
+    four = ("--cluster.colocate", '[["policy"], ["ref"], ["value"], ["reward_model"]]')
+    places = {"one": (), "four": four, "own": (*four, "--cluster.world-gpus", "own")}
     text = (place / "run.toml").read_text().replace('kind = "grpo"', 'kind = "ppo"')
     (place / "ppo.toml").write_text(text + "[algorithm.kl]\ncoef = 0.1\n")
-    for name, colocate in groups.items():
-        placed = ("--cluster.colocate", colocate, "--run-dir", place / name)
-        ended = lockstep("train", place / "ppo.toml", *flags, *placed, cwd=place)
+    for name, placed in places.items():
+        ended = lockstep("train", place / "ppo.toml", *flags, *placed, "--run-dir", place / name, cwd=place)
         assert ended.code == 0, ended.out + ended.err
-    assert numbers_of(place / "four") == numbers_of(place / "one")
+    assert numbers_of(place / "four") == numbers_of(place / "own") == numbers_of(place / "one")
     logs = {
         str(log.parent.relative_to(place / "four" / "world")) for log in place.glob("four/world/*/*/*.log")
     }
