@@ -6,7 +6,8 @@
 A call has a deadline and a key: where a connection breaks it is sent again under the same key, and a process
 that has done it already answers what it answered then. An error comes back as what it was, with the roles'
 names. A process is a Child (lockstep.processes): it never outlives its rank. One that dies is started again
-and asked again, as long as nothing that was trained has died with it.
+and asked again, as long as nothing that was trained has died with it. One with a GPU of its own may be asked
+early (`begin`), and computes while its rank does.
 """
 
 from __future__ import annotations
