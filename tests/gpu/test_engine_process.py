@@ -2,7 +2,7 @@
 
 LOCKSTEP_GPU_ENGINE_PROCESS=1 python -m pytest tests/gpu/test_engine_process.py
 
-"collective" needs a second GPU, on which the server is.
+"collective" needs a second GPU, on which the server is: one that the run names, or that is set aside for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEASURED = ("time/", "memory/", "throughput/", "timestamp", "engine/")
 """What a metric's name begins with that is about the machine."""
 
 
-def run_of(run_dir: Path, **engine: Any) -> GRPORun:
+def run_of(run_dir: Path, *, cluster: dict[str, Any] | None = None, **engine: Any) -> GRPORun:
     values: dict[str, Any] = {
         "kind": "grpo",
         "steps": 3,
@@ -41,6 +41,7 @@ def run_of(run_dir: Path, **engine: Any) -> GRPORun:
         "log": {"tensorboard": False, "display": "off"},
         "engine": {"name": "native", **engine},
     }
+    values |= {} if cluster is None else {"cluster": cluster}
     run = build(values, origin="test")
     assert isinstance(run, GRPORun)
     return run
@@ -68,14 +69,20 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("transfer", ["ipc", "disk", "collective"])
+@pytest.mark.parametrize(
+    ("transfer", "placed"),
+    [
+        ("ipc", {}),
+        ("disk", {}),
+        ("collective", {"cuda_devices": (1,)}),
+        ("collective", {"cluster": {"gpus": 1, "engine_gpus": 1}}),
+    ],
+)
 def test_it_trains_to_the_bit_as_in_the_trainers_process(
-    transfer: str, embedded: Path, tmp_path: Path
+    transfer: str, placed: dict[str, Any], embedded: Path, tmp_path: Path
 ) -> None:
-    apart = transfer == "collective"
-    if apart and torch.cuda.device_count() < 2:
+    if placed and torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
-    placed: dict[str, Any] = {"cuda_devices": (1,)} if apart else {}
     run = tmp_path / "run"
     train_online(run_of(run, process="own", transfer=transfer, verify="always", **placed))
     ours = numbers(run)
