@@ -20,7 +20,7 @@ def options(*argv: str) -> BenchOptions:
     return command.make_options(command.parser().parse_args([*argv, "--device", "cpu"]))
 
 
-def test_defaults() -> None:
+def test_defaults():
     given = options()
     assert [cell.name for cell in given.cells] == ["eager+hf"]
     assert (given.ranks, given.repeats, given.warmup, given.timeout) == (2, 5, 2, 600.0)
@@ -36,7 +36,7 @@ def test_defaults() -> None:
     assert given.out.parent == Path("runs") and given.out.name.startswith("bench-")
 
 
-def test_lists_cells_and_settings() -> None:
+def test_lists_cells_and_settings():
     given = options("--execution", "eager,compile", "--engine", "hf,native", "--longest", "8192")
     assert len(given.cells) == 4 and given.run.train.token_budget == 8192
     given = options("--cells", "compile+native,compile+native+invariant", "--set", "engine.max_batch=64")
@@ -74,12 +74,12 @@ def test_lists_cells_and_settings() -> None:
         (["--cells", "eager,compile", "--ranks", "3"], "no-effect: --ranks"),
     ],
 )
-def test_flags_that_cannot_be_right(argv: list[str], problem: str) -> None:
+def test_flags_that_cannot_be_right(argv, problem):
     with raises(ConfigError, problem):
         options(*argv)
 
 
-def test_every_setting_with_a_flag_is_refused_and_the_others_are_not() -> None:
+def test_every_setting_with_a_flag_is_refused_and_the_others_are_not():
     assert set(AXIS_OF) == set(BenchCell().settings()) <= set(command.FLAG_OF)
     values = to_values(options("--num-layers", "1").run)
     for setting in set(command.FLAG_OF) - set(AXIS_OF):
@@ -92,14 +92,12 @@ def test_every_setting_with_a_flag_is_refused_and_the_others_are_not() -> None:
     assert given.overrides == {"rollout.sampling.top_p": 0.5, "engine.max_batch": 2}
 
 
-def test_ranks_that_are_used() -> None:
+def test_ranks_that_are_used():
     assert options("--ranks", "3", "--cells", "eager+hf,fsdp2+eager+hf").ranks == 3
     assert options("--ranks", "1").ranks == 1, "which is what it does"
 
 
-def test_where_json_cannot_go_is_known_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_json_cannot_go_is_known_before_anything_is_measured(capsys, tmp_path, monkeypatch):
     def run_bench(*_: object, **__: object) -> None:
         raise AssertionError("measured")
 
@@ -112,9 +110,7 @@ def test_where_json_cannot_go_is_known_before_anything_is_measured(
     assert "bench.json' cannot be written (permission denied)" in capsys.readouterr().err
 
 
-def test_all_cells_refused_is_said_once_and_leaves_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_all_cells_refused_is_said_once_and_leaves_nothing(capsys, tmp_path):
     words = ["bench", "step", "--device", "cpu", "--out", str(tmp_path / "new" / "out")]
     assert main([*words, "--cells", "eager+hf,eager+native", "--set", "train.lrr=1"]) == 2
     said = capsys.readouterr()
@@ -126,7 +122,7 @@ def test_all_cells_refused_is_said_once_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_status(tmp_path, monkeypatch):
     monkeypatch.setattr(lab, "WORKER", (str(FAKE),))
     refuse = {"eager+hf": {"how": "refuse"}}
     none_left = refuse | {"compile+hf": {"how": "refuse"}}
@@ -145,7 +141,7 @@ def test_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert main([*words, "--out", str(tmp_path / str(index))]) == status, (cells, behaviour)
 
 
-def test_wrong_settings_end_with_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_wrong_settings_end_with_2(capsys, tmp_path):
     out = ["--out", str(tmp_path / "out"), "--device", "cpu"]
     assert main(["bench", "steps"]) == 2
     assert "unknown command of lockstep bench 'steps'; did you mean 'step'" in capsys.readouterr().err
@@ -159,9 +155,7 @@ def test_wrong_settings_end_with_2(capsys: pytest.CaptureFixture[str], tmp_path:
     assert main(["bench"]) == 2 and main(["bench", "--help"]) == 0
 
 
-def test_table_files_and_the_last_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_files_and_the_last_line(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(lab, "WORKER", (str(FAKE),))
     (tmp_path / "behaviour.json").write_text(json.dumps({"compile+hf": {"scale": 2.0}}))
     words = ["bench", "step", "--execution", "eager,compile", "--repeats", "1", "--device", "cpu"]

@@ -16,7 +16,7 @@ def by_name(findings: Sequence[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
-def test_the_report_and_its_json_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_and_its_json_agree(tmp_path, capsys):
     file = tmp_path / "doctor.json"
     code = doctor.main(["--json", str(file), "--run-dir", str(tmp_path)])
     out = capsys.readouterr().out
@@ -36,37 +36,35 @@ def test_the_report_and_its_json_agree(tmp_path: Path, capsys: pytest.CaptureFix
     assert groups == {"machine", "software", "device", "package", "disk", "setting", *doctor._AXES}
 
 
-def test_kernels_by_device() -> None:
+def test_kernels_by_device():
     cpu = by_name(doctor.axis("attention kernel", device="cpu"))
     assert cpu["sdpa"].status == "ok"
     assert "cpu reference" in cpu["varlen"].detail
     assert (cpu["flex"].status, "no backward on a CPU" in cpu["flex"].detail) == ("unavailable", True)
 
 
-def test_what_the_support_table_refuses_is_unavailable_though_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_support_table_refuses_is_unavailable_though_installed(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: "9.9")
     flash = by_name(doctor.axis("attention kernel", device="cpu"))["hf:flash_attention_2"]
     assert flash.status == "unavailable"
     assert "flash_attn 9.9 is installed" in flash.detail
 
 
-def test_an_engine_may_be_in_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_may_be_in_another_environment(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     engines = by_name(doctor.axis("inference engine", device="cpu"))
     assert engines["sglang"].status == "unavailable" and "engine.python" in engines["sglang"].detail
     assert (engines["native"].status, engines["native"].detail) == ("ok", "built in")
 
 
-def test_a_missing_package_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_the_reason(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     monkeypatch.setattr(doctor, "_refusal", lambda axis, value, device: "")
     deepspeed = by_name(doctor.axis("train backend", device="cpu"))["deepspeed"]
     assert (deepspeed.status, deepspeed.detail) == ("unavailable", "deepspeed is not installed")
 
 
-def test_compile_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compile_on_a_cpu_needs_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     finding = by_name(doctor.axis("execution mode", device="cpu"))["compile"]
@@ -76,7 +74,7 @@ def test_compile_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_
     assert by_name(doctor.axis("execution mode", device="cpu"))["compile"].status == "ok"
 
 
-def test_an_old_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_torch_is_a_problem(monkeypatch):
     versions = {"torch": "2.10.1+cu128", "transformers": "5.23.0"}
     monkeypatch.setattr(doctor, "_version", versions.get)
     findings = doctor.python_and_torch()
@@ -84,9 +82,7 @@ def test_an_old_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2.11 or newer is needed" in doctor.verdict(findings)
 
 
-def test_a_missing_transformers_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_transformers_is_a_problem(monkeypatch, capsys):
     found = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "transformers" else found(name))
     assert doctor.main([]) == 1
@@ -94,7 +90,7 @@ def test_a_missing_transformers_is_a_problem(
     assert last == "doctor: cannot run: transformers: missing: pip install transformers"
 
 
-def test_libraries_that_shadow_torchs_are_named(tmp_path: Path) -> None:
+def test_libraries_that_shadow_torchs_are_named(tmp_path):
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "libcudart.so.12").touch()
     (tmp_path / "own").mkdir()
@@ -108,14 +104,14 @@ def test_libraries_that_shadow_torchs_are_named(tmp_path: Path) -> None:
     ("value", "status"),
     [(None, "note"), ("2", "note"), ("4,2", "note"), ("64", "warning"), ("all", "warning")],
 )
-def test_thread_counts(value: str | None, status: str) -> None:
+def test_thread_counts(value, status):
     assert doctor._threads(value, cores=4).status == status
 
 
 @pytest.mark.parametrize(
     ("value", "status"), [(None, "note"), ("0,1", "note"), ("", "warning"), ("-1", "warning")]
 )
-def test_hidden_gpus(value: str | None, status: str) -> None:
+def test_hidden_gpus(value, status):
     assert doctor._visible_devices(value).status == status
 
 
@@ -123,7 +119,7 @@ def test_hidden_gpus(value: str | None, status: str) -> None:
     ("kept", "written", "status"),
     [(True, True, "note"), (True, False, "note"), (False, True, "note"), (False, False, "warning")],
 )
-def test_bytecode(kept: bool, written: bool, status: str, tmp_path: Path) -> None:
+def test_bytecode(kept, written, status, tmp_path):
     spec = ModuleSpec("torch", None)
     spec.cached = str(tmp_path / "torch.pyc")
     if kept:
@@ -134,11 +130,11 @@ def test_bytecode(kept: bool, written: bool, status: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("limit", "status"), [(1024, "warning"), (4096, "note"), (resource.RLIM_INFINITY, "note")]
 )
-def test_open_files(limit: int, status: str) -> None:
+def test_open_files(limit, status):
     assert doctor._open_files(limit).status == status
 
 
-def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
     import shutil
 
     usage = shutil.disk_usage(tmp_path)
@@ -147,7 +143,7 @@ def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (finding.status, "1.0 GiB free" in finding.detail) == ("warning", True)
 
 
-def test_engines_and_backends_are_not_imported() -> None:
+def test_engines_and_backends_are_not_imported():
     script = (
         "import sys\nfrom lockstep.cli import doctor\ndoctor.examine(doctor.Path('.'))\n"
         "heavy = 'vllm', 'sglang', 'deepspeed', 'ray', 'datasets', 'peft'\n"
@@ -157,16 +153,14 @@ def test_engines_and_backends_are_not_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_what_every_backend_refuses_on_a_cpu_is_not_usable() -> None:
+def test_what_every_backend_refuses_on_a_cpu_is_not_usable():
     found = {finding.name: finding for finding in doctor.axis("execution mode", device="cpu")}
     assert found["deepcompile"].status == "unavailable"
     assert "CUDA extension" in found["deepcompile"].detail
     assert found["eager"].status == found["joint"].status == "ok"
 
 
-def test_a_model_is_proven_on_request(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_proven_on_request(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     found = doctor.proofs("shape:tiny-gemma3")
     assert {finding.status for finding in found} == {"ok"} and len(found) == 12

@@ -34,25 +34,19 @@ def command(monkeypatch: pytest.MonkeyPatch, error: BaseException | int) -> None
         (7, 7, ""),
     ],
 )
-def test_exit_status(
-    error: BaseException | int,
-    status: int,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_exit_status(error, status, told, monkeypatch, capsys):
     command(monkeypatch, error)
     assert main(["train"]) == status
     assert capsys.readouterr().err == told
 
 
-def test_an_error_that_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(monkeypatch):
     command(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         main(["train"])
 
 
-def test_help_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_version_and_unknown_commands(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in module.COMMANDS)
@@ -64,7 +58,7 @@ def test_help_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("lockstep 0.")
 
 
-def test_help_loads_nothing() -> None:
+def test_help_loads_nothing():
     code = (
         "import sys; from lockstep.cli.main import main; main(['--help']); "
         "print(*sorted({'torch', 'tyro', 'pydantic', 'rich', 'numpy'} & set(sys.modules)))"
@@ -73,7 +67,7 @@ def test_help_loads_nothing() -> None:
     assert done.stdout.splitlines()[-1] == ""
 
 
-def test_python_dash_m_is_the_command() -> None:
+def test_python_dash_m_is_the_command():
     done = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("lockstep ")
     done = subprocess.run([sys.executable, "-m", "lockstep", "tain"], capture_output=True, text=True)

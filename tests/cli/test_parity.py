@@ -29,7 +29,7 @@ def names(given: ParityOptions) -> list[str]:
     return [stack.name for stack in given.stacks]
 
 
-def test_defaults() -> None:
+def test_defaults():
     given = options("--device", "cpu")
     assert names(given) == ["deepspeed:zero2", "fsdp2", "fsdp2:tp2", "fsdp2:ring2", "fsdp2:tp2+ring2"]
     assert (given.reference.name, given.gpus, given.default_ranks) == ("local", None, 2)
@@ -40,7 +40,7 @@ def test_defaults() -> None:
     assert options("--model", "shape:tiny-llama", "--device", "cpu").train.lr == 1e-3
 
 
-def test_the_environment_of_document_002() -> None:
+def test_the_environment_of_document_002():
     environ = {
         "NUM_GPUS": "4",
         "MAX_SAMPLES": "500",
@@ -64,7 +64,7 @@ def test_the_environment_of_document_002() -> None:
     assert "SKIP_DEEPSPEED=1" in note and "SKIP_RING" not in note
 
 
-def test_flags_win_over_the_environment() -> None:
+def test_flags_win_over_the_environment():
     environ = {"NUM_GPUS": "4", "TP_SIZE": "8", "SKIP_TP": "1", "MODEL": "x/y", "MAX_SAMPLES": ""}
     flags = ["--gpus", "2", "--stacks", "fsdp2:tp2", "--skip", "", "--model", "shape:tiny-llama"]
     given = options(*flags, "--device", "cpu", **environ)
@@ -88,7 +88,7 @@ def test_flags_win_over_the_environment() -> None:
         ("SKIP_COMBINED", "tp_ring"),
     ],
 )
-def test_names_of_skip_variables(name: str, word: str) -> None:
+def test_names_of_skip_variables(name, word):
     assert options("--device", "cpu", **{name: "true"}).skip == [word]
 
 
@@ -104,7 +104,7 @@ def test_names_of_skip_variables(name: str, word: str) -> None:
         ({"SKIP_LOCAL": "1"}, "contradiction: --reference"),
     ],
 )
-def test_an_environment_that_cannot_be_right(environ: dict[str, str], problem: str) -> None:
+def test_an_environment_that_cannot_be_right(environ, problem):
     with raises(ConfigError, problem):
         options("--device", "cpu", **environ)
 
@@ -133,9 +133,7 @@ def test_an_environment_that_cannot_be_right(environ: dict[str, str], problem: s
         (["--device", "cuda"], "this machine shows no GPU"),
     ],
 )
-def test_flags_that_cannot_be_right(
-    argv: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_that_cannot_be_right(argv, problem, capsys, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -145,20 +143,14 @@ def test_flags_that_cannot_be_right(
     assert re.search(problem, capsys.readouterr().err)
 
 
-def test_data_settings_reach_the_loader() -> None:
+def test_data_settings_reach_the_loader():
     flags = ["--dataset", "x.jsonl", "--data", "prompt_column=question", "--data", "max_length=100"]
     data = options(*flags, "--device", "cpu").data
     assert data is not None and (data.prompt_column, data.max_length) == ("question", 100)
 
 
 @pytest.mark.parametrize(("status", "expected"), [("ok", 0), ("failed", 1)])
-def test_train_writes_shows_and_exits(
-    status: Any,
-    expected: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_train_writes_shows_and_exits(status, expected, tmp_path, capsys, monkeypatch):
     seen: list[ParityOptions] = []
 
     def ran(given: ParityOptions, *, progress: Any) -> ParityResult:
@@ -190,7 +182,7 @@ def test_train_writes_shows_and_exits(
     assert seen[0].command.startswith("lockstep parity train --out ")
 
 
-def test_compare_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_by_its_exit_status(tmp_path, capsys):
     a, b, c = (tmp_path / name for name in ("a.log", "b.log", "c.jsonl"))
     a.write_text("step 1 loss: 2.0\nstep 2 loss: 1.0\n")
     b.write_text("step 1 loss: 2.0\nstep 2 loss: 1.2\n")
@@ -212,7 +204,7 @@ def test_compare_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["parity", "compare", str(a), str(b), "--plot", "no/where/x.png"]) == 2
 
 
-def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check(tmp_path, capsys):
     result = tmp_path / "check.json"
     assert main(["parity", "check", "--model", "shape:tiny-llama", "--json", str(result)]) == 0
     text = capsys.readouterr().out
@@ -225,7 +217,7 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "check", "--stacks", "x"]) == 2
 
 
-def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage(capsys):
     assert main(["parity"]) == 2 and main(["parity", "--help"]) == 0
     assert "lockstep parity compare runs/a runs/b" in capsys.readouterr().out
     assert main(["parity", "trian"]) == 2

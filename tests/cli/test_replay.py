@@ -103,7 +103,7 @@ def replayed(run_dir: Path, *flags: str, status: int = 0) -> tuple[list[dict[str
         pytest.param('execution = "compile"\nlayout = "padded"', "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_a_real_run_is_replayed_to_the_bit_at_every_step(tmp_path: Path, train: str, dtype: str) -> None:
+def test_a_real_run_is_replayed_to_the_bit_at_every_step(tmp_path, train, dtype):
     rows, summary = replayed(record_run(tmp_path, train=train, dtype=dtype))
     assert {row["step"] for row in rows} == {0, 1, 2}
     for row in rows:
@@ -113,7 +113,7 @@ def test_a_real_run_is_replayed_to_the_bit_at_every_step(tmp_path: Path, train: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_runs_own_checkpoints_replay_later_steps_to_the_bit(tmp_path: Path, dtype: str) -> None:
+def test_the_runs_own_checkpoints_replay_later_steps_to_the_bit(tmp_path, dtype):
     weights = ("--record-weights", "none", "--checkpoint.every", "1", "--checkpoint.keep-last", "5")
     run = record_run(tmp_path, dtype=dtype, weights=weights)
     assert not (run / "recordings/weights").exists()
@@ -129,7 +129,7 @@ def test_the_runs_own_checkpoints_replay_later_steps_to_the_bit(tmp_path: Path, 
     assert "NOT the recorded weights" in summary["verdict"]
 
 
-def test_adapters_are_replayed_to_the_bit_with_their_dropout(tmp_path: Path) -> None:
+def test_adapters_are_replayed_to_the_bit_with_their_dropout(tmp_path):
     pytest.importorskip("peft")
     lora = "[model.lora]\nrank = 2\ndropout = 0.1\n"
     rows = replayed(record_run(tmp_path, more=lora))[0]
@@ -138,7 +138,7 @@ def test_adapters_are_replayed_to_the_bit_with_their_dropout(tmp_path: Path) -> 
         assert (row["weights"], row["loss_difference"], row["logprob_max_difference"]) == ("match", 0.0, 0.0)
 
 
-def test_what_is_printed_and_written(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_and_written(run_dir, capsys):
     assert main(["replay", str(run_dir), "--max-inputs", "3", "--json", "result.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "replay: 3 of 3 inputs replayed; equal to the recording, bit for bit"
@@ -153,7 +153,7 @@ def test_what_is_printed_and_written(run_dir: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "replay: 1 of 1 inputs replayed; equal to the recording, bit for bit\n"
 
 
-def test_a_recording_directory_is_a_recording_too(run_dir: Path) -> None:
+def test_a_recording_directory_is_a_recording_too(run_dir):
     assert len(replayed(run_dir / "recordings", "--max-inputs", "1")[0]) == 1
 
 
@@ -176,7 +176,7 @@ def test_a_recording_directory_is_a_recording_too(run_dir: Path) -> None:
     ],
     ids=lambda flags: " ".join(flags) if isinstance(flags, list) else "",
 )
-def test_cells(run_dir: Path, flags: list[str], label: str) -> None:
+def test_cells(run_dir, flags, label):
     rows, summary = replayed(run_dir, *flags, "--max-inputs", "2")
     assert summary["cell"]["label"] == label and [row["status"] for row in rows] == ["ok", "ok"]
     if "--num-layers" not in flags:
@@ -185,7 +185,7 @@ def test_cells(run_dir: Path, flags: list[str], label: str) -> None:
     assert again.cell.label() == label and again.cell.dtype == summary["cell"]["dtype"]
 
 
-def test_which_inputs_and_what_is_done(run_dir: Path) -> None:
+def test_which_inputs_and_what_is_done(run_dir):
     assert [row["step"] for row in replayed(run_dir, "--steps", "1:2")[0]] == [1]
     assert [row["index"] for row in replayed(run_dir, "--inputs", "2,0-1")[0]] == [2, 0, 1]
     rows = replayed(run_dir, "--no-backward", "--warmup", "1")[0]
@@ -197,7 +197,7 @@ def test_which_inputs_and_what_is_done(run_dir: Path) -> None:
     assert rows[0]["weights"] == "mismatch"
 
 
-def test_outputs_are_kept(run_dir: Path) -> None:
+def test_outputs_are_kept(run_dir):
     flags = ("--keep-outputs", "--gradient-inputs", "2", "--gradient-entries", "1000")
     summary = replayed(run_dir, *flags)[1]
     found = load_file("out-0/outputs.safetensors")
@@ -208,7 +208,7 @@ def test_outputs_are_kept(run_dir: Path) -> None:
     assert int(kept) == sum(t.numel() for n, t in found.items() if n.startswith("gradients/")) < int(total)
 
 
-def test_when_ranks_take_over() -> None:
+def test_when_ranks_take_over():
     def taken(*flags: str, **environ: str) -> bool:
         return on_ranks(parser().parse_args(list(flags)), environ)
 
@@ -220,9 +220,7 @@ def test_when_ranks_take_over() -> None:
 # --- what goes wrong --------------------------------------------------------------------------------------
 
 
-def test_one_failure_among_three(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_failure_among_three(run_dir, monkeypatch, capsys):
     real, calls = loss_module.decoder_inputs, []
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -262,7 +260,7 @@ def test_one_failure_among_three(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_refusals(run_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], text: str) -> None:
+def test_refusals(run_dir, capsys, flags, text):
     assert main(["replay", str(run_dir), "--out", "out", *flags]) in (1, 2)
     said = capsys.readouterr()
     assert text in said.err and said.out == ""
@@ -284,13 +282,13 @@ def test_refusals(run_dir: Path, capsys: pytest.CaptureFixture[str], flags: list
     ],
     ids=" ".join,
 )
-def test_flags_of_the_wrong_kind(run_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_flags_of_the_wrong_kind(run_dir, capsys, flags):
     with pytest.raises(SystemExit) as caught:
         main(["replay", str(run_dir), *flags])
     assert caught.value.code == 2 and "usage: lockstep replay" in capsys.readouterr().err
 
 
-def test_nothing_to_replay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_nothing_to_replay(capsys, tmp_path):
     assert main(["replay", "nowhere"]) == 1
     (tmp_path / "empty").mkdir()
     assert main(["replay", str(tmp_path / "empty")]) == 1
@@ -298,9 +296,7 @@ def test_nothing_to_replay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "nowhere" in said and "empty" in said
 
 
-def test_a_second_replay_into_the_same_place_is_refused(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_replay_into_the_same_place_is_refused(run_dir, capsys):
     flags = ["replay", str(run_dir), "--out", "out", "--max-inputs", "1", "--quiet"]
     assert main(flags) == 0
     before = Path("out/summary.json").read_text()
@@ -335,7 +331,7 @@ loss_module.decoder_inputs = hang
 
 
 @pytest.mark.slow
-def test_ctrl_c_writes_a_partial_summary(run_dir: Path) -> None:
+def test_ctrl_c_writes_a_partial_summary(run_dir):
     process = started(run_dir, "--out", "out", code=HANG)
     assert process.stdout is not None
     assert any("hanging" in line for line in process.stdout)
@@ -349,7 +345,7 @@ def test_ctrl_c_writes_a_partial_summary(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_input_that_hangs_ends_the_replay(run_dir: Path) -> None:
+def test_an_input_that_hangs_ends_the_replay(run_dir):
     process = started(run_dir, "--out", "out", "--timeout", "5", code=HANG)
     err = process.communicate(timeout=300)[1]
     assert process.returncode == 1 and "input 1 took more than --timeout 5 s" in err
@@ -359,7 +355,7 @@ def test_an_input_that_hangs_ends_the_replay(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_neither_ray_nor_deepspeed_is_imported(run_dir: Path) -> None:
+def test_neither_ray_nor_deepspeed_is_imported(run_dir):
     check = (
         "import atexit, sys\natexit.register(lambda: print(sorted({'ray', 'deepspeed'} & set(sys.modules))))"
     )
@@ -369,7 +365,7 @@ def test_neither_ray_nor_deepspeed_is_imported(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_zero_stages(run_dir: Path) -> None:
+def test_zero_stages(run_dir):
     """Four replays in one process, which starts torch and DeepSpeed once; and one without DeepSpeed."""
     pytest.importorskip("deepspeed")
     assert main(["replay", str(run_dir), "--max-inputs", "2", "--out", "local", "--keep-outputs"]) == 0
@@ -395,9 +391,7 @@ def test_zero_stages(run_dir: Path) -> None:
         assert gradients and size > 0.0 and error < 1e-10 * size  # relative error below 1e-5
 
 
-def test_a_missing_deepspeed_is_a_setting_that_is_wrong(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_deepspeed_is_a_setting_that_is_wrong(run_dir, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     assert main(["replay", str(run_dir), "--zero-stage", "1", "--out", "out"]) == 2
     assert "pip install" in capsys.readouterr().err

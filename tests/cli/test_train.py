@@ -28,7 +28,7 @@ def _changed(old: Any, new: Any, path: str = "") -> Any:
         yield path, new
 
 
-def test_flags_change_what_they_name_and_nothing_else() -> None:
+def test_flags_change_what_they_name_and_nothing_else():
     assert values("grpo") == {}
     assert values("grpo", "--train.lr", "1e-5", "--seed=3") == {"train.lr": 1e-5, "seed": 3}
     assert values("sft", "--batch-size", "8", "--batch_size", "9") == {"batch_size": 9}
@@ -49,7 +49,7 @@ def test_flags_change_what_they_name_and_nothing_else() -> None:
     }
 
 
-def test_a_table_that_is_off_comes_on_with_its_first_flag() -> None:
+def test_a_table_that_is_off_comes_on_with_its_first_flag():
     assert values("grpo", "--model.lora.rank", "4")["model.lora"] | {"target_modules": ()} == {
         "rank": 4,
         "alpha": 32.0,
@@ -62,7 +62,7 @@ def test_a_table_that_is_off_comes_on_with_its_first_flag() -> None:
     }
 
 
-def test_free_tables_take_key_value_and_keep_the_rest(tmp_path: Path) -> None:
+def test_free_tables_take_key_value_and_keep_the_rest(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('kind = "grpo"\n[data.task]\nmin_terms = 2\nmax_terms = 2\n')
     run = train.parse([str(file), "--data.task", "max_terms=3", "name=a b", 'x=[1, "y"]', "ok=true"]).run
@@ -77,7 +77,7 @@ def test_free_tables_take_key_value_and_keep_the_rest(tmp_path: Path) -> None:
         train.parse(["grpo", "--data.task", "max_terms"])
 
 
-def test_rewards_are_names_with_weights_or_tables() -> None:
+def test_rewards_are_names_with_weights_or_tables():
     run = train.parse(["grpo", "--rewards", "math", "m:f=0.5", '{name = "g:h", kwargs = {a = 1}}']).run
     rewards = run.model_dump()["rewards"]
     assert [(r["name"], r["weight"], r["kwargs"]) for r in rewards] == [
@@ -89,7 +89,7 @@ def test_rewards_are_names_with_weights_or_tables() -> None:
         train.parse(["grpo", "--rewards", "math=x"])
 
 
-def test_flags_and_files_fail_with_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_and_files_fail_with_the_same_words(capsys):
     assert main(["train", "grpo", "--steps", "0", "--train.lr", "-1"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "lockstep train: lockstep train grpo: 2 problems"
@@ -104,9 +104,7 @@ def test_flags_and_files_fail_with_the_same_words(capsys: pytest.CaptureFixture[
         (["grpo", "--steps", "many"], "--steps"),
     ],
 )
-def test_what_tyro_refuses_names_the_flag(
-    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_tyro_refuses_names_the_flag(argv, told, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["train", *argv])
     assert caught.value.code == 2
@@ -126,21 +124,13 @@ def test_what_tyro_refuses_names_the_flag(
         (["grpo", "--json", "no/such/folder/x.json"], "no such folder"),
     ],
 )
-def test_a_command_that_makes_no_sense_exits_with_2(
-    argv: list[str],
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_command_that_makes_no_sense_exits_with_2(argv, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *argv]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_help_shows_the_docs_and_the_loaded_defaults(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_shows_the_docs_and_the_loaded_defaults(tmp_path, capsys):
     (tmp_path / "run.toml").write_text('kind = "grpo"\nsteps = 123\n')
     with pytest.raises(SystemExit) as caught:
         main(["train", str(tmp_path / "run.toml"), "--help"])
@@ -154,7 +144,7 @@ def test_help_shows_the_docs_and_the_loaded_defaults(
     assert "lockstep train --resume RUN_DIR" in capsys.readouterr().out
 
 
-def test_print_config_prints_what_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_print_config_prints_what_would_run(capsys, tmp_path):
     assert main(["train", "grpo", "--train.lr", "1e-5", "--print-config"]) == 0
     file = tmp_path / "printed.toml"
     file.write_text(capsys.readouterr().out)
@@ -188,13 +178,8 @@ SUMMARY = {
     ],
 )
 def test_the_verdict_is_the_last_line_and_the_exit_status(
-    changes: dict[str, Any],
-    status: int,
-    verdict: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    changes, status, verdict, tmp_path, monkeypatch, capsys
+):
     started: list[train.TrainCommand] = []
 
     def start(command: train.TrainCommand) -> Mapping[str, Any]:
@@ -221,7 +206,7 @@ def test_the_verdict_is_the_last_line_and_the_exit_status(
     assert command.run.run_dir == tmp_path
 
 
-def test_resume_with_another_setting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_with_another_setting_is_refused(tmp_path, capsys):
     (tmp_path / "config.toml").write_text(dump_toml(load_run(kind="grpo")))
     assert main(["train", "--resume", str(tmp_path), "--train.lr", "0.1"]) == 2
     assert "train.lr: the run has 1e-06, now 0.1" in capsys.readouterr().err
@@ -238,7 +223,7 @@ def test_resume_with_another_setting_is_refused(tmp_path: Path, capsys: pytest.C
         (("--model.lora.rank", "16", "--eval.before", "false", "--log.tensorboard", "FALSE"), None),
     ],
 )
-def test_booleans_may_be_spelt_out(flags: tuple[str, ...], changed: dict[str, Any] | None) -> None:
+def test_booleans_may_be_spelt_out(flags, changed):
     found = values("grpo", *flags)
     if changed is None:
         assert found.pop("model.lora")["rank"] == 16
@@ -246,14 +231,14 @@ def test_booleans_may_be_spelt_out(flags: tuple[str, ...], changed: dict[str, An
     assert found == changed
 
 
-def test_a_boolean_takes_no_other_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_boolean_takes_no_other_word(capsys):
     with pytest.raises(SystemExit) as caught:
         train.parse(["grpo", "--eval.before", "maybe"])
     assert caught.value.code == 2
     assert "maybe" in capsys.readouterr().err
 
 
-def test_cluster_none_reads_nothing_of_the_table(tmp_path: Path) -> None:
+def test_cluster_none_reads_nothing_of_the_table(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('kind = "ppo"\n[cluster]\nslots = 2\ncolocate = [["policy"], ["value"]]\n')
     assert train.parse([str(file)]).run.worlds == (("value",),)
@@ -261,7 +246,7 @@ def test_cluster_none_reads_nothing_of_the_table(tmp_path: Path) -> None:
     assert command.run.cluster is None and command.run.worlds == () and command.cluster is None
 
 
-def test_a_list_of_lists_is_one_value() -> None:
+def test_a_list_of_lists_is_one_value():
     groups = '[["policy"], ["value"], ["ref"]]'
     command = train.parse(["ppo", "--algorithm.kl.coef", "0.1", "--cluster.colocate", groups])
     assert command.run.worlds == (("value",), ("ref",))

@@ -27,9 +27,7 @@ def followed(host: RankHost) -> tuple[bytes, bytes, int]:
     return out, err, status
 
 
-def test_output_and_status_come_whole_and_the_environment_is_the_given_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_and_status_come_whole_and_the_environment_is_the_given_one(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "canary")
     host = RankHost()
     script = "import os, sys; print('x' * 200_000, sorted(os.environ)); sys.stderr.write('bad'); sys.exit(3)"
@@ -39,7 +37,7 @@ def test_output_and_status_come_whole_and_the_environment_is_the_given_one(
     assert b"'RANK'" in out and b"MY_TOKEN" not in out
 
 
-def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
+def test_a_signal_reaches_the_rank(tmp_path):
     host = RankHost()
     host.start(["-c", "import time; print('up', end=''); time.sleep(600)"], {}, cwd=str(tmp_path))
     assert host.follow(30.0)[0] == b"up"
@@ -47,7 +45,7 @@ def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
     assert followed(host)[2] == -signal.SIGTERM
 
 
-def test_ctrl_c_reaches_a_rank_whose_host_has_it_blocked(tmp_path: Path) -> None:
+def test_ctrl_c_reaches_a_rank_whose_host_has_it_blocked(tmp_path):
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         host = RankHost()
@@ -59,9 +57,7 @@ def test_ctrl_c_reaches_a_rank_whose_host_has_it_blocked(tmp_path: Path) -> None
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def test_copies_stay_from_one_generation_of_ranks_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_stay_from_one_generation_of_ranks_to_the_next(tmp_path, monkeypatch):
     host = NodeHost(1, address="127.0.0.1")
     script = "import os; print(os.environ['LOCKSTEP_COPIES'], os.environ['LOCKSTEP_COPY_KEEPER'])"
 
@@ -90,7 +86,7 @@ def test_copies_stay_from_one_generation_of_ranks_to_the_next(
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_a_node_still_runs_is_ended_before_it_starts_anew(tmp_path: Path) -> None:
+def test_what_a_node_still_runs_is_ended_before_it_starts_anew(tmp_path):
     """The driver may have taken it for dead."""
     host = NodeHost(1, address="127.0.0.1")
     sleep = ["-c", "import time; time.sleep(600)"]
@@ -102,9 +98,7 @@ def test_what_a_node_still_runs_is_ended_before_it_starts_anew(tmp_path: Path) -
     after.end()
 
 
-def test_a_node_starts_one_generation_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_starts_one_generation_after_the_other(tmp_path, monkeypatch):
     host, order = NodeHost(1, address="127.0.0.1"), []
 
     def start(*_: Any, **__: Any) -> None:
@@ -121,16 +115,16 @@ def test_a_node_starts_one_generation_after_the_other(
     assert order == ["begin", "end"] * 2
 
 
-def test_a_keeper_answers_or_is_given_up_before_the_driver_gives_the_node_up() -> None:
+def test_a_keeper_answers_or_is_given_up_before_the_driver_gives_the_node_up():
     assert copy_keeper._START_SECONDS + copy_keeper._ANSWER_SECONDS < 0.75 * ray.START_SECONDS
 
 
-def test_a_node_without_the_folder_refuses(tmp_path: Path) -> None:
+def test_a_node_without_the_folder_refuses(tmp_path):
     with raises(ConfigError, "no-such-file"):
         RankHost().start(["-c", ""], {}, cwd=str(tmp_path / "gone"))
 
 
-def test_the_driver_of_a_job_refuses_what_another_version_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_of_a_job_refuses_what_another_version_submitted(monkeypatch):
     check_submitter()  # of no job
     for name, value in submitter().items():
         monkeypatch.setenv(name, value)

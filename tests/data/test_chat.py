@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 from raising import raises
 
 from lockstep.config.data import DataConfig
@@ -13,7 +8,7 @@ USER = [{"role": "user", "content": "a b"}]
 WITH_BOS = "{{ bos_token + ' ' }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def test_fill_template_keeps_latex_and_escapes() -> None:
+def test_fill_template_keeps_latex_and_escapes():
     assert fill_template("{prompt} in \\boxed{{}}, {} or {hint}", {"prompt": "p{x}", "hint": 3}) == (
         "p{x} in \\boxed{}, {} or 3"
     )
@@ -21,25 +16,25 @@ def test_fill_template_keeps_latex_and_escapes() -> None:
         fill_template("{promt}", {"prompt": "x"})
 
 
-def test_plain_text_gets_one_bos(bos_tokenizer: Any) -> None:
+def test_plain_text_gets_one_bos(bos_tokenizer):
     chat = ChatFormat(DataConfig(chat_template="none"), bos_tokenizer)
     assert chat.encode("a b") == [1, 3, 4]
     assert chat.encode("<s> a b") == [1, 3, 4]
 
 
-def test_a_template_that_writes_bos_gets_no_second(bos_tokenizer: Any) -> None:
+def test_a_template_that_writes_bos_gets_no_second(bos_tokenizer):
     chat = ChatFormat(DataConfig(chat_template=WITH_BOS), bos_tokenizer)
     assert chat.encode(chat.render(USER, generate=True, where="row 0")) == [1, 3, 4]
 
 
-def test_a_template_without_bos_is_left_as_it_is(bos_tokenizer: Any) -> None:
+def test_a_template_without_bos_is_left_as_it_is(bos_tokenizer):
     chat = ChatFormat(
         DataConfig(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"), bos_tokenizer
     )
     assert chat.encode(chat.render(USER, generate=True, where="row 0")) == [3, 4]
 
 
-def test_auto_without_a_template_is_plain_text_of_one_turn(bos_tokenizer: Any) -> None:
+def test_auto_without_a_template_is_plain_text_of_one_turn(bos_tokenizer):
     chat = ChatFormat(DataConfig(), bos_tokenizer)
     assert chat.template is None
     assert chat.render(USER, generate=True, where="x") == "a b"
@@ -49,7 +44,7 @@ def test_auto_without_a_template_is_plain_text_of_one_turn(bos_tokenizer: Any) -
         ChatFormat(DataConfig(system_prompt="Be brief."), bos_tokenizer)
 
 
-def test_a_template_from_a_file_and_its_switches(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_template_from_a_file_and_its_switches(tokenizer, tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}")
     for value, text in ((True, "a b<think>"), (False, "a b")):
@@ -62,13 +57,13 @@ def test_a_template_from_a_file_and_its_switches(tokenizer: Any, tmp_path: Path)
         ChatFormat(DataConfig(chat_template="missing.jinja"), tokenizer)
 
 
-def test_a_template_that_refuses_names_the_row(tokenizer: Any) -> None:
+def test_a_template_that_refuses_names_the_row(tokenizer):
     config = DataConfig(chat_template="{{ raise_exception('no system role') }}")
     with raises(DataError, "refused: row 9"):
         ChatFormat(config, tokenizer).render(USER, generate=True, where="row 9")
 
 
-def test_messages_are_cleaned() -> None:
+def test_messages_are_cleaned():
     parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
     assert clean_messages([{"role": "user", "content": parts, "tool_calls": None}], where="r") == [
         {"role": "user", "content": "xy"}

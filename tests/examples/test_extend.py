@@ -47,19 +47,19 @@ def trained(folder: Path, *flags: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_an_estimator() -> None:
+def test_an_estimator():
     estimator = load_object("ranked:advantages", what="the estimator")
     rewards = torch.tensor([[0.1, 50.0, 0.2], [1.0, 1.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True], [True, True, False]])
     assert estimator(rewards, mask)[mask].tolist() == [-1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_an_estimator_trains(tmp_path: Path) -> None:
+def test_an_estimator_trains(tmp_path):
     rows = trained(tmp_path / "run", "--algorithm.advantage", "ranked:advantages")
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
-def test_a_loss() -> None:
+def test_a_loss():
     objective = load_object("simple_policy:loss", what="the loss")
     ratio = torch.tensor([1.0, 1.5, 0.5])
     terms = PolicyTerms(*[ratio] * len(PolicyTerms._fields))._replace(
@@ -71,7 +71,7 @@ def test_a_loss() -> None:
     assert PolicyLoss(config).objective is objective
 
 
-def test_a_loss_trains(tmp_path: Path) -> None:
+def test_a_loss_trains(tmp_path):
     flags = ("--algorithm.objective", "simple_policy:loss", "--train.epochs-per-batch", "2")
     rows = trained(tmp_path / "run", *flags)
     clipped = trained(tmp_path / "clipped", "--train.epochs-per-batch", "2")
@@ -88,22 +88,20 @@ def test_a_loss_trains(tmp_path: Path) -> None:
         (("--algorithm.objective", "ppo-clip"), "did you mean 'ppo_clip'?"),
     ],
 )
-def test_a_name_that_leads_nowhere(
-    flags: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_leads_nowhere(flags, says, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", "grpo", "--recipe", "tiny", "--run-dir", str(out), *flags]) == 2
     assert says in capsys.readouterr().err and not out.exists()
 
 
-def test_a_class_of_ones_own_takes_grpos_values() -> None:
+def test_a_class_of_ones_own_takes_grpos_values():
     config = GRPOConfig(name="my_module:MyAlgorithm").resolved()
     assert config.advantage == "group_mean_std" and config.clip_high == 0.2
     with raises(ConfigError, "missing-package: my_module"):
         PolicyAlgorithm(GRPOConfig(advantage="my_module:advantages"), max_tokens=8)
 
 
-def test_a_kernel_trains_as_sdpa_does(tmp_path: Path) -> None:
+def test_a_kernel_trains_as_sdpa_does(tmp_path):
     """tests/parity/test_documents.py holds it to what every kernel is held to."""
     ours = trained(tmp_path / "dense", "--train.attention", "dense:attention")
     theirs = trained(tmp_path / "sdpa", "--train.attention", "sdpa")
@@ -115,7 +113,7 @@ def test_a_kernel_trains_as_sdpa_does(tmp_path: Path) -> None:
 PLAIN = ("--train.backend", "plain_backend:PlainBackend")
 
 
-def test_a_backend_takes_locals_steps(tmp_path: Path) -> None:
+def test_a_backend_takes_locals_steps(tmp_path):
     """20 GRPO steps with weight decay, clipping, and a reference in the loss."""
     flags = ["--steps", "20", "--algorithm.kl.coef", "0.01", "--train.weight-decay", "0.1", "--train.lr=3e-4"]
     ours = trained(tmp_path / "plain", *PLAIN, *flags)
@@ -128,9 +126,7 @@ def test_a_backend_takes_locals_steps(tmp_path: Path) -> None:
     assert max(row["kl_ref"] for row in ours) > 1e-4, "the policy moved"
 
 
-def test_what_a_backend_declares_as_unsupported_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_backend_declares_as_unsupported_is_refused(tmp_path, capsys):
     for setting, value, says in (
         ("execution", "compile", "is not supported: it compiles nothing; set train.execution = 'eager'"),
         (
@@ -145,7 +141,7 @@ def test_what_a_backend_declares_as_unsupported_is_refused(
 
 
 @pytest.mark.slow
-def test_a_backends_run_goes_on_exactly_after_a_kill(tmp_path: Path) -> None:
+def test_a_backends_run_goes_on_exactly_after_a_kill(tmp_path):
     words = ["--checkpoint.every", "2", *PLAIN]
     straight = trained(tmp_path / "straight", *words, "--steps", "30")
     run = tmp_path / "killed"
@@ -164,9 +160,7 @@ def test_a_backends_run_goes_on_exactly_after_a_kill(tmp_path: Path) -> None:
     assert main(["train", "--resume", str(run), "--steps", "31", "--train.backend", "local"]) == 0
 
 
-def test_a_class_that_lacks_members_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_class_that_lacks_members_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "half_a_backend.py").write_text("class Half:\n    shards_weights = False\n")
     monkeypatch.chdir(tmp_path)
     flags = ["--train.backend", "half_a_backend:Half", "--run-dir", str(tmp_path / "run")]
@@ -174,9 +168,7 @@ def test_a_class_that_lacks_members_is_refused(
     assert "lacks logprobs, forward_backward" in capsys.readouterr().err
 
 
-def test_a_class_that_shards_weights_is_not_recorded_between_optimizer_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_class_that_shards_weights_is_not_recorded_between_optimizer_steps(tmp_path, monkeypatch, capsys):
     """As our own backends that do: a recording needs whole weights."""
     members = [
         *("logprobs", "forward_backward", "optimizer_step", "weights"),

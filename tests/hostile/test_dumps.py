@@ -32,7 +32,7 @@ def saved(path: Path, value: Any, *, legacy: bool = False) -> Path:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_the_negative_bit_of_a_tensor_is_honoured(tmp_path: Path, legacy: bool) -> None:
+def test_the_negative_bit_of_a_tensor_is_honoured(tmp_path, legacy):
     plain = torch.complex(torch.randn(2, 4), torch.randn(2, 4))
     negated = plain.conj().imag
     assert negated.is_neg()
@@ -42,7 +42,7 @@ def test_the_negative_bit_of_a_tensor_is_honoured(tmp_path: Path, legacy: bool) 
         assert loaded[name].tolist() == tensor.tolist(), name
 
 
-def test_advantages_with_the_negative_bit_keep_their_sign(tmp_path: Path) -> None:
+def test_advantages_with_the_negative_bit_keep_their_sign(tmp_path):
     plain = torch.complex(torch.ones(2, 4), torch.full((2, 4), 3.0))
     dump = {"input_ids": IDS, "advantages": plain.conj().imag, "old_logprobs": -torch.ones(2, 4)}
     import_dump(saved(tmp_path / "a.pt", dump), tmp_path / "out")
@@ -57,7 +57,7 @@ def cli_batch(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", [torch.complex64, torch.complex128, torch.quint8])
-def test_conjugates_and_quantised_tensors_are_refused_by_name(tmp_path: Path, kind: torch.dtype) -> None:
+def test_conjugates_and_quantised_tensors_are_refused_by_name(tmp_path, kind):
     if kind.is_complex:
         value: Tensor = torch.ones(2, dtype=kind).conj()
     else:
@@ -83,7 +83,7 @@ def crafted(metadata: Any) -> bytes:
 
 
 @pytest.mark.parametrize("metadata", [{"scale": True}, {"neg": 1}, ["neg"], {"neg": {}}, "neg"])
-def test_bits_that_are_not_known_are_refused(tmp_path: Path, metadata: Any) -> None:
+def test_bits_that_are_not_known_are_refused(tmp_path, metadata):
     (tmp_path / "a.pt").write_bytes(crafted(metadata))
     with raises(RecordingError, "damaged-file"):
         load_dump(tmp_path / "a.pt")
@@ -94,9 +94,7 @@ def test_bits_that_are_not_known_are_refused(tmp_path: Path, metadata: Any) -> N
 # --- work ---------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_that_many_dicts_share_is_refused_before_the_first_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_that_many_dicts_share_is_refused_before_the_first_is_read(tmp_path, monkeypatch):
     read = monkeypatch.setattr(importers.DumpReader, "read", lambda self: pytest.fail("one was read"))
     assert read is None
     path = saved(tmp_path / "a.pt", [{"input_ids": IDS} for _ in range(6_000)])
@@ -104,9 +102,7 @@ def test_a_tensor_that_many_dicts_share_is_refused_before_the_first_is_read(
         import_dump(path, tmp_path / "out")
 
 
-def test_an_import_says_how_far_it_is_and_ends_at_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_says_how_far_it_is_and_ends_at_its_deadline(tmp_path, monkeypatch):
     clock = itertools.count(0.0, 2.0)
     monkeypatch.setattr(importers, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     path = saved(tmp_path / "a.pt", [{"input_ids": IDS + i} for i in range(6)])
@@ -118,7 +114,7 @@ def test_an_import_says_how_far_it_is_and_ends_at_its_deadline(
     assert not list(tmp_path.glob("*late*"))
 
 
-def test_an_input_of_very_many_documents_is_refused(tmp_path: Path) -> None:
+def test_an_input_of_very_many_documents_is_refused(tmp_path):
     ids = torch.ones(1, 60_000, dtype=torch.uint8)
     dump = {"input_ids": ids, "position_ids": torch.zeros(1, 60_000, dtype=torch.int64)}
     with raises(RecordingError, "too-large: input_ids"):
@@ -128,7 +124,7 @@ def test_an_input_of_very_many_documents_is_refused(tmp_path: Path) -> None:
 # --- texts --------------------------------------------------------------------------------------------------
 
 
-def test_a_compressed_archive_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_compressed_archive_is_not_called_damaged(tmp_path):
     source = saved(tmp_path / "a.pt", {"input_ids": IDS})
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
@@ -139,14 +135,12 @@ def test_a_compressed_archive_is_not_called_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", "0", "-1"])
-def test_a_timeout_that_is_none_is_a_wrong_setting(tmp_path: Path, value: str) -> None:
+def test_a_timeout_that_is_none_is_a_wrong_setting(tmp_path, value):
     with raises(LockstepError, "wrong-format: --timeout"):
         cli.main(["import", str(tmp_path / "x"), "--out", str(tmp_path / "y"), "--timeout", value])
 
 
-def test_an_import_onto_a_disk_that_is_full_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_onto_a_disk_that_is_full_is_one_line(tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 

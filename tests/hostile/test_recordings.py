@@ -96,7 +96,7 @@ def edit_shard(
     edit_root(path, listed, name="rank-0000/index.json")
 
 
-def test_the_tools_of_these_tests_leave_a_recording_valid(valid: Path) -> None:
+def test_the_tools_of_these_tests_leave_a_recording_valid(valid):
     edit_root(valid, lambda value: None)
     edit_shard(valid, lambda head, inputs: None)
     for one, other in zip(INPUTS, sorted(read_all(valid), key=lambda r: INPUTS.index(_twin(r))), strict=True):
@@ -126,7 +126,7 @@ def _twin(one: RecordedInput) -> RecordedInput:
         (lambda v: {k: v[k] for k in v if k != "model"}, "field model"),
     ],
 )
-def test_header_fields_are_checked(valid: Path, change: Any, named: str) -> None:
+def test_header_fields_are_checked(valid, change, named):
     edit_root(valid, change)
     refused(valid, "rank-0000" if "vocab_size = 20" in named else str(valid), named)
 
@@ -148,7 +148,7 @@ def test_header_fields_are_checked(valid: Path, change: Any, named: str) -> None
         ('{"format": "lockstep-recording", "version": 1}', "sha256"),
     ],
 )
-def test_json_is_checked_before_it_is_believed(valid: Path, text: str, named: str) -> None:
+def test_json_is_checked_before_it_is_believed(valid, text, named):
     (valid / "recording.json").write_text(text)
     tracemalloc.start()
     try:
@@ -215,7 +215,7 @@ def _entry(**fields: Any) -> Callable[[Any, Any], None]:
         (lambda head, inputs: head["__metadata__"].update(more="7"), "metadata"),
     ],
 )
-def test_shard_fields_are_checked_in_bounded_memory(valid: Path, change: Any, named: str) -> None:
+def test_shard_fields_are_checked_in_bounded_memory(valid, change, named):
     edit_shard(valid, change)
     tracemalloc.start()
     try:
@@ -225,7 +225,7 @@ def test_shard_fields_are_checked_in_bounded_memory(valid: Path, change: Any, na
         tracemalloc.stop()
 
 
-def test_negative_ids_are_refused(tmp_path: Path) -> None:
+def test_negative_ids_are_refused(tmp_path):
     write(tmp_path, run_inputs(1), vocab_size=70_000)
 
     def negative(head: dict[str, Any], inputs: Any) -> None:
@@ -254,7 +254,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("kind", ["pickle", "torch", "text", "empty", "huge header"])
-def test_other_files_under_a_shards_name_are_refused_and_never_executed(valid: Path, kind: str) -> None:
+def test_other_files_under_a_shards_name_are_refused_and_never_executed(valid, kind):
     shard, trace = valid / "rank-0000/shard-000000.safetensors", valid / "executed"
     if kind == "torch":
         torch.save({"a": Payload(trace)}, shard)
@@ -271,7 +271,7 @@ def test_other_files_under_a_shards_name_are_refused_and_never_executed(valid: P
 
 
 @pytest.mark.parametrize("shape", [[2**61, 2**61, 0], [0, 2**40, 2**40, 2**40], [2**60, 0]])
-def test_absurd_shapes_of_empty_tensors_are_refused(tmp_path: Path, shape: list[int]) -> None:
+def test_absurd_shapes_of_empty_tensors_are_refused(tmp_path, shape):
     path = tmp_path / "a.safetensors"
     head = json.dumps({"x": {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}}).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head)
@@ -279,7 +279,7 @@ def test_absurd_shapes_of_empty_tensors_are_refused(tmp_path: Path, shape: list[
         TensorFile(path, tmp_path)
 
 
-def test_links_out_of_the_recording_and_odd_files_are_refused(valid: Path, tmp_path: Path) -> None:
+def test_links_out_of_the_recording_and_odd_files_are_refused(valid, tmp_path):
     shard = valid / "rank-0000/shard-000000.safetensors"
     shutil.move(shard, tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
@@ -301,7 +301,7 @@ def test_links_out_of_the_recording_and_odd_files_are_refused(valid: Path, tmp_p
     refused(valid, "rank-0000", "link")
 
 
-def test_missing_renamed_swapped_and_foreign_files_are_noticed(valid: Path, tmp_path: Path) -> None:
+def test_missing_renamed_swapped_and_foreign_files_are_noticed(valid, tmp_path):
     one, two = (valid / f"rank-0000/shard-00000{n}.safetensors" for n in (0, 1))
     for change, undo, named in (
         (lambda: two.rename(tmp_path / "x"), lambda: (tmp_path / "x").rename(two), "shard-000001"),
@@ -442,9 +442,7 @@ def _changed(value: Any, which: int, new: Any) -> Any:
 
 @settings(max_examples=250, suppress_health_check=SUPPRESSED)
 @given(kind=st.sampled_from(["closed", "killed"]), mutate=st.lists(mutations(), min_size=1, max_size=1))
-def test_a_mutated_recording_gives_the_original_values_or_a_recording_error(
-    seeds: Any, tmp_path: Path, kind: str, mutate: list[Callable[[Path], str | None]]
-) -> None:
+def test_a_mutated_recording_gives_the_original_values_or_a_recording_error(seeds, tmp_path, kind, mutate):
     source, inputs = seeds[kind]
     copy = tmp_path / "copy"
     shutil.rmtree(copy, ignore_errors=True)
@@ -487,9 +485,7 @@ def sliced(path: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     "kernel", ["hf:evil/repo", "hf:kernels-community/flash-attn2@main", "hf:nope", "hf:", "flash", "hf:sdpa "]
 )
-def test_a_recording_may_not_choose_a_kernel_that_the_support_table_does_not_name(
-    tmp_path: Path, kernel: str
-) -> None:
+def test_a_recording_may_not_choose_a_kernel_that_the_support_table_does_not_name(tmp_path, kernel):
     root = recorded_run(tmp_path)
     edit_root(root, lambda v: v | {"axes": {"attention": kernel}})
     recording = Recording.open(root)
@@ -502,7 +498,7 @@ def test_a_recording_may_not_choose_a_kernel_that_the_support_table_does_not_nam
     assert status == 1 and "axes.attention" in problems[0]
 
 
-def test_the_kernels_of_the_support_table_may_be_named() -> None:
+def test_the_kernels_of_the_support_table_may_be_named():
     flash = [f"hf:flash_attention_{n}" for n in (2, 3, 4)]
     assert {*KERNELS} == {"sdpa", "varlen", "flex", "hf:sdpa", "hf:eager", *flash}
 
@@ -520,9 +516,7 @@ def test_the_kernels_of_the_support_table_may_be_named() -> None:
         ({}, None),
     ],
 )
-def test_models_that_a_replay_refuses_are_refused_by_validate(
-    tmp_path: Path, model: dict[str, Any], named: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_that_a_replay_refuses_are_refused_by_validate(tmp_path, model, named, capsys):
     root = recorded_run(tmp_path)
     edit_root(root, lambda v: v | {"model": model})
     status, problems = validated(root)
@@ -532,7 +526,7 @@ def test_models_that_a_replay_refuses_are_refused_by_validate(
     assert not any(c in shown for c in "\x1b\x07\x9b\0")
 
 
-def test_algorithms_that_a_replay_refuses_are_refused_by_validate(tmp_path: Path) -> None:
+def test_algorithms_that_a_replay_refuses_are_refused_by_validate(tmp_path):
     root = recorded_run(tmp_path)
     edit_root(root, lambda v: v | {"algorithm": {"name": "\x1b[31mgrpo"}})
     with raises(RecordingError, "wrong-field: algorithm.name"):
@@ -588,9 +582,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_weights_that_lead_elsewhere_or_are_damaged_are_neither_copied_nor_valid(
-    tmp_path: Path, place: str
-) -> None:
+def test_weights_that_lead_elsewhere_or_are_damaged_are_neither_copied_nor_valid(tmp_path, place):
     root = recorded_run(tmp_path)
     assert validated(root) == (0, [])
     secret_link(root, place)
@@ -602,7 +594,7 @@ def test_weights_that_lead_elsewhere_or_are_damaged_are_neither_copied_nor_valid
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_merging_checks_weights_as_slicing_does(tmp_path: Path, place: str) -> None:
+def test_merging_checks_weights_as_slicing_does(tmp_path, place):
     one, two = recorded_run(tmp_path / "a"), recorded_run(tmp_path / "b")
     edit_shard(two, lambda head, inputs: inputs[0]["meta"].update(update=1))
     secret_link(two, place)
@@ -611,7 +603,7 @@ def test_merging_checks_weights_as_slicing_does(tmp_path: Path, place: str) -> N
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_slice_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     root = recorded_run(tmp_path)
 
     def full(*_: object, **__: object) -> None:
@@ -637,9 +629,7 @@ def test_a_slice_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
         ({"tail": [2**19, 2**19 + 1], "document_slots": 8, "max_seqlen": 2**20}, "tail"),
     ],
 )
-def test_what_is_padded_is_in_proportion_to_what_is_stored(
-    valid: Path, change: dict[str, Any], named: str
-) -> None:
+def test_what_is_padded_is_in_proportion_to_what_is_stored(valid, change, named):
     large = {"max_seqlen": 2**23, "document_slots": 2**16} | change
     edit_shard(valid, lambda head, inputs: inputs[1].update(large))
     refused(valid, named)
@@ -664,7 +654,7 @@ def replayed(root: Path, **options: Any) -> Any:
     return replay(Recording.open(root), ReplayOptions(cell=cell, notes=notes, **options)).rows[0]
 
 
-def test_an_input_beyond_the_memory_that_it_may_take_names_the_flag(replayable: Path) -> None:
+def test_an_input_beyond_the_memory_that_it_may_take_names_the_flag(replayable):
     root = replayable
     pads = {"tail": [2000] * 100, "document_slots": 200, "max_seqlen": 2000}
     edit_shard(root, lambda head, inputs: inputs[0].update(pads))
@@ -685,7 +675,7 @@ def test_an_input_beyond_the_memory_that_it_may_take_names_the_flag(replayable: 
         {"model": {"name": "shape:tiny-llama", "lora": {"rank": 2**16}}},
     ],
 )
-def test_a_header_that_asks_for_much_is_refused(replayable: Path, header_change: dict[str, Any]) -> None:
+def test_a_header_that_asks_for_much_is_refused(replayable, header_change):
     root = replayable
     edit_root(root, lambda v: v | header_change)
     if "capacity" in header_change:
@@ -699,7 +689,7 @@ def test_a_header_that_asks_for_much_is_refused(replayable: Path, header_change:
 # --- keys ---------------------------------------------------------------------------------------------------
 
 
-def test_equal_keys_in_one_shard_are_an_error(valid: Path) -> None:
+def test_equal_keys_in_one_shard_are_an_error(valid):
     edit_shard(valid, lambda head, inputs: inputs[1]["meta"].update(micro_batch=0, update=0))
     refused(valid, "shard-000000", "is inputs[0] already")
 
@@ -738,8 +728,8 @@ HOSTILE = st.sampled_from(
     inner=st.sampled_from(["rank", "alpha", "dropout", "target_modules", "coef", None]),
 )
 def test_any_header_field_is_believed_or_refused_by_replay_and_validate_alike(
-    seeds: Any, field: str, key: str, value: Any, inner: str | None
-) -> None:
+    seeds, field, key, value, inner
+):
     root, _ = seeds["closed"]
     base = Recording.open(root).header
     changed = {**getattr(base, field), key: value if inner is None else {inner: value}}

@@ -189,7 +189,7 @@ def attempt(resume: Resume, run: Path, undisturbed: dict[str, Any], what: str) -
     return False
 
 
-def test_a_spoilt_file_is_refused_or_changes_nothing(spoilt: Callable[[], Path], resume: Resume) -> None:
+def test_a_spoilt_file_is_refused_or_changes_nothing(spoilt, resume):
     undisturbed = resume(spoilt())
     assert (undisturbed["done"], undisturbed["updates"]) == (4, 4)
     refused = set()
@@ -211,9 +211,7 @@ def test_a_spoilt_file_is_refused_or_changes_nothing(spoilt: Callable[[], Path],
     }
 
 
-def test_a_field_of_another_kind_is_refused_or_changes_nothing(
-    spoilt: Callable[[], Path], resume: Resume
-) -> None:
+def test_a_field_of_another_kind_is_refused_or_changes_nothing(spoilt, resume):
     """In checkpoints with the hashes made to fit, so that the field itself is looked at."""
     undisturbed = resume(spoilt())
     last, kept = Path("checkpoints/step-000004"), set()
@@ -245,7 +243,7 @@ def make_hashes_fit(checkpoint: Path) -> None:
     file.write_text(json.dumps(complete))
 
 
-def test_a_line_of_metrics_that_is_lost_doubled_or_wrong(spoilt: Callable[[], Path], resume: Resume) -> None:
+def test_a_line_of_metrics_that_is_lost_doubled_or_wrong(spoilt, resume):
     undisturbed = resume(spoilt())
     lines = (spoilt() / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     rows = [(row["step"], row.get("evaluation")) for row in map(json.loads, lines)]
@@ -277,9 +275,7 @@ def test_a_line_of_metrics_that_is_lost_doubled_or_wrong(spoilt: Callable[[], Pa
     assert spoils.keys() - refused == {f"{after} lost", f"{after} twice", f"{after} moved", "only 6 lines"}
 
 
-def test_a_stand_in_line_shows_the_hole_and_lets_the_run_go_on(
-    spoilt: Callable[[], Path], resume: Resume
-) -> None:
+def test_a_stand_in_line_shows_the_hole_and_lets_the_run_go_on(spoilt, resume):
     run = spoilt()
     lines = (run / "metrics.jsonl").read_text().splitlines()
     replace(run / "metrics.jsonl", "".join(f"{line}\n" for line in lines if '"step": 1' not in line).encode())
@@ -290,7 +286,7 @@ def test_a_stand_in_line_shows_the_hole_and_lets_the_run_go_on(
     assert resume(run)["done"] == 4
 
 
-def test_lines_by_hand() -> None:
+def test_lines_by_hand():
     def lines(*rows: tuple[int, str | None]) -> list[Line]:
         return [
             Line(number=i, raw=b"", step=step, evaluation=name)
@@ -321,9 +317,7 @@ def test_lines_by_hand() -> None:
 
 
 @pytest.mark.parametrize("left", ["everything", "metrics.jsonl", "summary.json", "rollouts"])
-def test_without_checkpoints_nothing_is_begun_again(
-    left: str, spoilt: Callable[[], Path], resume: Resume
-) -> None:
+def test_without_checkpoints_nothing_is_begun_again(left, spoilt, resume):
     run = spoilt()
     shutil.rmtree(run / "checkpoints")
     for name in ("metrics.jsonl", "summary.json"):
@@ -341,9 +335,7 @@ def test_without_checkpoints_nothing_is_begun_again(
     assert {p: p.read_bytes() for p in before} == before
 
 
-def test_an_incomplete_checkpoint_is_no_reason_to_begin_again(
-    spoilt: Callable[[], Path], resume: Resume
-) -> None:
+def test_an_incomplete_checkpoint_is_no_reason_to_begin_again(spoilt, resume):
     run = spoilt()
     for complete in run.glob("checkpoints/*/complete.json"):
         complete.unlink()
@@ -352,7 +344,7 @@ def test_an_incomplete_checkpoint_is_no_reason_to_begin_again(
     assert len(metric_lines(run / "metrics.jsonl")) == 7
 
 
-def test_a_run_that_did_no_step_begins_again(spoilt: Callable[[], Path], resume: Resume) -> None:
+def test_a_run_that_did_no_step_begins_again(spoilt, resume):
     """As one that was killed after the evaluation before, or in the middle of its first step."""
     run = spoilt()
     shutil.rmtree(run / "checkpoints")
@@ -367,7 +359,7 @@ def test_a_run_that_did_no_step_begins_again(spoilt: Callable[[], Path], resume:
         assert session._from is None and session._state["evaluations"] == {}
 
 
-def test_checkpoints_on_which_the_files_disagree(spoilt: Callable[[], Path], resume: Resume) -> None:
+def test_checkpoints_on_which_the_files_disagree(spoilt, resume):
     def edit(run: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
         file = run / "checkpoints/step-000004" / name
         value = json.loads(file.read_text())
@@ -458,9 +450,7 @@ def test_checkpoints_on_which_the_files_disagree(spoilt: Callable[[], Path], res
         *("logs/tensorboard", "export", "recordings"),
     ],
 )
-def test_no_link_leads_out_of_a_run(
-    name: str, spoilt: Callable[[], Path], resume: Resume, tmp_path: Path
-) -> None:
+def test_no_link_leads_out_of_a_run(name, spoilt, resume, tmp_path):
     run, outside = spoilt(), tmp_path / "outside"
     path = run / name
     if path.exists():
@@ -480,9 +470,7 @@ def test_no_link_leads_out_of_a_run(
     assert {p: p.read_bytes() for p in [outside, *outside.rglob("*")] if p.is_file()} == before
 
 
-def test_a_run_directory_may_itself_be_a_link(
-    spoilt: Callable[[], Path], resume: Resume, tmp_path: Path
-) -> None:
+def test_a_run_directory_may_itself_be_a_link(spoilt, resume, tmp_path):
     run = spoilt()
     (tmp_path / "linked").symlink_to(run)
     assert resume(tmp_path / "linked")["done"] == 4
@@ -490,7 +478,7 @@ def test_a_run_directory_may_itself_be_a_link(
 
 @pytest.mark.parametrize("name", ["rollouts", "checkpoints", "logs", "export", "recordings"])
 @pytest.mark.parametrize("kind", ["file", "fifo"])
-def test_a_folder_that_is_none(name: str, kind: str, spoilt: Callable[[], Path], resume: Resume) -> None:
+def test_a_folder_that_is_none(name, kind, spoilt, resume):
     run = spoilt()
     shutil.rmtree(run / name, ignore_errors=True)
     os.mkfifo(run / name) if kind == "fifo" else (run / name).write_text("x")
@@ -498,7 +486,7 @@ def test_a_folder_that_is_none(name: str, kind: str, spoilt: Callable[[], Path],
         resume(run)
 
 
-def test_what_a_killed_write_left_is_removed(spoilt: Callable[[], Path], resume: Resume) -> None:
+def test_what_a_killed_write_left_is_removed(spoilt, resume):
     run, undisturbed = spoilt(), resume(spoilt())
     for name in (
         *("rollouts/.step-000000.jsonl.ab12_xyz", "rollouts/.evaluation-before.jsonl.ab12_xyz"),
@@ -529,7 +517,7 @@ def small_disk(folder: Path, kib: int) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_fills_up_while_training(finished: Path, resume: Resume, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_while_training(finished, resume, tmp_path):
     """Step by step less room, so that it gives out in the manifest, the rollouts, the metrics, the summary;
     with room again the run goes on from its checkpoint to the numbers of the run that had room."""
     size = sum(-(-p.stat().st_size // 4096) * 4 + 4 for p in finished.rglob("*"))
@@ -551,9 +539,7 @@ def test_a_disk_that_fills_up_while_training(finished: Path, resume: Resume, tmp
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "step-000004.jsonl", "summary.json"])
-def test_each_file_on_a_full_disk_is_one_error(
-    name: str, spoilt: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_file_on_a_full_disk_is_one_error(name, spoilt, monkeypatch):
     """The system refuses to write one file; when it has room again, the run ends as the undisturbed one."""
     from lockstep.observe import files, metrics
 
@@ -578,9 +564,7 @@ def test_each_file_on_a_full_disk_is_one_error(
     assert steps == [0, 1, 2, 3, 4, 5]
 
 
-def test_half_a_line_of_metrics_leaves_no_trace(
-    spoilt: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_line_of_metrics_leaves_no_trace(spoilt, monkeypatch):
     from lockstep.observe import metrics
 
     file = spoilt() / "metrics.jsonl"
@@ -607,7 +591,7 @@ def test_half_a_line_of_metrics_leaves_no_trace(
 # --- refused before anything is loaded or made --------------------------------------------------------------
 
 
-def test_a_step_that_needs_more_prompts_than_there_are(tmp_path: Path) -> None:
+def test_a_step_that_needs_more_prompts_than_there_are(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(10)))
     model = tmp_path / "model"  # holds no weights: whoever loads it fails otherwise
@@ -645,8 +629,8 @@ def test_a_step_that_needs_more_prompts_than_there_are(tmp_path: Path) -> None:
     ],
 )
 def test_a_missing_package_is_named_before_there_is_a_run_directory(
-    package: str, settings: dict[str, Any], about: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    package, settings, about, tmp_path, monkeypatch
+):
     import importlib.util
 
     real = importlib.util.find_spec
@@ -658,7 +642,7 @@ def test_a_missing_package_is_named_before_there_is_a_run_directory(
 
 
 @pytest.mark.parametrize("started_with", [False, True])
-def test_evaluations_on_resume_never_change_the_training_data(started_with: bool, tmp_path: Path) -> None:
+def test_evaluations_on_resume_never_change_the_training_data(started_with, tmp_path):
     """Ten prompts, of which an evaluation takes four; turned off later, they stay out of training. A run that
     has trained on all ten is not evaluated on them."""
     folder = tmp_path / "run"
@@ -683,7 +667,7 @@ def test_evaluations_on_resume_never_change_the_training_data(started_with: bool
         train_online(turned, resume=folder)  # type: ignore[arg-type]
 
 
-def test_a_run_of_a_version_that_always_held_prompts_out_trains_on_the_same_ones(tmp_path: Path) -> None:
+def test_a_run_of_a_version_that_always_held_prompts_out_trains_on_the_same_ones(tmp_path):
     """Such a version had no evaluation to make here, and still trained on six of the ten prompts."""
     folder = tmp_path / "run"
     settings = {"data.size": 10, "steps": 1, "eval_data.source": "ids", "eval_data.size": 4}
@@ -708,7 +692,7 @@ def test_a_run_of_a_version_that_always_held_prompts_out_trains_on_the_same_ones
     assert written["data_fingerprint"] != older["data_fingerprint"]
 
 
-def test_a_finished_summary_is_read_with_care(spoilt: Callable[[], Path]) -> None:
+def test_a_finished_summary_is_read_with_care(spoilt):
     """Its numbers are printed: where they are none, the run writes it again."""
     run = spoilt()
     config, file = load_resumed(run), run / "summary.json"
@@ -722,7 +706,7 @@ def test_a_finished_summary_is_read_with_care(spoilt: Callable[[], Path]) -> Non
         assert preflight(config, resume=run, checkpoint=None) is None, change
 
 
-def test_a_lock_that_leads_elsewhere_is_left_alone(tmp_path: Path) -> None:
+def test_a_lock_that_leads_elsewhere_is_left_alone(tmp_path):
     for spoil in (lambda lock: lock.symlink_to(tmp_path / "mine"), os.mkfifo, lambda lock: lock.mkdir()):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         (tmp_path / "run").mkdir()

@@ -116,7 +116,7 @@ def replaced(value: Any, text: str) -> Any:
 
 
 @pytest.mark.skipif(not sandbox.probe().sufficient, reason="this kernel gives no sandbox")
-def test_all_tasks_of_the_package_hold(judge: VerifierProcess, canaries: Canaries) -> None:
+def test_all_tasks_of_the_package_hold(judge, canaries):
     """Right answers score as in the plain package after every attempt, which scores as junk does."""
     for task in tasks():
         dataset, row = rows(task)
@@ -141,7 +141,7 @@ def test_all_tasks_of_the_package_hold(judge: VerifierProcess, canaries: Canarie
 
 
 @pytest.mark.skipif(not sandbox.probe().sufficient, reason="this kernel gives no sandbox")
-def test_a_data_set_that_takes_too_long_is_an_error_with_the_task(judge: VerifierProcess) -> None:
+def test_a_data_set_that_takes_too_long_is_an_error_with_the_task(judge):
     _, row = rows("n_queens")
     slow = {**row, "verifier_settings": {"n": 12}}  # every board is found first, which takes 2 s
     with pytest.raises(VerifierFailure, match=r"'n_queens': its data set could not be made: TimeoutError"):
@@ -150,7 +150,7 @@ def test_a_data_set_that_takes_too_long_is_an_error_with_the_task(judge: Verifie
         assert judge.reasoning_gym(row, row["answer"], timeout=60) == (1.0, None)
 
 
-def test_math_holds(judge: VerifierProcess, canaries: Canaries) -> None:
+def test_math_holds(judge, canaries):
     for payload in canaries.payloads():
         for text in (payload, f"${payload}$", f"\\boxed{{{payload}}}"):
             if not ("**" in text or "((" in text):  # a time-out, which test_rewards looks at
@@ -200,7 +200,7 @@ def test_math_holds(judge: VerifierProcess, canaries: Canaries) -> None:
         ("1 # x", True, False),
     ],
 )
-def test_grammar(text: str, literal: bool, formula: bool) -> None:
+def test_grammar(text, literal, formula):
     for check, passes in ((grammar.check_literal, literal), (grammar.check_formula, formula)):
         if passes:
             check(text)
@@ -263,7 +263,7 @@ judge._end()
 """
 
 
-def test_whatever_an_answer_makes_a_verifier_raise_or_reply_scores_0() -> None:
+def test_whatever_an_answer_makes_a_verifier_raise_or_reply_scores_0():
     ended = subprocess.run([sys.executable, "-c", ODD], capture_output=True, text=True, timeout=120)
     raised, died = "NotImplementedError: no such case", "the verifier's process died, or replied something"
     expected = [
@@ -276,7 +276,7 @@ def test_whatever_an_answer_makes_a_verifier_raise_or_reply_scores_0() -> None:
 
 
 @pytest.mark.skipif(sandbox.probe().missing != [], reason="this kernel lacks a layer")
-def test_code_in_the_sandbox_reaches_nothing() -> None:
+def test_code_in_the_sandbox_reaches_nothing():
     """The layer behind the grammar: what code could do if it ran all the same."""
     reader, writer = os.pipe()
     code = ATTEMPTS.format(root=sandbox.ROOT)
@@ -311,9 +311,7 @@ except PermissionError:
 
 
 @pytest.mark.skipif(not sandbox.probe().seccomp, reason="this kernel gives no seccomp")
-def test_without_landlock_files_of_the_user_can_be_read_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_landlock_files_of_the_user_can_be_read_and_that_is_said(tmp_path, monkeypatch):
     file = tmp_path / "private"
     file.write_text("secret ")
     file.chmod(0o600)
@@ -345,9 +343,7 @@ main = verifier_child.main
 """
 
 
-def test_without_a_sandbox_an_evaluating_task_is_refused_unless_allowed_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_sandbox_an_evaluating_task_is_refused_unless_allowed_by_name(tmp_path, monkeypatch):
     (tmp_path / "bare_judge.py").write_text(BARE)
     monkeypatch.syspath_prepend(tmp_path)
     real = verifiers.JobProcess
@@ -416,7 +412,7 @@ for kind in (SystemExit, KeyboardInterrupt, GeneratorExit):
 
 
 @pytest.mark.parametrize(("reward", "text"), OUTCOMES)
-def test_a_reward_that_does_its_worst_is_one_error(reward: Callable[..., Any], text: str) -> None:
+def test_a_reward_that_does_its_worst_is_one_error(reward, text):
     rewards = RewardSet([], functions=[reward])
     for _ in range(2):  # nothing was broken by the first
         with raises(RewardError, "reward-failed") as caught:
@@ -424,7 +420,7 @@ def test_a_reward_that_does_its_worst_is_one_error(reward: Callable[..., Any], t
         assert text in caught.value.fields["reason"]
 
 
-def test_a_reward_cannot_change_the_row() -> None:
+def test_a_reward_cannot_change_the_row():
     def within(*, row: Any, **_: Any) -> float:
         row["list"].append(1)
         assert json.dumps(row) and dict(row)["answer"] == "a"
@@ -445,9 +441,7 @@ def test_a_reward_cannot_change_the_row() -> None:
     assert row == {"answer": "a", "list": [0]}
 
 
-def test_the_working_directory_is_no_place_of_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_working_directory_is_no_place_of_packages(tmp_path, monkeypatch):
     """Reading a name such as "module:function" puts it on sys.path; a folder around it holds it too."""
     own, packages = tmp_path / "project" / "runs", tmp_path / "packages"
     for folder in (own, packages):

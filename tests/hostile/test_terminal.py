@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ def check(text: str) -> str:
     return text
 
 
-def test_escapes() -> None:
+def test_escapes():
     assert printable("a\x1b]0;b\n\t") == r"a\x1b]0;b\n\t"
     assert printable_text("a\tb\r\nc\u202e\x9b") == "a\tb\\r\nc\\u202e\\x9b"
     assert check(printable(EVIL)).startswith(r"\x1b]0;pwn\x07\x9b31m\r\x08[red]x[/red]\u202e\ud800")
@@ -47,7 +47,7 @@ def test_escapes() -> None:
 
 
 @pytest.mark.parametrize("terminal", (False, True))
-def test_a_console_takes_text_for_text(terminal: bool) -> None:
+def test_a_console_takes_text_for_text(terminal):
     out = io.StringIO()
     out.isatty = lambda: terminal  # type: ignore[method-assign]
     console = PlainConsole(file=out, width=200, highlight=True)
@@ -63,7 +63,7 @@ def test_a_console_takes_text_for_text(terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ("plain", "live"))
-def test_what_a_run_shows(mode: Any) -> None:
+def test_what_a_run_shows(mode):
     out = io.StringIO()
     with Display(f"run {EVIL}", total_steps=2, mode=mode, stream=out) as display:
         display.phase((EVIL,))
@@ -75,7 +75,7 @@ def test_what_a_run_shows(mode: Any) -> None:
     assert "[red]x[/red]" in said
 
 
-def test_prompts_and_completions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_and_completions(capsys):
     prompt = Prompt(index=0, token_ids=(1,), text=f"a\n\t{EVIL}")
     completion: Any = SimpleNamespace(token_ids=(2,), finish_reason="stop", text=f"b\n{EVIL}")
     show(prompt, [completion])
@@ -95,9 +95,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(module.importlib, "import_module", lambda name: SimpleNamespace(main=run))
 
 
-def test_errors_are_one_escaped_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_one_escaped_message(monkeypatch, capsys):
     fails(monkeypatch, LockstepError(f"two problems\n  {EVIL}", code="wrong-state"))
     assert main(["train"]) == 1
     assert check(capsys.readouterr().err).splitlines() == [
@@ -109,7 +107,7 @@ def test_errors_are_one_escaped_message(
     assert capsys.readouterr().err == f"lockstep train: No space left on device: runs/{printable(EVIL)}\n"
 
 
-def test_a_traceback_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_escaped(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     fails(monkeypatch, ZeroDivisionError(EVIL))
@@ -123,9 +121,7 @@ def test_a_traceback_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_arguments_with_control_characters_are_refused(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_with_control_characters_are_refused(command, capsys):
     for argument in ("\x1b]0;pwn\x07", "--\x9b31m", "--prompt=\rx", "a\0b"):
         assert main([command, argument]) == 2
         assert "holds a control character" in check(capsys.readouterr().err)
@@ -143,9 +139,7 @@ def test_arguments_with_control_characters_are_refused(
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "-1"},
     ),
 )
-def test_variables_of_launchers(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variables_of_launchers(variables, monkeypatch, capsys):
     # A rank that failed ends its process at once if it has process groups, as other tests may have left some.
     monkeypatch.setattr("lockstep.cli.main.leave", lambda status: None)
     for name, value in variables.items():
@@ -181,7 +175,7 @@ def run(argv: Sequence[object], capsys: pytest.CaptureFixture[str]) -> tuple[int
 
 
 @pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS)
-def test_commands_that_read_settings(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_read_settings(text, tmp_path, capsys):
     file = tmp_path / "config.toml"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     for argv in (
@@ -249,12 +243,7 @@ def recordings(folder: Path) -> list[list[object]]:
 
 
 @pytest.mark.parametrize("prepare", (samples_file, damaged_results, recordings))
-def test_commands_that_read_results(
-    prepare: Callable[[Path], list[list[object]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_commands_that_read_results(prepare, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for argv in prepare(tmp_path):
         _, said = run(argv, capsys)
@@ -281,9 +270,7 @@ TINY = ["train", "grpo", "--recipe", "tiny", "--print-config"]
     ),
     ids=" ".join,
 )
-def test_arguments_of_any_kind(
-    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_of_any_kind(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for value in FLAGS:
         status, said = run([*argv, value], capsys)
@@ -291,7 +278,7 @@ def test_arguments_of_any_kind(
         assert "Traceback" not in said
 
 
-def test_every_console_is_a_plain_one() -> None:
+def test_every_console_is_a_plain_one():
     """rich's own would take text for markup; ruff's T20 sees the prints."""
     source = Path(module.__file__).parents[1]
     makes = re.compile(r"(?<![\w.])Console\(")

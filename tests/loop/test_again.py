@@ -36,7 +36,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_finished_run_has_nothing_to_resume(lockstep: Commands, run: Path) -> None:
+def test_a_finished_run_has_nothing_to_resume(lockstep, run):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     ended = lockstep("train", "--resume", run, cwd=run)
     assert ended.code == 0 and ended.err == ""
@@ -46,15 +46,13 @@ def test_a_finished_run_has_nothing_to_resume(lockstep: Commands, run: Path) -> 
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_a_second_run_into_the_same_folder_is_refused(lockstep: Commands, tiny_toml: Path, run: Path) -> None:
+def test_a_second_run_into_the_same_folder_is_refused(lockstep, tiny_toml, run):
     ended = lockstep("train", tiny_toml, "--run-dir", run, cwd=run)
     assert ended.code == 2
     assert "already holds a run" in ended.err and f"lockstep train --resume {run}" in ended.err
 
 
-def test_more_steps_extend_a_run_as_if_they_had_been_asked_for_at_once(
-    lockstep: Commands, straight: Straight, run: Path
-) -> None:
+def test_more_steps_extend_a_run_as_if_they_had_been_asked_for_at_once(lockstep, straight, run):
     killed = {"target": "lockstep.engine.hf.generation:Generation._step", "call": 2, "step": 5}
     ended = lockstep(
         "train", "--resume", run, "--steps", "6", cwd=run, signals=[killed | {"send": "SIGKILL"}]
@@ -65,7 +63,7 @@ def test_more_steps_extend_a_run_as_if_they_had_been_asked_for_at_once(
     assert everything(run) == straight("--steps", "6")
 
 
-def test_fewer_steps_than_are_done_are_refused(lockstep: Commands, run: Path) -> None:
+def test_fewer_steps_than_are_done_are_refused(lockstep, run):
     ended = lockstep("train", "--resume", run, "--steps", "3", cwd=run)
     assert ended.code == 2
     assert (
@@ -74,16 +72,14 @@ def test_fewer_steps_than_are_done_are_refused(lockstep: Commands, run: Path) ->
     assert metrics_of(run)[-1]["evaluation"] == "after"
 
 
-def test_more_steps_under_a_decay_are_refused(lockstep: Commands, run: Path) -> None:
+def test_more_steps_under_a_decay_are_refused(lockstep, run):
     config = run / "config.toml"
     config.write_text(config.read_text().replace('schedule = "constant"', 'schedule = "linear"'))
     ended = lockstep("train", "--resume", run, "--steps", "6", cwd=run)
     assert ended.code == 2 and "a decay ends at the last step" in ended.err
 
 
-def test_a_damaged_checkpoint_is_named_with_the_flag_that_goes_back(
-    lockstep: Commands, straight: Straight, run: Path
-) -> None:
+def test_a_damaged_checkpoint_is_named_with_the_flag_that_goes_back(lockstep, straight, run):
     (run / "summary.json").unlink()
     flip(run / "checkpoints" / "step-000004" / "optimizer.safetensors")
     ended = lockstep("train", "--resume", run, cwd=run)
@@ -95,30 +91,28 @@ def test_a_damaged_checkpoint_is_named_with_the_flag_that_goes_back(
     assert everything(run) == straight()
 
 
-def test_a_damaged_line_of_metrics_is_named(lockstep: Commands, run: Path) -> None:
+def test_a_damaged_line_of_metrics_is_named(lockstep, run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([*lines[:2], lines[2][:30], *lines[3:], ""]))
     ended = lockstep("train", "--resume", run, "--checkpoint", "2", cwd=run)
     assert ended.code == 1 and "metrics.jsonl, line 3: is not valid JSON" in ended.err
 
 
-def test_a_config_that_was_edited_to_nonsense_is_named(lockstep: Commands, run: Path) -> None:
+def test_a_config_that_was_edited_to_nonsense_is_named(lockstep, run):
     config = run / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.001", 'lr = "fast"'))
     ended = lockstep("train", "--resume", run, cwd=run)
     assert ended.code == 2 and "train.lr = 'fast': expected a number" in ended.err
 
 
-def test_a_folder_without_a_run_is_refused(lockstep: Commands, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(lockstep, tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
         ended = lockstep("train", "--resume", path, cwd=tmp_path)
         assert ended.code == 2 and "holds no config.toml" in ended.err
 
 
-def test_the_folder_of_a_start_that_failed_can_be_used_again(
-    lockstep: Commands, tiny_toml: Path, tmp_path: Path
-) -> None:
+def test_the_folder_of_a_start_that_failed_can_be_used_again(lockstep, tiny_toml, tmp_path):
     """The reward fails on its first completion, after the folder was made; corrected, the same line works."""
     argv = ("train", tiny_toml, "--run-dir", tmp_path / "run", "--rewards", "mine:reward", "--steps", "1")
     for body, code in (("return None", 1), ("return 1.0", 0)):
@@ -127,9 +121,7 @@ def test_the_folder_of_a_start_that_failed_can_be_used_again(
         assert ended.code == code, ended.out + ended.err
 
 
-def test_a_write_that_fails_in_a_save_leaves_the_earlier_checkpoints(
-    lockstep: Commands, straight: Straight, tiny_toml: Path, tmp_path: Path
-) -> None:
+def test_a_write_that_fails_in_a_save_leaves_the_earlier_checkpoints(lockstep, straight, tiny_toml, tmp_path):
     run = tmp_path / "run"
     first = lockstep("train", tiny_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
     assert first.code == 0
@@ -155,7 +147,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_told_with_its_numbers(small_disk: Path, lockstep: Commands, tiny_toml: Path) -> None:
+def test_a_full_disk_is_told_with_its_numbers(small_disk, lockstep, tiny_toml):
     ended = lockstep("train", tiny_toml, "--run-dir", small_disk / "run", cwd=small_disk)
     assert ended.code == 1, ended.out
     assert "the checkpoint needs" in ended.err and "bytes free" in ended.err

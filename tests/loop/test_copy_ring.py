@@ -98,7 +98,7 @@ def names(rank: int) -> list[str]:
     return [f"model-{rank}.safetensors", f"value/model-{rank}.safetensors"]
 
 
-def test_a_part_is_whole_at_the_next_node_and_only_there(nodes: list[Node]) -> None:
+def test_a_part_is_whole_at_the_next_node_and_only_there(nodes):
     for rank in range(3):
         files = ring(nodes, rank).send(write(nodes[rank], rank), names(rank))
         there = nodes[(rank + 1) % 3].folder / STEP
@@ -109,7 +109,7 @@ def test_a_part_is_whole_at_the_next_node_and_only_there(nodes: list[Node]) -> N
     assert [ring(nodes, rank).kept for rank in range(3)] == [{0, 2}, {0, 1}, {1, 2}]
 
 
-def test_ranks_of_one_node_send_to_the_next_node() -> None:
+def test_ranks_of_one_node_send_to_the_next_node():
     keepers = [Keeper(address="10.0.0.1", port=1 + rank // 2, token="") for rank in range(6)]
     made = [CopyRing(keepers, rank, seconds=1.0, fetch_seconds=1.0) for rank in range(6)]
     assert [each._next.port for each in made] == [2, 2, 3, 3, 1, 1]
@@ -117,9 +117,7 @@ def test_ranks_of_one_node_send_to_the_next_node() -> None:
     assert [each.kept for each in made[::2]] == [{0, 1, 4, 5}, {0, 1, 2, 3}, {2, 3, 4, 5}]
 
 
-def test_what_a_node_does_not_take_is_an_error_and_no_part(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_node_does_not_take_is_an_error_and_no_part(nodes, monkeypatch):
     path = write(nodes[0], 0)
     with raises(CheckpointError, "not-authenticated"):
         ring(nodes, 0, token="0" * 64).send(path, names(0))
@@ -137,9 +135,7 @@ def test_what_a_node_does_not_take_is_an_error_and_no_part(
     assert whole_parts(nodes[1].folder, 3) == {}
 
 
-def test_a_file_that_changes_on_its_way_is_no_part(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_on_its_way_is_no_part(nodes, monkeypatch):
     path, write_piece = write(nodes[0], 0), copy_ring._Request.write
 
     def damaged(self: copy_ring._Request, data: memoryview) -> None:
@@ -151,7 +147,7 @@ def test_a_file_that_changes_on_its_way_is_no_part(
     assert whole_parts(nodes[1].folder, 3) == {1: []}
 
 
-def test_a_node_whose_memory_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_whose_memory_is_full_says_so(tmp_path, monkeypatch):
     """Also where most of the file has not been sent yet."""
     size = 64 * 2**20  # more than sockets hold
 
@@ -174,7 +170,7 @@ def test_a_node_whose_memory_is_full_says_so(tmp_path: Path, monkeypatch: pytest
     assert list((tmp_path / STEP).iterdir()) == []
 
 
-def test_half_a_file_is_not_kept(nodes: list[Node]) -> None:
+def test_half_a_file_is_not_kept(nodes):
     keeper = nodes[1].keeper
     connection = http.client.HTTPConnection(keeper.address, keeper.port, timeout=SECONDS)
     connection.putrequest("PUT", f"/{STEP}/model.safetensors")
@@ -211,15 +207,13 @@ def fetched(nodes: list[Node], have: list[list[int]]) -> bool:
 EVERYWHERE_ELSE = [[0, 1, 2], [0, 1, 2], [1, 2]]
 
 
-def test_a_node_fetches_what_it_lacks(nodes: list[Node], kept: Path) -> None:
+def test_a_node_fetches_what_it_lacks(nodes, kept):
     assert fetched(nodes, EVERYWHERE_ELSE)
     assert (nodes[2].folder / STEP / names(0)[0]).read_bytes() == bytes([0]) * 3_000_001
 
 
 @pytest.mark.parametrize("damage", ["truncated", "damaged", "gone"])
-def test_a_damaged_part_is_fetched_from_the_other_node_that_has_it(
-    nodes: list[Node], kept: Path, damage: str
-) -> None:
+def test_a_damaged_part_is_fetched_from_the_other_node_that_has_it(nodes, kept, damage):
     codes = {"truncated": "damaged-file", "damaged": "hash-differs", "gone": "incomplete"}
     if damage == "truncated":
         os.truncate(kept, 3_000_000)
@@ -233,18 +227,18 @@ def test_a_damaged_part_is_fetched_from_the_other_node_that_has_it(
     assert fetched(nodes, EVERYWHERE_ELSE)
 
 
-def test_a_list_of_files_that_leads_elsewhere_is_refused(nodes: list[Node], kept: Path) -> None:
+def test_a_list_of_files_that_leads_elsewhere_is_refused(nodes, kept):
     kept.with_name("complete-0.json").write_text('{"../../a": [1, ""]}')
     with raises(CheckpointError, "damaged-file", rank=0):
         fetched(nodes, [[0, 1, 2], [1, 2], [1, 2]])
 
 
-def test_a_part_that_nobody_has_is_named(nodes: list[Node]) -> None:
+def test_a_part_that_nobody_has_is_named(nodes):
     with raises(CheckpointError, "incomplete", rank=1):
         fetched(nodes, [[0, 2], [0, 2], [0, 2]])
 
 
-def test_the_folder_goes_with_the_process_that_hosts_the_ranks(tmp_path: Path) -> None:
+def test_the_folder_goes_with_the_process_that_hosts_the_ranks(tmp_path):
     script = (
         "import sys, time; from pathlib import Path; from lockstep.loop.copy_keeper import CopyKeeper;"
         f"k = CopyKeeper(Path({str(tmp_path)!r}), '127.0.0.1'); k.environment(); print('up', flush=True);"
@@ -261,7 +255,7 @@ def test_the_folder_goes_with_the_process_that_hosts_the_ranks(tmp_path: Path) -
         time.sleep(0.05)
 
 
-def test_a_place_that_cannot_be_used_is_refused_by_the_host(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_used_is_refused_by_the_host(tmp_path):
     with CopyKeeper(tmp_path / "none", "127.0.0.1") as keeper, raises(ConfigError, "no-such-file"):
         keeper.environment()
     with CopyKeeper(tmp_path, "no.such.host.invalid") as keeper, raises(ConfigError, "unreachable"):
@@ -381,7 +375,7 @@ def steps(nodes: list[Node]) -> list[dict[int, list[int]]]:
     return [whole_parts(node.folder, len(nodes)) for node in nodes]
 
 
-def test_a_step_counts_when_every_part_is_on_two_nodes(nodes: list[Node]) -> None:
+def test_a_step_counts_when_every_part_is_on_two_nodes(nodes):
     world = World(nodes)
     world.save(1)
     world.save(2)
@@ -396,7 +390,7 @@ def test_a_step_counts_when_every_part_is_on_two_nodes(nodes: list[Node]) -> Non
     assert World(nodes).newest() == ["step-000003: 3 3 3"] * 3
 
 
-def test_a_node_whose_memory_is_lost_gets_all_from_the_others(nodes: list[Node]) -> None:
+def test_a_node_whose_memory_is_lost_gets_all_from_the_others(nodes):
     World(nodes).save(1)
     nodes[1].lose()
     world = World(nodes)
@@ -410,9 +404,7 @@ def test_a_node_whose_memory_is_lost_gets_all_from_the_others(nodes: list[Node])
     ]
 
 
-def test_all_parts_are_fetched_within_one_deadline(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_parts_are_fetched_within_one_deadline(nodes, monkeypatch):
     """The others wait for them, with a deadline of their own."""
     World(nodes).save(1)
     nodes[1].lose()
@@ -428,23 +420,21 @@ def test_all_parts_are_fetched_within_one_deadline(
         ring(nodes, 1).fetch(nodes[1].folder / STEP, [[0, 2], [], [1, 2]])
 
 
-def test_what_a_rank_waits_for_the_nodes_is_less_than_what_others_wait_for_it() -> None:
+def test_what_a_rank_waits_for_the_nodes_is_less_than_what_others_wait_for_it():
     keeper = Keeper(address="10.0.0.1", port=1, token="")
     assert (
         CopyRing.join(keeper, RankContext.alone(), seconds=1.0)._fetch_seconds < RankContext.alone().seconds
     )
 
 
-def test_two_neighbours_lost_leave_no_copy(nodes: list[Node]) -> None:
+def test_two_neighbours_lost_leave_no_copy(nodes):
     World(nodes).save(1)
     nodes[0].lose()
     nodes[1].lose()
     assert World(nodes).newest() == [None] * 3
 
 
-def test_a_step_whose_next_node_is_not_reached_does_not_count(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_whose_next_node_is_not_reached_does_not_count(nodes, monkeypatch):
     World(nodes).save(1)
     world = World(nodes, reach=False)
     assert world.newest() == ["step-000001: 1 1 1"] * 3
@@ -464,9 +454,7 @@ def test_a_step_whose_next_node_is_not_reached_does_not_count(
     assert there == [[STEP]] * 3, "a node has no room for what is not needed beside the whole state"
 
 
-def test_room_for_the_whole_state_is_asked_for_before_the_first_step(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_for_the_whole_state_is_asked_for_before_the_first_step(nodes, monkeypatch):
     """Node 1 keeps the small parts of ranks 0 and 1; to heal it would need the large one of rank 2."""
     usage, free = shutil.disk_usage(nodes[0].folder), {nodes[1].folder: 5_000}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free.get(path, 20_000)))

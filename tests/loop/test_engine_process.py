@@ -75,9 +75,7 @@ def engine_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_it_trains_to_the_bit_as_in_the_trainers_process(
-    kind: str, embedded: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_it_trains_to_the_bit_as_in_the_trainers_process(kind, embedded, tmp_path):
     run, reference = tmp_path / "run", embedded(kind)
     train_online(run_of(kind, run, process="own", verify="always"))
     assert metrics_of(run) == metrics_of(reference)
@@ -93,9 +91,7 @@ def test_it_trains_to_the_bit_as_in_the_trainers_process(
     assert ours["engine"]["where"] == "in its own process" and ours["engine"]["transport"] == "disk"
 
 
-def test_a_server_that_is_killed_in_a_batch_costs_no_bit(
-    embedded: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_killed_in_a_batch_costs_no_bit(embedded, tmp_path, monkeypatch):
     """Killed when 5 of the second step's 16 samples have come; what is on its way is lost."""
     poll, seen, killed = EventStreams.poll, [], []
 
@@ -133,16 +129,14 @@ def test_a_server_that_is_killed_in_a_batch_costs_no_bit(
     assert ours == theirs
 
 
-def test_replicas_share_the_samples_and_keep_the_bits(
-    embedded: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_replicas_share_the_samples_and_keep_the_bits(embedded, tmp_path):
     run, reference = tmp_path / "run", embedded("grpo")
     train_online(run_of("grpo", run, process="own", replicas=2, transfer="collective"))
     assert rollouts(run) == rollouts(reference)
     assert weights(run) == weights(reference)
 
 
-def test_ranks_have_an_engine_each_and_keep_the_bits(tmp_path: Path) -> None:
+def test_ranks_have_an_engine_each_and_keep_the_bits(tmp_path):
     toml = KINDS["grpo"].replace(
         "[train]", '[train]\nbackend = "fsdp2"\nbatch_invariant = true\ndevice = "cpu"'
     )

@@ -39,7 +39,7 @@ def goes_on_exactly(
     assert everything(run) == (straight(*flags) if toml is None else straight(*flags, toml=toml))
 
 
-def test_a_ranks_own_signal_after_anothers_is_its_first() -> None:
+def test_a_ranks_own_signal_after_anothers_is_its_first():
     """A launcher signals its ranks one by one, so one may hear of the stop from another rank before."""
     asked: list[str] = []
     with Interrupt() as interrupt, interrupt.deferred(lambda: asked.append("stop")):
@@ -83,15 +83,8 @@ def test_a_ranks_own_signal_after_anothers_is_its_first() -> None:
     ],
 )
 def test_an_interrupted_run_says_how_to_go_on_and_does(
-    orders: list[dict[str, Any]],
-    code: int,
-    done: int,
-    told: str,
-    lockstep: Commands,
-    straight: Straight,
-    tiny_toml: Path,
-    tmp_path: Path,
-) -> None:
+    orders, code, done, told, lockstep, straight, tiny_toml, tmp_path
+):
     run, file = tmp_path / "run", tmp_path / "summary.json"
     ended = lockstep("train", tiny_toml, "--run-dir", run, "--json", file, cwd=tmp_path, signals=orders)
     assert ended.code == code, ended.out + ended.err
@@ -101,9 +94,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(
     goes_on_exactly(lockstep, straight, ended, run)
 
 
-def test_ctrl_c_in_the_last_save_lets_the_run_finish(
-    lockstep: Commands, straight: Straight, tiny_toml: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_in_the_last_save_lets_the_run_finish(lockstep, straight, tiny_toml, tmp_path):
     run = tmp_path / "run"
     orders = [send("lockstep.loop.session:Session.finish")]
     ended = lockstep("train", tiny_toml, "--run-dir", run, cwd=tmp_path, signals=orders)
@@ -111,9 +102,7 @@ def test_ctrl_c_in_the_last_save_lets_the_run_finish(
     assert everything(run) == straight()
 
 
-def test_a_child_process_of_a_reward_goes_with_the_run(
-    lockstep: Commands, tiny_toml: Path, tmp_path: Path
-) -> None:
+def test_a_child_process_of_a_reward_goes_with_the_run(lockstep, tiny_toml, tmp_path):
     """A reward that started a process of its own, as the verifiers do, on an interrupted run."""
     (tmp_path / "spawning.py").write_text(
         "import os\n"
@@ -136,9 +125,7 @@ def test_a_child_process_of_a_reward_goes_with_the_run(
         assert not Path("/proc", pid).exists(), f"process {pid} was left behind"
 
 
-def test_a_running_run_is_not_resumed_or_started_twice(
-    lockstep: Commands, tiny_toml: Path, tmp_path: Path
-) -> None:
+def test_a_running_run_is_not_resumed_or_started_twice(lockstep, tiny_toml, tmp_path):
     """The first process stops itself (SIGSTOP) in a generation; the others are refused; then it goes on."""
     from lockstep.cli.main import main
 

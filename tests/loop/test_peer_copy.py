@@ -73,7 +73,7 @@ def names(copies: PeerCopies) -> list[str]:
     return sorted(path.name for path in copies.folder.iterdir())
 
 
-def test_the_last_copy_comes_back_and_older_ones_go(copies: PeerCopies) -> None:
+def test_the_last_copy_comes_back_and_older_ones_go(copies):
     for step in (1, 2, 3):
         save(copies, step, Backend(float(step)))
         assert names(copies) == [f"step-{n:06d}" for n in (step - 1, step) if n]
@@ -92,7 +92,7 @@ def test_the_last_copy_comes_back_and_older_ones_go(copies: PeerCopies) -> None:
     assert {record["sha256"] for record in records.values()} == {""}, "nothing is hashed"
 
 
-def test_a_step_goes_without_a_copy_while_another_is_written(copies: PeerCopies) -> None:
+def test_a_step_goes_without_a_copy_while_another_is_written(copies):
     slow, go = Backend(1.0), threading.Event()
     slow.gate = lambda: go.wait(60) and None
     copies.save(1, slow, {}, busy=False)
@@ -112,7 +112,7 @@ def test_a_step_goes_without_a_copy_while_another_is_written(copies: PeerCopies)
         (ValueError("no state"), "ValueError('no state')"),
     ],
 )
-def test_a_copy_that_fails_leaves_the_one_before(copies: PeerCopies, error: Exception, text: str) -> None:
+def test_a_copy_that_fails_leaves_the_one_before(copies, error, text):
     def fail() -> None:
         raise error
 
@@ -127,7 +127,7 @@ def test_a_copy_that_fails_leaves_the_one_before(copies: PeerCopies, error: Exce
     assert names(copies) == ["step-000001", "step-000003"]
 
 
-def test_a_damaged_copy_is_said_and_not_used(copies: PeerCopies) -> None:
+def test_a_damaged_copy_is_said_and_not_used(copies):
     save(copies, 1, Backend(1.0))
     state = copies.folder / "step-000001/state.json"
     text = state.read_text()
@@ -138,9 +138,7 @@ def test_a_damaged_copy_is_said_and_not_used(copies: PeerCopies) -> None:
     assert copies.newest() is None, "a file that is too short is no copy at all"
 
 
-def test_no_room_for_a_second_copy_is_refused_before_the_first_step(
-    copies: PeerCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_a_second_copy_is_refused_before_the_first_step(copies, monkeypatch):
     usage = namedtuple("usage", "total used free")
     copies.begin(0, Backend(0.0), {})
     size = sum(path.stat().st_size for path in (copies.folder / "step-000000").iterdir())
@@ -151,7 +149,7 @@ def test_no_room_for_a_second_copy_is_refused_before_the_first_step(
     assert refused.value.data == {"code": "no-space", "setting": "cluster.peer_copy"}
 
 
-def test_a_folder_on_another_machine_is_refused(tmp_path: Path) -> None:
+def test_a_folder_on_another_machine_is_refused(tmp_path):
     copies = PeerCopies(tmp_path / "elsewhere", ranks=RankContext.alone(), say=print)
     with pytest.raises(ConfigError) as refused:
         copies.begin(0, Backend(0.0), {})
@@ -213,23 +211,19 @@ def healed(run: GRPORun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     return summary
 
 
-def test_a_restart_goes_on_from_memory(
-    dead: GRPORun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_goes_on_from_memory(dead, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000002"]
     summary = healed(dead, tmp_path, monkeypatch)
     assert (summary["restarts"], summary["restored_from"], summary["checkpoints_read"]) == (1, "memory", 0)
     assert (tmp_path / "run/checkpoints/step-000004").is_dir()
 
 
-def test_a_restart_goes_on_on_another_host(
-    dead: GRPORun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_goes_on_on_another_host(dead, tmp_path, monkeypatch):
     (tmp_path / "run/lock").write_text('{"pid": 1, "started": "1", "host": "the node that died"}')
     assert healed(dead, tmp_path, monkeypatch)["restarts"] == 1
 
 
-def test_only_a_restart_of_the_run_takes_its_lock(dead: GRPORun, tmp_path: Path) -> None:
+def test_only_a_restart_of_the_run_takes_its_lock(dead, tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     (tmp_path / "other/lock").write_text('{"pid": 1, "started": "1", "host": "another"}')
     with raises(ConfigError, "locked"):
@@ -237,9 +231,7 @@ def test_only_a_restart_of_the_run_takes_its_lock(dead: GRPORun, tmp_path: Path)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_copy_that_outlives_a_node_comes_after_the_lines_of_its_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
-) -> None:
+def test_a_copy_that_outlives_a_node_comes_after_the_lines_of_its_steps(tmp_path, monkeypatch, nodes):
     """What a node that dies had not yet sent to a common disk is lost."""
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv(COPIES, str(tmp_path / "memory"))
@@ -254,15 +246,13 @@ def test_a_copy_that_outlives_a_node_comes_after_the_lines_of_its_steps(
     assert order == [*(["sync", "copy"] * 4 if nodes == 2 else ["copy"] * 4), "sync"]
 
 
-def test_without_copies_it_goes_on_from_the_checkpoint(
-    dead: GRPORun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_copies_it_goes_on_from_the_checkpoint(dead, tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "memory")
     summary = healed(dead, tmp_path, monkeypatch)
     assert (summary["restored_from"], summary["checkpoints_read"]) == ("checkpoint", 1)
 
 
-def test_without_either_it_ends_rather_than_lose_steps(dead: GRPORun, tmp_path: Path) -> None:
+def test_without_either_it_ends_rather_than_lose_steps(dead, tmp_path):
     shutil.rmtree(tmp_path / "memory")
     shutil.rmtree(tmp_path / "run/checkpoints/step-000002")
     with pytest.raises(CheckpointError) as ended:
@@ -276,7 +266,7 @@ class OldBackend:
     def save(self, directory: Path, *, background: bool = False) -> None: ...
 
 
-def test_a_backend_that_cannot_copy_to_memory_is_refused_at_the_start() -> None:
+def test_a_backend_that_cannot_copy_to_memory_is_refused_at_the_start():
     own = {"train.backend": f"{__name__}:OldBackend"}
     check_own_backend(load_run("tiny", overrides=own))
     with raises(ConfigError, "unsupported-combination: cluster.peer_copy"):

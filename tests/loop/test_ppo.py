@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loop_runs import TINY, Commands, everything
+from loop_runs import TINY, everything
 from raising import raises
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
@@ -68,9 +67,7 @@ KILLS = [
 ]
 
 
-def test_a_killed_run_goes_on_with_both_models(
-    lockstep: Commands, straight: Callable[..., dict[str, Any]], ppo_toml: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_with_both_models(lockstep, straight, ppo_toml, tmp_path):
     run = tmp_path / "run"
     argv: tuple[str | Path, ...] = ("train", ppo_toml, "--run-dir", run)
     begun = False
@@ -104,9 +101,7 @@ REMEMBERS = (
 )
 
 
-def test_what_the_algorithm_remembers_is_in_the_checkpoint(
-    lockstep: Commands, straight: Callable[..., dict[str, Any]], ppo_toml: Path, tmp_path: Path
-) -> None:
+def test_what_the_algorithm_remembers_is_in_the_checkpoint(lockstep, straight, ppo_toml, tmp_path):
     """The coefficient of KL, the moments of the rewards, and how far the critic's warm-up is."""
     run = tmp_path / "run"
     ended = lockstep(
@@ -126,9 +121,7 @@ def test_what_the_algorithm_remembers_is_in_the_checkpoint(
     assert len({row["kl_coef"] for row in steps}) == 4
 
 
-def test_a_checkpoint_without_a_part_of_a_role_is_damaged(
-    lockstep: Commands, ppo_toml: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_a_part_of_a_role_is_damaged(lockstep, ppo_toml, tmp_path):
     run = tmp_path / "run"
     ended = lockstep("train", ppo_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
     assert ended.code == 0, ended.err
@@ -141,9 +134,7 @@ def test_a_checkpoint_without_a_part_of_a_role_is_damaged(
         (folder / name).write_bytes(kept)
 
 
-def test_inputs_of_both_models_are_recorded_and_replayed(
-    lockstep: Commands, ppo_toml: Path, tmp_path: Path
-) -> None:
+def test_inputs_of_both_models_are_recorded_and_replayed(lockstep, ppo_toml, tmp_path):
     """Where the weights of an input are known: those of a checkpoint are before the first update of its
     step."""
     run = tmp_path / "run"
@@ -168,7 +159,7 @@ def test_inputs_of_both_models_are_recorded_and_replayed(
     assert all(isinstance(batch, ValueBatch) and batch.returns.any() for batch in trained)
 
 
-def test_the_policy_waits_for_the_value_model() -> None:
+def test_the_policy_waits_for_the_value_model():
     parts = build_online(run_of(**NO_EVALUATION, value__warmup_batches=1))
     try:
         trainer = OnlineTrainer(parts)
@@ -185,7 +176,7 @@ def test_the_policy_waits_for_the_value_model() -> None:
         parts.close()
 
 
-def test_what_a_run_leaves(lockstep: Commands, ppo_toml: Path, tmp_path: Path) -> None:
+def test_what_a_run_leaves(lockstep, ppo_toml, tmp_path):
     run = tmp_path / "run"
     ended = lockstep("train", ppo_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
     assert ended.code == 0, ended.err
@@ -200,7 +191,7 @@ def test_what_a_run_leaves(lockstep: Commands, ppo_toml: Path, tmp_path: Path) -
     assert steps[0]["value/lr"] == 1e-2 and steps[0]["lr"] == 1e-3
 
 
-def test_no_role_reaches_the_others_weights() -> None:
+def test_no_role_reaches_the_others_weights():
     """An update of the value model changes it alone, and leaves no gradient in the policy; so does one of the
     policy."""
     parts = build_online(run_of(**NO_EVALUATION))
@@ -225,7 +216,7 @@ def test_no_role_reaches_the_others_weights() -> None:
         parts.close()
 
 
-def test_values_approach_the_returns() -> None:
+def test_values_approach_the_returns():
     """Trained on the same rollouts again and again."""
     parts = build_online(run_of(**NO_EVALUATION, value__clip=0.0))
     try:
@@ -263,12 +254,12 @@ def test_values_approach_the_returns() -> None:
         ("algorithm__advantage", "group_mean", "unknown-name: algorithm.advantage"),
     ],
 )
-def test_settings_that_cannot_be_right_are_refused(setting: str, value: Any, text: str) -> None:
+def test_settings_that_cannot_be_right_are_refused(setting, value, text):
     with raises(ConfigError, text):
         run_of(**{setting: value})
 
 
-def test_a_value_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_value_model_that_is_not_there_is_refused(tmp_path):
     run = run_of(value__name=str(tmp_path / "nowhere"))
     with raises(ModelError, "no-such-file: nowhere"):
         build_online(run)
@@ -276,9 +267,7 @@ def test_a_value_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
         preflight(run_of(value__name="shape:tiny-lama"), resume=None, checkpoint=None)
 
 
-def test_a_run_whose_value_model_decays_ends_where_it_said(
-    lockstep: Commands, ppo_toml: Path, tmp_path: Path
-) -> None:
+def test_a_run_whose_value_model_decays_ends_where_it_said(lockstep, ppo_toml, tmp_path):
     run = tmp_path / "run"
     ended = lockstep("train", ppo_toml, "--run-dir", run, "--value.schedule", "linear", cwd=tmp_path)
     assert ended.code == 0, ended.err
@@ -286,7 +275,7 @@ def test_a_run_whose_value_model_decays_ends_where_it_said(
     assert ended.code != 0 and "steps: the run has 4, now 6" in ended.err
 
 
-def test_a_value_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_value_model_with_a_smaller_vocabulary_is_refused(tmp_path):
     module: Any = load_model(
         ModelConfig(name="shape:tiny-llama", dtype="float32"),
         attention="sdpa",
@@ -302,9 +291,7 @@ def test_a_value_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> N
 ADAPTERS = ("--value.lora.rank", "4", "--value.lora.dropout", "0.1")
 
 
-def test_a_value_model_of_adapters_resumes_exactly(
-    lockstep: Commands, straight: Callable[..., dict[str, Any]], ppo_toml: Path, tmp_path: Path
-) -> None:
+def test_a_value_model_of_adapters_resumes_exactly(lockstep, straight, ppo_toml, tmp_path):
     """A trunk with adapters, and a head that is trained whole; dropout's noise goes on too. Both are all that
     is saved, and the export is merged."""
     pytest.importorskip("peft")

@@ -135,9 +135,7 @@ def assert_recorded(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_with_other_settings_are_refused_on_every_rank(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_with_other_settings_are_refused_on_every_rank(folder, capfd):
     script = (
         "import os, sys; from lockstep.cli.main import main; sys.exit(main(['train', 'tiny.toml', "
         "'--train.backend', 'fsdp2', '--run-dir', 'run', '--train.lr', '1e-3' if os.environ['RANK'] == '0' "
@@ -151,9 +149,7 @@ def test_ranks_with_other_settings_are_refused_on_every_rank(
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder, monkeypatch):
     here(folder, monkeypatch, *RL, "--run-dir", "alone")
     spread = ("--train.backend", "fsdp2", "--ranks", "2", "--record")
     straight = lockstep(folder, *RL, "--run-dir", "straight", *spread, "--json", "summary.json")
@@ -183,9 +179,7 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "LoRA"])
-def test_a_run_moves_from_one_backend_to_another(
-    adapters: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_moves_from_one_backend_to_another(adapters, folder, monkeypatch):
     """deepspeed on 2 ranks, then fsdp2 on 2, then one process; and the result is that of one process."""
     lora = ("--model.lora.rank", "4", "--algorithm.kl.coef", "0.1") if adapters else ()
     here(folder, monkeypatch, *RL, "--run-dir", "alone", "--steps", "3", *lora)
@@ -202,7 +196,7 @@ def test_a_run_moves_from_one_backend_to_another(
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_or_fails_ends_the_run_and_is_named(folder: Path) -> None:
+def test_a_rank_that_dies_or_fails_ends_the_run_and_is_named(folder):
     spread = ("--train.backend", "fsdp2", "--ranks", "2", "--eval.no-before")
     # 8 completions in a step and 2 in an evaluation: the 23rd is of step 2, the 12th of step 1.
     killed = lockstep(folder, *RL, "--run-dir", "killed", *spread, at="1:23:kill")
@@ -232,9 +226,7 @@ DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "backend"), [(TORCHRUN, "deepspeed"), (DEEPSPEED, "fsdp2")])
-def test_the_same_command_works_under_other_launchers(
-    launcher: tuple[str, ...], backend: str, sft_toml: Path, folder: Path
-) -> None:
+def test_the_same_command_works_under_other_launchers(launcher, backend, sft_toml, folder):
     flags = ("--train.device", "cpu", "--steps", "3", "--checkpoint.no-export-at-end")
     assert main(["train", str(sft_toml), *flags, "--run-dir", str(folder / "alone")]) == 0
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -278,13 +270,7 @@ SETTINGS = ["train", "grpo", "--model.name", "shape:tiny-llama", "--data.source"
         (["--train.backend", "fsdp2", "--train.optimizer", "adamw8bit"], "'adamw'"),
     ],
 )
-def test_what_cannot_be_spread_is_refused_before_anything_starts(
-    flags: list[str],
-    told: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_spread_is_refused_before_anything_starts(flags, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("start", "launch_ranks"):
         monkeypatch.delattr(f"lockstep.cli.train.{name}")
@@ -293,9 +279,7 @@ def test_what_cannot_be_spread_is_refused_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_of_a_launcher_and_of_the_flag_must_be_equal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_launcher_and_of_the_flag_must_be_equal(capsys, monkeypatch):
     # A rank that failed ends its process at once if it has process groups, as other tests may have left some.
     monkeypatch.setattr("lockstep.cli.main.leave", lambda status: None)
     environ: Mapping[str, str] = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}

@@ -75,9 +75,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("phase", MOMENTS)
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    phase: str, lockstep: Commands, straight: Straight, tiny_toml: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(phase, lockstep, straight, tiny_toml, tmp_path):
     assert killed_and_resumed(lockstep, tiny_toml, tmp_path, MOMENTS[phase]) == straight()
 
 
@@ -85,8 +83,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     "order", [kill(FILE, step=1, call=5), kill(PUT, step=1), kill("tempfile:mkstemp", step=1, when="after")]
 )
 def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_begun_again(
-    order: dict[str, Any], lockstep: Commands, tiny_toml: Path, tmp_path: Path
-) -> None:
+    order, lockstep, tiny_toml, tmp_path
+):
     """Its steps are done, and there is nothing to go on from: what it has written stays."""
     run = tmp_path / "run"
     ended = lockstep("train", tiny_toml, "--run-dir", run, cwd=tmp_path, signals=[order])
@@ -121,9 +119,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_kind_of_run_resumes_exactly(
-    variant: str, lockstep: Commands, straight: Straight, tiny_toml: Path, tmp_path: Path
-) -> None:
+def test_every_kind_of_run_resumes_exactly(variant, lockstep, straight, tiny_toml, tmp_path):
     flags = VARIANTS[variant]
     if "adamw8bit" in flags:
         pytest.importorskip("torchao", reason="train.optimizer = 'adamw8bit' is torchao's")
@@ -136,8 +132,8 @@ def test_every_kind_of_run_resumes_exactly(
 
 
 def test_options_that_the_config_leaves_open_are_those_the_run_began_with_or_it_says_so(
-    lockstep: Commands, tiny_toml: Path, tmp_path: Path
-) -> None:
+    lockstep, tiny_toml, tmp_path
+):
     """The manifest has the published values of then: here it is made to tell of others, and of none."""
     run = tmp_path / "run"
     flags = ("--algorithm.name", "rloo", "--steps", "2", "--log.display", "plain")
@@ -158,9 +154,7 @@ def test_options_that_the_config_leaves_open_are_those_the_run_began_with_or_it_
 
 
 @pytest.mark.parametrize("kind", ["tiny_toml", "sft_toml"])
-def test_a_resumed_run_takes_its_execution_mode_from_its_manifest(
-    kind: str, lockstep: Commands, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_resumed_run_takes_its_execution_mode_from_its_manifest(kind, lockstep, request, tmp_path):
     """The manifest is made to tell of a mode that the run cannot have, so that who reads it stops."""
     run, toml = tmp_path / "run", request.getfixturevalue(kind)
     ended = lockstep("train", toml, "--run-dir", run, "--steps", "1", cwd=tmp_path)

@@ -114,7 +114,7 @@ def straight(lockstep: Commands, place: Path) -> Path:
     return run
 
 
-def test_its_scores_are_those_of_transformers_and_its_weight_counts(straight: Path, place: Path) -> None:
+def test_its_scores_are_those_of_transformers_and_its_weight_counts(straight, place):
     rows = rollouts(straight)
     assert len(rows) >= 3 * 8
     first, second = directly(place / "reward", rows), directly(place / "other", rows)
@@ -130,9 +130,7 @@ def test_its_scores_are_those_of_transformers_and_its_weight_counts(straight: Pa
     assert steps[0]["reward/model"] == pytest.approx(sum(of_first) / 8)
 
 
-def test_a_model_in_a_world_of_its_own_that_is_killed_scores_the_same(
-    straight: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_a_world_of_its_own_that_is_killed_scores_the_same(straight, place, monkeypatch):
     killed = kill_at(monkeypatch, "rewards", 2)
     train_online(run_of(place, ("reward_model",), others=(str(place / "other"),)))
     assert len(killed) == 1
@@ -141,9 +139,7 @@ def test_a_model_in_a_world_of_its_own_that_is_killed_scores_the_same(
     assert log.count("its tokenizer is not the policy's") == 1
 
 
-def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_alone(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_alone(place, monkeypatch):
     ppo: dict[str, Any] = {"kind": "ppo", "algorithm": {"kl": {"coef": 0.1}}}
     train_online(run_of(place, **ppo))
     train_online(run_of(place, ("value", "reward_model", "ref"), **ppo))
@@ -163,7 +159,7 @@ def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_a
 
 
 @pytest.mark.slow
-def test_the_worlds_of_two_ranks_keep_the_bits(lockstep: Commands, place: Path) -> None:
+def test_the_worlds_of_two_ranks_keep_the_bits(lockstep, place):
     flags = ("--train.backend", "fsdp2", "--train.device", "cpu", "--ranks", "2")
     four = ("--cluster.colocate", '[["policy"], ["ref"], ["value"], ["reward_model"]]')
     places = {"one": (), "four": four, "own": (*four, "--cluster.world-gpus", "own")}
@@ -200,7 +196,7 @@ def run_of(place: Path, *worlds: tuple[str, ...], kind: str = "grpo", **settings
     return run
 
 
-def test_lockstep_score_gives_the_same_scores(straight: Path, lockstep: Commands, place: Path) -> None:
+def test_lockstep_score_gives_the_same_scores(straight, lockstep, place):
     rows = rollouts(straight)[:6]
     samples = place / "samples.jsonl"
     questions = [next(q for q in QUESTIONS if f"<|user|>{q}<" in row["prompt"]) for row in rows]
@@ -214,9 +210,7 @@ def test_lockstep_score_gives_the_same_scores(straight: Path, lockstep: Commands
     assert [row["rewards"]["model#1"] for row in rows] == pytest.approx(scored, abs=1e-5)
 
 
-def test_a_killed_run_goes_on_exactly_and_refuses_other_weights(
-    straight: Path, lockstep: Commands, place: Path
-) -> None:
+def test_a_killed_run_goes_on_exactly_and_refuses_other_weights(straight, lockstep, place):
     run, other = place / "broken", place / "other"
     kill = {
         "target": "lockstep.rollout.reward_models:RewardModels.score",
@@ -243,9 +237,7 @@ def test_a_killed_run_goes_on_exactly_and_refuses_other_weights(
     assert (found.steps, found.trained, found.problems) == (3, 24, ())
 
 
-def test_two_ranks_score_a_share_each_as_one_process_does(
-    straight: Path, lockstep: Commands, place: Path
-) -> None:
+def test_two_ranks_score_a_share_each_as_one_process_does(straight, lockstep, place):
     run = place / "ranks"
     spread = ("--ranks", "2", "--train.backend", "fsdp2", "--steps", "1")
     flags = ("--reward-model.others", place / "other", *spread)
@@ -258,9 +250,7 @@ def test_two_ranks_score_a_share_each_as_one_process_does(
         assert found == pytest.approx([row["rewards"][name] for row in theirs], abs=1e-5)
 
 
-def test_ppo_and_rewards_normalised_by_themselves_take_its_scores(
-    lockstep: Commands, place: Path, tmp_path: Path
-) -> None:
+def test_ppo_and_rewards_normalised_by_themselves_take_its_scores(lockstep, place, tmp_path):
     text = (place / "run.toml").read_text()
     (tmp_path / "ppo.toml").write_text(text.replace('kind = "grpo"', 'kind = "ppo"'))
     rewards = 'rewards = [{name = "length", weight = 0.01, kwargs = {target = 4}}]'
@@ -279,9 +269,7 @@ def test_ppo_and_rewards_normalised_by_themselves_take_its_scores(
             assert row["reward"] == pytest.approx(total)
 
 
-def test_what_is_no_reward_model_is_refused_before_the_first_step(
-    lockstep: Commands, place: Path, tmp_path: Path
-) -> None:
+def test_what_is_no_reward_model_is_refused_before_the_first_step(lockstep, place, tmp_path):
     def broken(name: str, change: Any) -> Path:
         folder = tmp_path / name
         folder.mkdir()

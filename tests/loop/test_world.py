@@ -92,7 +92,7 @@ def assert_same(found: Any, sent: Any) -> None:
         assert found == sent and type(found) is type(sent)
 
 
-def test_records_and_tensors_arrive_as_they_were_sent() -> None:
+def test_records_and_tensors_arrive_as_they_were_sent():
     plan = Planner(token_budget=32, static_capacity=False, layout="shared", max_seqlen=9, max_documents=4)
     samples: list[TrainSample] = [rollout(9, i) for i in range(4)]
     text = RewardInput(
@@ -110,7 +110,7 @@ def test_records_and_tensors_arrive_as_they_were_sent() -> None:
     assert_same(unpacked(packed(sent)), sent)
 
 
-def test_what_is_no_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_message_is_refused(monkeypatch):
     good = packed({"a": torch.arange(4)})
     head = good[4:].replace(b'"num_bytes": 32', b'"num_bytes": 99')
     later = good[4:].replace(b'"offset": 0', b'"offset": 16')
@@ -177,9 +177,7 @@ def world(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield world_in(tmp_path)
 
 
-def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
-    world: World, host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_done_before_its_answer_was_lost_is_not_done_again(world, host, monkeypatch):
     post, lost = World._post, [True, True, False]
     host.answers["update"] = {"loss": 0.5}
 
@@ -197,7 +195,7 @@ def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
     assert ended.value.code == "unreachable" and host.asked == ["update"] * 2
 
 
-def test_an_answer_that_is_kept_no_more_is_not_made_again(host: Host) -> None:
+def test_an_answer_that_is_kept_no_more_is_not_made_again(host):
     calls = Calls(host)
     threading.Thread(target=calls.work, daemon=True).start()
     host.answers["update"] = 1.0
@@ -210,7 +208,7 @@ def test_an_answer_that_is_kept_no_more_is_not_made_again(host: Host) -> None:
     assert unpacked(calls.answer(asked[0]))["data"] == {"code": "wrong-state"} and len(host.asked) == number
 
 
-def test_an_error_comes_back_as_what_it_was_with_the_roles(world: World, host: Host) -> None:
+def test_an_error_comes_back_as_what_it_was_with_the_roles(world, host):
     host.answers["score"] = ModelError("no such folder", code="no-such-file", path="/nowhere")
     with pytest.raises(ModelError, match=r"world of ref \+ value, at score: no such folder") as raised:
         world.call("score")
@@ -222,7 +220,7 @@ def test_an_error_comes_back_as_what_it_was_with_the_roles(world: World, host: H
     assert unknown.value.data == {"code": "bad-reply", "roles": roles}
 
 
-def test_a_call_has_a_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_has_a_deadline(world, monkeypatch):
     def silent(self: World, body: bytes, *, deadline: float) -> Reply:
         assert 1199 < deadline - time.monotonic() <= 1200
         raise Silent("nothing", code="deadline")
@@ -233,7 +231,7 @@ def test_a_call_has_a_deadline(world: World, monkeypatch: pytest.MonkeyPatch) ->
     assert late.value.data["code"] == "deadline" and late.value.data["setting"] == "cluster.world_seconds"
 
 
-def test_scores_of_another_shape_are_refused(world: World, host: Host) -> None:
+def test_scores_of_another_shape_are_refused(world, host):
     plan = Planner(token_budget=32, static_capacity=False, max_seqlen=9, max_documents=4)
     batches = plan([rollout(9)], [torch.ones(9)])
     for wrong in ([], [torch.zeros(8)], [torch.zeros(9, dtype=torch.float64)], [0.0]):
@@ -245,9 +243,7 @@ def test_scores_of_another_shape_are_refused(world: World, host: Host) -> None:
             assert refused.value.code == "wrong-result"
 
 
-def test_a_rank_learns_that_the_process_of_another_one_is_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_learns_that_the_process_of_another_one_is_dead(tmp_path, monkeypatch):
     """Its own would wait for that one, and never answer."""
     world = world_in(tmp_path)
     monkeypatch.setattr(world, "_grouped", True)
@@ -260,7 +256,7 @@ def test_a_rank_learns_that_the_process_of_another_one_is_dead(
     assert lost is not None and lost.code == "peer-failed"
 
 
-def test_a_server_answers_its_token_alone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_answers_its_token_alone(host, monkeypatch):
     host.answers["score"] = [torch.ones(2)]
     calls = Calls(host)
     threading.Thread(target=calls.work, daemon=True).start()
@@ -301,9 +297,7 @@ def lose_answer(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_reference_that_is_killed_in_a_step_costs_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_that_is_killed_in_a_step_costs_no_bit(tmp_path, monkeypatch):
     train_online(run_of(GRPO, tmp_path / "together"))
     killed = kill_at(monkeypatch, "logprobs", 3)  # two minibatches a step: the first of the second step
     train_online(run_of(GRPO, tmp_path / "apart", "ref"))
@@ -313,9 +307,7 @@ def test_a_reference_that_is_killed_in_a_step_costs_no_bit(
 
 
 @pytest.mark.slow
-def test_a_value_model_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_model_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     """And on the way an update whose answer is lost is not done twice."""
     train_online(run_of(PPO, tmp_path / "together"))
     folder = tmp_path / "apart"
@@ -386,7 +378,7 @@ def test_a_value_model_that_dies_while_the_policy_learns_ends_the_run_which_goes
 
 
 @pytest.mark.slow
-def test_a_role_that_cannot_be_loaded_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+def test_a_role_that_cannot_be_loaded_ends_the_run_before_it_begins(tmp_path):
     run = run_of(PPO + f'name = "{tmp_path / "nowhere"}"\n', tmp_path / "run", "value")
     with pytest.raises(ModelError, match=r"world of value, at build: the value model .*nowhere") as refused:
         build_online(run, work_dir=tmp_path / "engine")  # train_online looks for the folder before
@@ -394,7 +386,7 @@ def test_a_role_that_cannot_be_loaded_ends_the_run_before_it_begins(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_worlds_of_two_ranks_keep_the_bits(tmp_path: Path) -> None:
+def test_the_worlds_of_two_ranks_keep_the_bits(tmp_path):
     toml = PPO.replace("[train]", '[train]\nbackend = "fsdp2"\ndevice = "cpu"')
     toml = toml.replace("steps = 4", "steps = 3").replace("background = false", "background = true")
     for name, placed in (("together", ""), ("apart", '[["policy"], ["value", "ref"]]')):

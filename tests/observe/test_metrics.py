@@ -2,7 +2,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import pytest
 from raising import raises
 
 from lockstep.errors import ConfigError
@@ -20,9 +19,7 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch):
     from tensorboard.summary.writer import event_file_writer
 
     # Names of event files end in this count, and .10 sorts before .9: two files of one second would swap.
@@ -41,9 +38,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 20.0)]
 
 
-def test_a_missing_wandb_is_named_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_wandb_is_named_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     wandb = {"project": "p", "name": "n", "config": {}}
     with (

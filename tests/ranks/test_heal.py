@@ -59,9 +59,7 @@ def heal(tmp_path: Path, *acts: str, max_restarts: int = 2) -> tuple[int, list[d
     return status, [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
 
 
-def test_ranks_of_which_one_is_killed_are_started_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_of_which_one_is_killed_are_started_again(tmp_path, capfd):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.toml").touch()
     status, seen = heal(tmp_path, "-9", "-11", "0")
@@ -86,13 +84,13 @@ def test_ranks_of_which_one_is_killed_are_started_again(
     ]
 
 
-def test_restarts_are_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_restarts_are_bounded(tmp_path, capfd):
     status, seen = heal(tmp_path, "-9", "-9", "0", max_restarts=1)
     assert status == 128 + 9 and {line["restart"]["number"] for line in seen} == {0, 1}  # type: ignore[index]
     assert "lockstep: cluster.max_restarts = 1" in capfd.readouterr().err
 
 
-def test_what_a_rank_does_itself_is_not_healed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_does_itself_is_not_healed(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.ranks.launch._GRACE_SECONDS", 0.1)
     status, seen = heal(tmp_path, "3", "0")
     assert status == 3 and {line["restart"]["number"] for line in seen} == {0}  # type: ignore[index]
@@ -109,19 +107,13 @@ def test_what_a_rank_does_itself_is_not_healed(tmp_path: Path, monkeypatch: pyte
         (1, None, False),
     ],
 )
-def test_only_what_came_from_outside_is_healed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-    error: dict[str, object] | None,
-    heals: bool,
-) -> None:
+def test_only_what_came_from_outside_is_healed(tmp_path, monkeypatch, status, error, heals):
     ends = [RankEnd(rank=1, status=status, error=error), RankEnd(rank=0, status=-15, stopped=True)]
     monkeypatch.setattr(Launch, "ends", lambda _: ends)
     assert (Launch(["true"], ranks=2, log_dir=tmp_path)._death() is not None) == heals
 
 
-def test_ctrl_c_while_ranks_are_started_again_ends_them(tmp_path: Path) -> None:
+def test_ctrl_c_while_ranks_are_started_again_ends_them(tmp_path):
     def interrupt() -> None:
         log = tmp_path / "seen"
         while not log.exists() or log.read_text().count('"number": 1') < 2:
@@ -142,7 +134,7 @@ def test_ctrl_c_while_ranks_are_started_again_ends_them(tmp_path: Path) -> None:
     assert found.stdout == "", "no process is left"
 
 
-def test_a_step_counts_when_all_ranks_have_completed_it(tmp_path: Path) -> None:
+def test_a_step_counts_when_all_ranks_have_completed_it(tmp_path):
     for step in (3, 4, 5):
         path = step_folder(tmp_path, step)
         path.mkdir()
@@ -156,7 +148,7 @@ def test_a_step_counts_when_all_ranks_have_completed_it(tmp_path: Path) -> None:
     assert committed_steps(tmp_path, 2) == []
 
 
-def test_a_folder_that_a_killed_launcher_left_is_removed_and_no_other(tmp_path: Path) -> None:
+def test_a_folder_that_a_killed_launcher_left_is_removed_and_no_other(tmp_path):
     left = tmp_path / "lockstep-copies-left0000"
     (left / "step-000001").mkdir(parents=True)
     (tmp_path / "other").mkdir()
@@ -165,7 +157,7 @@ def test_a_folder_that_a_killed_launcher_left_is_removed_and_no_other(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_a_place_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_without_room_is_refused(tmp_path, monkeypatch):
     def code(place: Path) -> str:
         with pytest.raises(ConfigError) as refused, copy_folder(place):
             pass
@@ -177,7 +169,7 @@ def test_a_place_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert code(tmp_path) == "no-space"
 
 
-def test_phases_add_up_from_the_death_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_add_up_from_the_death_on(monkeypatch):
     times = iter([10.5, 13.0])
     monkeypatch.setattr("time.time", lambda: next(times))
     restart = Recovery(number=1, most=3, run_dir=None, died=10.0)

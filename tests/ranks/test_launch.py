@@ -51,7 +51,7 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def test_rank_0_is_shown_and_every_rank_has_a_log(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_is_shown_and_every_rank_has_a_log(out, capfd):
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     assert launch("sums", out) == 0
     shown = capfd.readouterr()
@@ -65,9 +65,7 @@ def test_rank_0_is_shown_and_every_rank_has_a_log(out: Path, capfd: pytest.Captu
     assert threads == os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(2)))
 
 
-def test_the_rank_that_failed_comes_first_with_its_traceback(
-    out: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rank_that_failed_comes_first_with_its_traceback(out, capfd):
     assert launch("raises", out) == 1
     text = capfd.readouterr().err
     said = text[text.index("lockstep: ") :].splitlines()
@@ -81,7 +79,7 @@ def test_the_rank_that_failed_comes_first_with_its_traceback(
     assert any(line.startswith("rank 0 ") and "last seen at step 3" in line for line in said)
 
 
-def test_a_killed_rank_is_named_and_ends_the_others(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_is_named_and_ends_the_others(out, capfd):
     assert launch("killed", out) == 128 + 9
     text = capfd.readouterr().err
     assert "lockstep: rank 1 of 2 was killed by SIGKILL; last seen at step 3: forward" in text
@@ -96,17 +94,13 @@ def test_a_killed_rank_is_named_and_ends_the_others(out: Path, capfd: pytest.Cap
         ("told_with_a_bad_shutdown", 5),
     ],
 )
-def test_the_status_is_that_of_the_failure_however_python_shuts_down(
-    mode: str, status: int, out: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_is_that_of_the_failure_however_python_shuts_down(mode, status, out, capfd):
     assert launch(mode, out) == status
     assert ("RankError: no luck" in capfd.readouterr().err) == (status == 1)
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named(
-    out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_hangs_is_named(out, capfd, monkeypatch):
     """The message of the rank that waited in vain does not say for whom."""
     monkeypatch.setattr("lockstep.ranks.launch._GRACE_SECONDS", 1.0)
     assert launch("in_vain", out) == 1
@@ -114,9 +108,7 @@ def test_a_rank_that_hangs_is_named(
 
 
 @pytest.mark.slow
-def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(out, monkeypatch):
     assert lockstep.ranks.launch._GRACE_SECONDS + lockstep.ranks.launch._CLOSE_SECONDS < 30
     monkeypatch.setattr("lockstep.ranks.launch._GRACE_SECONDS", 2.0)
     monkeypatch.setattr("lockstep.ranks.launch._CLOSE_SECONDS", 2)
@@ -126,7 +118,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(
 
 
 @pytest.mark.slow
-def test_the_deadline_ends_all_and_says_where_they_were(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_deadline_ends_all_and_says_where_they_were(out, capfd):
     for seconds in (8, 40, 160):  # until the ranks have started, which takes a busy machine longer
         assert launch("waits", out, timeout=seconds) == 124
         text = capfd.readouterr().err
@@ -155,9 +147,7 @@ def launcher(out: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_signals_end_the_launcher_and_leave_no_process(
-    launcher: subprocess.Popen[str], out: Path, number: signal.Signals
-) -> None:
+def test_signals_end_the_launcher_and_leave_no_process(launcher, out, number):
     paths = [out / f"pid-{rank}" for rank in range(2)]
     assert wait_for(lambda: all(p.exists() and p.read_text() for p in paths), seconds=300)
     pids = [int(path.read_text()) for path in paths]
@@ -180,9 +170,7 @@ sys.exit(int(os.environ["RANK"]) * 4)
 """
 
 
-def test_output_is_shown_to_its_end_and_what_ranks_leave_in_other_sessions_ends(
-    out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_is_shown_to_its_end_and_what_ranks_leave_in_other_sessions_ends(out, capfd, monkeypatch):
     monkeypatch.setattr("lockstep.ranks.launch._GRACE_SECONDS", 1.0)
     command = [sys.executable, "-c", WRITES]
     assert launch_command(command, ranks=2, timeout=300, log_dir=out / "logs") == 4
@@ -192,7 +180,7 @@ def test_output_is_shown_to_its_end_and_what_ranks_leave_in_other_sessions_ends(
     assert not any(alive(int((out / f"apart-{rank}").read_text())) for rank in range(2))
 
 
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
+def test_a_signal_that_is_ignored_stays_ignored():
     """As nohup has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -205,7 +193,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_environment_says_whether_somebody_started_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_whether_somebody_started_the_ranks(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "0")
     assert not in_launcher()
@@ -215,19 +203,19 @@ def test_the_environment_says_whether_somebody_started_the_ranks(monkeypatch: py
     assert not in_launcher()
 
 
-def test_ranks_do_not_start_ranks(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_start_ranks(out, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with raises(ConfigError, "contradiction: --ranks"):
         launch_ranks(["replay"], ranks=2, timeout=1, log_dir=out)
 
 
-def test_no_rank_is_refused(out: Path) -> None:
+def test_no_rank_is_refused(out):
     with raises(ConfigError, "out-of-range: --ranks"):
         launch_ranks(["replay"], ranks=0, timeout=1, log_dir=out)
 
 
-def test_deepspeeds_local_rank_is_taken_off_the_front() -> None:
+def test_deepspeeds_local_rank_is_taken_off_the_front():
     assert without_local_rank(["--local_rank=1", "replay", "--ranks", "2"]) == ["replay", "--ranks", "2"]
     assert without_local_rank(["--local-rank", "0", "replay"]) == ["replay"]
     assert without_local_rank(["replay", "--local_rank=1"]) == ["replay", "--local_rank=1"]

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,14 +58,8 @@ def batch(documents: Any, batch_of: Any) -> PackedBatch:
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_loss_and_gradients_are_those_of_a_plain_loop(
-    make_backend: Any,
-    tiny_model: Any,
-    batch: PackedBatch,
-    request: Any,
-    separable: bool,
-    static: bool,
-    layout: str,
-) -> None:
+    make_backend, tiny_model, batch, request, separable, static, layout
+):
     loss = request.getfixturevalue("loss" if separable else "whole_loss")
     backend = make_backend(static_capacity=static, layout=layout, temperature=0.7)
     stats = backend.forward_backward([batch], loss)
@@ -83,9 +76,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(
     torch.testing.assert_close(logprobs, stats.logprobs[0], rtol=1e-5, atol=1e-5)
 
 
-def test_training_is_a_plain_adamw_loop(
-    make_backend: Any, tiny_model: Any, documents: Any, batch_of: Any, loss: Any
-) -> None:
+def test_training_is_a_plain_adamw_loop(make_backend, tiny_model, documents, batch_of, loss):
     """Five steps, clipped, with decay: weights as torch.optim.AdamW and clip_grad_norm_ leave them."""
     backend = make_backend(weight_decay=0.01, max_grad_norm=0.5, warmup_steps=2, schedule="linear")
     reference = tiny_model(attention="hf:sdpa").module
@@ -114,9 +105,7 @@ def test_training_is_a_plain_adamw_loop(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_micro_batches_add_up(
-    make_backend: Any, documents: Any, batch_of: Any, loss: Any, dtype: str
-) -> None:
+def test_micro_batches_add_up(make_backend, documents, batch_of, loss, dtype):
     docs = documents(8, seed=5)
     whole, parts = make_backend(dtype=dtype), make_backend(dtype=dtype)
     one = whole.forward_backward([batch_of(docs, weight=1 / 80)], loss)
@@ -127,9 +116,7 @@ def test_micro_batches_add_up(
     assert {g.dtype for g in parts._gradients.collect() if g is not None} == {torch.float32}
 
 
-def test_accumulation_in_float32_is_closer_to_the_exact_sum(
-    make_backend: Any, documents: Any, batch_of: Any, loss: Any
-) -> None:
+def test_accumulation_in_float32_is_closer_to_the_exact_sum(make_backend, documents, batch_of, loss):
     batches = [batch_of(documents(1, seed=s), weight=1 / 500) for s in range(24)]
     alone = []
     for batch in batches:
@@ -145,9 +132,7 @@ def test_accumulation_in_float32_is_closer_to_the_exact_sum(
     assert errors["float32"] < 1e-6 < 1e-3 < errors["model"], errors
 
 
-def test_activation_checkpointing_gives_the_same_gradients(
-    make_backend: Any, batch: PackedBatch, loss: Any
-) -> None:
+def test_activation_checkpointing_gives_the_same_gradients(make_backend, batch, loss):
     plain, checkpointed = make_backend(), make_backend(activation_checkpointing=True)
     calls = 0
     layer = checkpointed.module.model.layers[0]
@@ -166,14 +151,14 @@ def test_activation_checkpointing_gives_the_same_gradients(
 
 
 @pytest.mark.slow
-def test_compiled_is_eager_within_tolerance(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+def test_compiled_is_eager_within_tolerance(make_backend, batch, loss):
     eager, compiled = make_backend(), make_backend(execution="compile", activation_checkpointing=True)
     a, b = eager.forward_backward([batch], loss), compiled.forward_backward([batch], loss)
     torch.testing.assert_close(a.logprobs[0], b.logprobs[0], rtol=1e-5, atol=1e-5)
     assert distance(gradients(compiled), gradients(eager)) < 1e-5
 
 
-def test_reference_stays_where_it_was(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+def test_reference_stays_where_it_was(make_backend, batch, loss):
     backend = make_backend(ref=True, lr=1e-2)
     [before] = backend.logprobs([batch])
     backend.forward_backward([batch], loss)
@@ -183,11 +168,11 @@ def test_reference_stays_where_it_was(make_backend: Any, batch: PackedBatch, los
     assert float((policy - before).abs().max()) > 1e-2
 
 
-def test_a_backend_without_reference_says_so(make_backend: Any) -> None:
+def test_a_backend_without_reference_says_so(make_backend):
     assert make_backend().ref is None
 
 
-def test_lora_trains_the_adapters_only(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+def test_lora_trains_the_adapters_only(make_backend, batch, loss):
     backend = make_backend(lora=LORA, ref=True, lr=1e-2)
     before = copy.deepcopy(backend.module.state_dict())
     [start] = backend.logprobs([batch])
@@ -201,9 +186,7 @@ def test_lora_trains_the_adapters_only(make_backend: Any, batch: PackedBatch, lo
     assert float((backend.logprobs([batch])[0] - start).abs().max()) > 1e-2
 
 
-def test_lora_weights_are_merged_under_hugging_face_names(
-    make_backend: Any, tiny_model: Any, batch: PackedBatch, loss: Any
-) -> None:
+def test_lora_weights_are_merged_under_hugging_face_names(make_backend, tiny_model, batch, loss):
     backend = make_backend(lora=LORA, lr=1e-2)
     backend.forward_backward([batch], loss)
     backend.optimizer_step()
@@ -214,7 +197,7 @@ def test_lora_weights_are_merged_under_hugging_face_names(
     assert float(-(ours * batch.loss_weights).sum()) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_export_is_a_model_folder(make_backend: Any, batch: PackedBatch, loss: Any, tmp_path: Path) -> None:
+def test_export_is_a_model_folder(make_backend, batch, loss, tmp_path):
     backend = make_backend(lr=1e-2)
     backend.forward_backward([batch], loss)
     backend.optimizer_step()
@@ -224,7 +207,7 @@ def test_export_is_a_model_folder(make_backend: Any, batch: PackedBatch, loss: A
         assert torch.equal(a, b), name
 
 
-def test_eval_mode_outside_of_forward_backward(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+def test_eval_mode_outside_of_forward_backward(make_backend, batch, loss):
     backend = make_backend(lora=LoraConfig(rank=4, dropout=0.5, target_modules=("q_proj",)))
     seen = []
     backend.module.model.layers[0].register_forward_pre_hook(lambda m, _: seen.append(m.training))
@@ -248,9 +231,7 @@ def unchanged(backend: LocalBackend, before: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(snapshot(backend), before, strict=True))
 
 
-def test_a_loss_that_is_not_finite_names_its_samples(
-    make_backend: Any, documents: Any, batch_of: Any, loss: Any
-) -> None:
+def test_a_loss_that_is_not_finite_names_its_samples(make_backend, documents, batch_of, loss):
     backend = make_backend()
     before = snapshot(backend)
     good = batch_of(documents(2, seed=1), weight=0.1, first_id=0)
@@ -279,9 +260,7 @@ class SquareRoot:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_norm_that_is_not_finite_names_the_micro_batch(
-    make_backend: Any, documents: Any, batch_of: Any, dtype: str
-) -> None:
+def test_a_norm_that_is_not_finite_names_the_micro_batch(make_backend, documents, batch_of, dtype):
     backend = make_backend(dtype=dtype)
     before = snapshot(backend)
     batches = [batch_of(documents(2, seed=s), weight=0.1, first_id=10 * s) for s in range(3)]
@@ -293,9 +272,7 @@ def test_a_norm_that_is_not_finite_names_the_micro_batch(
     assert backend.steps_done == 0
 
 
-def test_out_of_memory_names_the_size_and_a_setting(
-    make_backend: Any, batch: PackedBatch, loss: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_names_the_size_and_a_setting(make_backend, batch, loss, monkeypatch):
     backend = make_backend()
 
     def full(*_: object, **__: object) -> None:
@@ -309,9 +286,7 @@ def test_out_of_memory_names_the_size_and_a_setting(
         backend.logprobs([batch])
 
 
-def test_another_runtime_error_is_not_dressed_up(
-    make_backend: Any, batch: PackedBatch, loss: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_runtime_error_is_not_dressed_up(make_backend, batch, loss, monkeypatch):
     backend = make_backend()
 
     def broken(*_: object, **__: object) -> None:
@@ -322,7 +297,7 @@ def test_another_runtime_error_is_not_dressed_up(
         backend.forward_backward([batch], loss)
 
 
-def test_a_batch_with_nothing_to_train_is_zero(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+def test_a_batch_with_nothing_to_train_is_zero(make_backend, batch, loss):
     empty = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     backend, other = make_backend(), make_backend()
     stats = backend.forward_backward([empty, batch], loss)
@@ -331,12 +306,12 @@ def test_a_batch_with_nothing_to_train_is_zero(make_backend: Any, batch: PackedB
     assert distance(gradients(backend), gradients(other)) == 0.0
 
 
-def test_an_execution_mode_of_another_backend_is_refused(make_backend: Any) -> None:
+def test_an_execution_mode_of_another_backend_is_refused(make_backend):
     with raises(ConfigError, "unsupported-combination: train.execution"):
         make_backend(execution="deepcompile")
 
 
-def test_gradients_by_name_are_copies_on_the_host(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+def test_gradients_by_name_are_copies_on_the_host(make_backend, batch, loss):
     backend = make_backend()
     assert backend.gradients() == {} and backend.gradient_norm() == 0.0
     backend.forward_backward([batch, batch], loss)
@@ -353,7 +328,7 @@ def test_gradients_by_name_are_copies_on_the_host(make_backend: Any, batch: Pack
     assert float(torch.cat([g.double().flatten() for g in found.values()]).norm()) == norm
 
 
-def test_the_halves_of_a_step_are_timed(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+def test_the_halves_of_a_step_are_timed(make_backend, batch, loss):
     ticks = iter(range(1000))
     spans = Spans(clock=lambda: float(next(ticks)))
     backend = make_backend()
@@ -363,7 +338,7 @@ def test_the_halves_of_a_step_are_timed(make_backend: Any, batch: PackedBatch, l
     assert times["time/forward"] == times["time/backward"] == 3.0  # one tick of the clock in each of three
 
 
-def test_a_backend_of_no_steps_has_no_optimizer(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+def test_a_backend_of_no_steps_has_no_optimizer(make_backend, batch, loss):
     backend = make_backend(dtype="bfloat16", total_steps=0)
     backend.forward_backward([batch], loss)
     assert backend.gradient_norm() > 0

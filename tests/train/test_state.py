@@ -53,9 +53,7 @@ def everything(backend: LocalBackend) -> dict[str, Tensor]:
         ("bfloat16", None, "sgd"),
     ],
 )
-def test_three_steps_and_three_more_are_six(
-    make_backend: Any, train: Any, tmp_path: Path, dtype: str, lora: LoraConfig | None, optimizer: str
-) -> None:
+def test_three_steps_and_three_more_are_six(make_backend, train, tmp_path, dtype, lora, optimizer):
     """To the bit: losses, norms, weights, masters, moments. LoRA's dropout draws from torch's generator."""
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -86,7 +84,7 @@ def test_three_steps_and_three_more_are_six(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_masters_are_kept_beside_low_precision_weights_only(make_backend: Any, tmp_path: Path) -> None:
+def test_masters_are_kept_beside_low_precision_weights_only(make_backend, tmp_path):
     for dtype in ("float32", "bfloat16"):
         (tmp_path / dtype).mkdir()
         backend = make_backend(dtype=dtype)
@@ -98,13 +96,13 @@ def test_masters_are_kept_beside_low_precision_weights_only(make_backend: Any, t
         assert all(torch.equal(t, backend.module.state_dict()[name]) for name, t in weights.items())
 
 
-def test_lora_saves_the_adapters_only(make_backend: Any, tmp_path: Path) -> None:
+def test_lora_saves_the_adapters_only(make_backend, tmp_path):
     make_backend(lora=LORA).save(tmp_path)
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert all("lora_" in name for name in load_file(tmp_path / file))
 
 
-def test_files_are_hashed_and_named(make_backend: Any, tmp_path: Path) -> None:
+def test_files_are_hashed_and_named(make_backend, tmp_path):
     written = make_backend().save(tmp_path)()
     assert set(written) == {p.name for p in tmp_path.iterdir()}
     state = json.loads((tmp_path / "state.json").read_text())
@@ -196,7 +194,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_named_and_nothing_changes(make_backend: Any, tmp_path: Path, case: str) -> None:
+def test_what_does_not_fit_is_named_and_nothing_changes(make_backend, tmp_path, case):
     file, change, message = WRONG[case]
     make_backend(seed=1).save(tmp_path)
     rewrite(tmp_path / file, change)
@@ -210,7 +208,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(make_backend: Any, tmp_p
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors"])
-def test_a_damaged_file_is_named(make_backend: Any, tmp_path: Path, file: str) -> None:
+def test_a_damaged_file_is_named(make_backend, tmp_path, file):
     make_backend(seed=1).save(tmp_path)
     backend = make_backend()
     before = {name: t.clone() for name, t in everything(backend).items()}
@@ -229,9 +227,7 @@ def test_a_damaged_file_is_named(make_backend: Any, tmp_path: Path, file: str) -
     assert not all(torch.equal(t, before[name]) for name, t in everything(backend).items())
 
 
-def test_too_little_disk_is_said_before_anything_is_written(
-    make_backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_is_said_before_anything_is_written(make_backend, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with raises(CheckpointError, "no-space"):
@@ -239,7 +235,7 @@ def test_too_little_disk_is_said_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_writer_makes_what_safetensors_reads(tmp_path: Path) -> None:
+def test_the_writer_makes_what_safetensors_reads(tmp_path):
     tensors = {
         "scalar": torch.tensor(3.5),
         "empty": torch.zeros(0, 4),
@@ -255,7 +251,7 @@ def test_the_writer_makes_what_safetensors_reads(tmp_path: Path) -> None:
     assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in tensors.items())
 
 
-def test_generators_come_back(tmp_path: Path) -> None:
+def test_generators_come_back(tmp_path):
     random.seed(3)
     np.random.seed(4)
     torch.manual_seed(5)
@@ -273,7 +269,7 @@ def test_generators_come_back(tmp_path: Path) -> None:
     assert draw() == expected
 
 
-def test_a_checkpoint_of_the_first_format_loads(make_backend: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_first_format_loads(make_backend, tmp_path):
     saved = make_backend(dtype="bfloat16", seed=1)
     saved.save(tmp_path)
     path = tmp_path / "state.json"
@@ -289,7 +285,7 @@ def test_a_checkpoint_of_the_first_format_loads(make_backend: Any, tmp_path: Pat
         backend.load(tmp_path)
 
 
-def test_masters_go_over_to_another_compute_dtype(make_backend: Any, train: Any, tmp_path: Path) -> None:
+def test_masters_go_over_to_another_compute_dtype(make_backend, train, tmp_path):
     """A float32 weight is its own master: either is read as the other, and nothing of it is lost."""
     for dtype, other in (("bfloat16", "float32"), ("float32", "bfloat16")):
         (tmp_path / dtype).mkdir()
@@ -307,9 +303,7 @@ def test_masters_go_over_to_another_compute_dtype(make_backend: Any, train: Any,
         assert all(torch.equal(t, moments[name]) for name, t in backend._optimizer.state().items())
 
 
-def test_what_is_saved_in_the_background_is_what_was_there(
-    make_backend: Any, train: Any, tmp_path: Path
-) -> None:
+def test_what_is_saved_in_the_background_is_what_was_there(make_backend, train, tmp_path):
     backend = make_backend(dtype="bfloat16", lr=1e-2)
     train(backend, 0, 1)
     before = {name: t.clone() for name, t in everything(backend).items()}
@@ -323,9 +317,7 @@ def test_what_is_saved_in_the_background_is_what_was_there(
     assert all(torch.equal(t, before[name]) for name, t in everything(again).items())
 
 
-def test_an_update_waits_for_the_copy_of_what_it_changes(
-    make_backend: Any, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_waits_for_the_copy_of_what_it_changes(make_backend, train, tmp_path, monkeypatch):
     """The thread that copies is held up until the loop waits for it."""
     waited = threading.Event()
     run, wait = PendingCopy._run, PendingCopy.wait
@@ -353,9 +345,7 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(
     assert all(torch.equal(t, before[name]) for name, t in everything(again).items())
 
 
-def test_a_copy_that_fails_is_told_when_the_save_is_finished(
-    make_backend: Any, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_fails_is_told_when_the_save_is_finished(make_backend, train, tmp_path, monkeypatch):
     def none_left(*_: object) -> Tensor:
         raise RuntimeError("can't allocate memory: you tried to allocate 99 bytes")
 
@@ -370,7 +360,7 @@ def test_a_copy_that_fails_is_told_when_the_save_is_finished(
         finish()
 
 
-def test_copies_of_a_gpu_go_to_memory_that_is_used_again() -> None:
+def test_copies_of_a_gpu_go_to_memory_that_is_used_again():
     """The places only: here the tensors are in host memory."""
     space = CopySpace(pin=False)
     sources = [torch.arange(5.0), torch.tensor(3.0), torch.ones(2, 3, dtype=torch.bfloat16)]
@@ -394,14 +384,14 @@ LACKS = {
 
 
 @pytest.mark.parametrize("case", LACKS)
-def test_what_a_checkpoint_lacks_is_named(make_backend: Any, tmp_path: Path, case: str) -> None:
+def test_what_a_checkpoint_lacks_is_named(make_backend, tmp_path, case):
     saved, wanted, message = LACKS[case]
     make_backend(**saved).save(tmp_path)
     with raises(CheckpointError, message):
         make_backend(**wanted).load(tmp_path)
 
 
-def test_a_backend_that_does_not_train_reads_the_weights_only(make_backend: Any, tmp_path: Path) -> None:
+def test_a_backend_that_does_not_train_reads_the_weights_only(make_backend, tmp_path):
     saved = make_backend(seed=1, dtype="bfloat16")
     saved.save(tmp_path)
     backend = make_backend(total_steps=0, dtype="bfloat16")
@@ -447,7 +437,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_state_is_refused_by_name(make_backend: Any, tmp_path: Path, case: str) -> None:
+def test_a_hostile_state_is_refused_by_name(make_backend, tmp_path, case):
     change, message = HOSTILE[case]
     backend = make_backend(seed=1)
     backend.save(tmp_path)
@@ -467,7 +457,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_a_state_that_is_no_json_is_refused(make_backend: Any, tmp_path: Path, case: str) -> None:
+def test_a_state_that_is_no_json_is_refused(make_backend, tmp_path, case):
     data, message = BAD_FILES[case]
     (tmp_path / "state.json").write_bytes(data)
     with raises(CheckpointError, message):
@@ -489,7 +479,7 @@ BAD_HEADERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_HEADERS)
-def test_a_file_with_a_bad_header_is_refused(make_backend: Any, tmp_path: Path, case: str) -> None:
+def test_a_file_with_a_bad_header_is_refused(make_backend, tmp_path, case):
     header, message = BAD_HEADERS[case]
     if isinstance(header, dict):
         text = json.dumps(header).encode()
@@ -501,9 +491,7 @@ def test_a_file_with_a_bad_header_is_refused(make_backend: Any, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["python", "numpy", "torch_cuda_0"])
-def test_generators_that_have_no_valid_state_change_nothing(
-    make_backend: Any, tmp_path: Path, name: str
-) -> None:
+def test_generators_that_have_no_valid_state_change_nothing(make_backend, tmp_path, name):
     make_backend(seed=1).save(tmp_path)
     bad = torch.full((625,), -5) if name != "torch_cuda_0" else torch.zeros(3, dtype=torch.uint8)
     rewrite(tmp_path / "rng.safetensors", change_tensors(lambda t: t.update({name: bad})))

@@ -1,9 +1,5 @@
 """CUDA IPC and NCCL to a worker in another process, on machines that have GPUs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from holder import Holder, Source, digests, some_weights
@@ -20,9 +16,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ("transport", "device", "gpus"),
     [("ipc", "cuda:0", 1), ("disk", "cuda:0", 1), ("collective", "cuda:1", 2)],
 )
-def test_weights_on_a_gpu_reach_a_worker_to_the_bit(
-    transport: str, device: str, gpus: int, tmp_path: Path
-) -> None:
+def test_weights_on_a_gpu_reach_a_worker_to_the_bit(transport, device, gpus, tmp_path):
     if gpus > GPUS:
         pytest.skip(f"needs {gpus} GPUs")
     engine = Holder(transport, device=device)
