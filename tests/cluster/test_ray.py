@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
+from starting import ray_nodes
 
 from lockstep.ranks.hang import examine, find_records
 
@@ -120,29 +121,10 @@ def left(folder: Path) -> list[str]:
 @contextlib.contextmanager
 def cluster(cache: Path, kind: str) -> Iterator[tuple[str, Path]]:
     """A cluster that ray_nodes.py runs: its address, and its token."""
-    folder = cache / kind
-    folder.mkdir()
-    script = Path(__file__).with_name("ray_nodes.py")
     env = environment(cache)
     del env["MY_TOKEN"]  # of the driver's shell only
-    with (
-        (folder / "out").open("wb") as output,
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), kind],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-        ) as process,
-    ):
-        until = time.monotonic() + SECONDS
-        while not (folder / "address").exists():
-            assert process.poll() is None and time.monotonic() < until, (folder / "out").read_text()
-            time.sleep(0.1)
-        yield (folder / "address").read_text(), folder / "token"
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(SECONDS)
+    with ray_nodes(cache / kind, kind, env=env, seconds=SECONDS) as address:
+        yield address, cache / kind / "token"
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 from sampled import engine_spec
+from starting import until
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.engine import RemoteEngine
@@ -87,21 +87,6 @@ def asked(folder, path="/inference/v1/generate"):
     file = Path(folder) / "plan.asked"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [line["body"] for line in lines if line["path"].startswith(path)]
-
-
-def alive(pid):
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until(condition, seconds=15.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.02)
 
 
 def pids(folder):

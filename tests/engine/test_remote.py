@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from raising import raises
+from starting import alive, until
 
 from lockstep.engine.remote.http import HttpBatch, HttpError
 from lockstep.engine.remote.server import ServerProcess
@@ -16,7 +17,7 @@ from lockstep.errors import EngineError
 from lockstep.schema.rollout import SamplingParams
 from lockstep.schema.weights import UpdateSession, WeightBucket
 
-from .servers import alive, asked, engine_in, pids, requests_of, until, write_plan
+from .servers import asked, engine_in, pids, requests_of, write_plan
 
 HUNDRED = tuple(range(100))
 

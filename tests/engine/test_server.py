@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from raising import raises
+from starting import alive, until
 
 from lockstep.engine.remote.server import (
     check_interpreter,
@@ -22,7 +23,7 @@ from lockstep.engine.remote.server import (
 )
 from lockstep.errors import ConfigError, EngineError
 
-from .servers import alive, answers, kill, pids, process, until, write_plan
+from .servers import answers, kill, pids, process, write_plan
 
 
 @pytest.fixture

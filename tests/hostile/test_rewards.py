@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from raising import raises
+from starting import until
 
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, RewardError
@@ -163,14 +163,6 @@ def totals(rewards: RewardSet, *inputs: RewardInput) -> list[float | None]:
     return [None if s is None else s.total for s in rewards.score(inputs)]
 
 
-def gone(pid: str) -> bool:
-    """Whether the process is gone, or soon."""
-    deadline = time.monotonic() + 10
-    while Path("/proc", pid).exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not Path("/proc", pid).exists()
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -226,7 +218,8 @@ def test_what_a_reward_forked_is_gone_with_it(end: str, make: Make, tmp_path: Pa
             assert totals(rewards, sample("stays"), sample("returns"), sample("stays")) == [1.0, 2.0, 3.0]
         rewards.close()
     pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == (9 if end == "close" else 3) and all(map(gone, pids))
+    assert len(pids) == (9 if end == "close" else 3)
+    until(lambda: not any(Path("/proc", pid).exists() for pid in pids))
 
 
 def test_what_a_reward_prints_is_shown_escaped(make: Make, capfd: pytest.CaptureFixture[str]) -> None:

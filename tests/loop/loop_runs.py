@@ -49,6 +49,17 @@ tensorboard = false
 written at once, so that it is known what a kill leaves (test_checkpoint_background.py tests the others)."""
 
 
+OF_HEALING = ("restarts", "restored_from", "recovery_seconds", "checkpoints_read", "copies_left_out")
+"""What the summary of a run that was healed says more."""
+
+
+def healed_toml(reward: str) -> str:
+    """TINY on ranks that can be healed to the bit: no checkpoint but the last."""
+    train = '[train]\nbackend = "fsdp2"\ndevice = "cpu"\nbatch_invariant = true\ndeterministic = true'
+    toml = TINY.replace('name = "ids"\n[train]', f'name = "{reward}"\n[train]').replace("[train]", train)
+    return toml.replace("[checkpoint]\nevery = 2", "[checkpoint]\nevery = 0")
+
+
 def on_pairs(sft: Path, folder: Path, kind: str, pairs: list[dict[str, Any]]) -> Path:
     """The config of an SFT run, made one of another kind on preference pairs, which are written beside it."""
     source = folder / "pairs.jsonl"
@@ -93,11 +104,13 @@ class Commands:
         signals: Sequence[dict[str, Any]] = (),
         file_bytes: int | None = None,
         meanwhile: Callable[[int], None] | None = None,
+        code: int = 0,
     ) -> Ended:
         """Args:
         signals: keyword arguments of fork_server.arm.
         file_bytes: the largest file that the process may write.
         meanwhile: called with its pid while it runs.
+        code: the exit status that it must have.
         """
         assert self._server.stdin is not None
         with tempfile.TemporaryDirectory() as folder:
@@ -115,8 +128,20 @@ class Commands:
             pid = self._answer()["pid"]
             if meanwhile is not None:
                 meanwhile(pid)
-            code = self._answer()["code"]
-            return Ended(code=code, out=out.read_text(), err=err.read_text())
+            ended = Ended(code=self._answer()["code"], out=out.read_text(), err=err.read_text())
+        assert ended.code == code, (job["argv"], signals, ended.code, ended.out, ended.err)
+        return ended
+
+    def broken_off(self, toml: Path, run: Path, orders: Sequence[dict[str, Any]], *flags: str) -> None:
+        """Train into `run`: one process per order, each of which ends it, and a last one that ends in
+        peace."""
+        argv: tuple[str | Path, ...] = ("train", toml, "--run-dir", run, *flags)
+        for order in orders:
+            code = {"SIGKILL": -9, "SIGINT": 130}[order["send"]]
+            self(*argv, cwd=run.parent, signals=[order], code=code)
+            argv = ("train", "--resume", run)
+        self(*argv, cwd=run.parent)
+        assert not list((run / "checkpoints").glob(".*")), "leftovers of a killed save"
 
     def close(self) -> None:
         assert self._server.stdin is not None
@@ -127,6 +152,16 @@ class Commands:
         assert self._server.stdout is not None
         answer: dict[str, Any] = json.loads(self._server.stdout.readline())
         return answer
+
+
+FORWARD = "lockstep.train.loss_module:LossModule.forward"
+OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
+FILE = "lockstep.train.state.files:_HashingFile.write"
+
+
+def kill(target: str, **order: Any) -> dict[str, Any]:
+    """The signal that kills a process at this call of `target`."""
+    return {"target": target, "call": 1, "send": "SIGKILL"} | order
 
 
 VOLATILE = ("timestamp", "time/", "throughput/", "memory/", "engine/", "world/")

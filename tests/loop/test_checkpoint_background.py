@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
-from loop_runs import Commands, everything
+from loop_runs import FILE, OPTIMIZER, everything, kill
 
-FILE = "lockstep.train.state.files:_HashingFile.write"
 COPY = "lockstep.train.state.save_load:_RankFiles.put"
 POLL = "lockstep.loop.checkpoint:CheckpointManager.poll"
 COMMIT = "lockstep.loop.checkpoint:CheckpointManager._commit"
 PUT = "lockstep.loop.checkpoint:CheckpointManager._publish"
-OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
 SECOND, THIRD = "saving-step-000002-", "saving-step-000003-"
 FLAGS = ("--checkpoint.background", "--checkpoint.every", "1")
-
-
-def kill(target: str, **order: Any) -> dict[str, Any]:
-    return {"target": target, "call": 1, "send": "SIGKILL"} | order
-
 
 MOMENTS = {
     "copying": [kill(COPY, step=1, call=2), kill(COPY, step=2, call=30)],
@@ -34,16 +23,6 @@ MOMENTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", MOMENTS)
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    phase: str, lockstep: Commands, straight: Callable[..., dict[str, Any]], tiny_toml: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    argv: tuple[str | Path, ...] = ("train", tiny_toml, "--run-dir", run, *FLAGS)
-    for order in MOMENTS[phase]:
-        ended = lockstep(*argv, cwd=tmp_path, signals=[order])
-        assert ended.code == -9, (order, ended.out, ended.err)
-        argv = ("train", "--resume", run)
-    ended = lockstep(*argv, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
-    assert not list((run / "checkpoints").glob(".*")), "leftovers of a killed save"
-    assert everything(run) == straight()
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(phase, lockstep, straight, tiny_toml, tmp_path):
+    lockstep.broken_off(tiny_toml, tmp_path / "run", MOMENTS[phase], *FLAGS)
+    assert everything(tmp_path / "run") == straight()

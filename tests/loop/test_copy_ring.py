@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 from raising import raises
+from starting import until
 
 from lockstep.engine.served.handler import bearer
 from lockstep.errors import CheckpointError, ConfigError
@@ -178,14 +178,9 @@ def test_half_a_file_is_not_kept(nodes):
     connection.putheader("Content-Length", "1000")
     connection.endheaders()
     connection.send(b"x" * 10)
-    until = time.monotonic() + SECONDS
-    while not (partial := list(nodes[1].folder.glob("*/.*"))):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: list(nodes[1].folder.glob("*/.*")), seconds=SECONDS)
     connection.close()
-    while partial[0].exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not list(nodes[1].folder.glob("*/.*")), seconds=SECONDS)
     assert list((nodes[1].folder / STEP).iterdir()) == []
 
 
@@ -249,10 +244,7 @@ def test_the_folder_goes_with_the_process_that_hosts_the_ranks(tmp_path):
         (folder,) = tmp_path.iterdir()
         (folder / STEP).mkdir()
         host.send_signal(signal.SIGKILL)
-    until = time.monotonic() + SECONDS
-    while folder.exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: not folder.exists(), seconds=SECONDS)
 
 
 def test_a_place_that_cannot_be_used_is_refused_by_the_host(tmp_path):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from loop_runs import TINY, metrics_of
 from safetensors.torch import load_file
+from starting import succeeds
 
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
@@ -143,15 +142,7 @@ def test_ranks_have_an_engine_each_and_keep_the_bits(tmp_path):
     (tmp_path / "run.toml").write_text(toml + '[engine]\nname = "native"\n')
     for process in ("auto", "own"):
         argv = ["train", "run.toml", "--ranks", "2", "--steps", "2", "--run-dir", process]
-        ended = subprocess.run(
-            [sys.executable, "-m", "lockstep", *argv, "--engine.process", process],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        succeeds(*argv, "--engine.process", process, cwd=tmp_path, seconds=600)
     own, auto = tmp_path / "own", tmp_path / "auto"
     assert sorted(folder.name for folder in (own / "engine").iterdir()) == ["rank-0", "rank-1"]
     assert metrics_of(own) == metrics_of(auto)

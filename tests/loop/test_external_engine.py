@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from loop_runs import TINY, metrics_of
 from raising import raises
 from safetensors.torch import load_file
+from starting import lockstep, succeeds
 
 EXTERNAL = Path(__file__).parents[1] / "transfer"
 sys.path.insert(0, str(EXTERNAL))
@@ -167,43 +167,14 @@ def test_the_place_of_a_model(tmp_path: Path) -> None:
 def test_each_of_two_ranks_pushes_to_its_own_engine(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
 
-    def train(folder: str, *flags: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep",
-            "train",
-            "tiny.toml",
-            "--run-dir",
-            folder,
-            "--ranks",
-            "2",
-        ]
-        return subprocess.run(
-            [
-                *command,
-                "--train.backend",
-                "fsdp2",
-                "--train.device",
-                "cpu",
-                "--train.layout",
-                "packed",
-                *flags,
-            ],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXTERNAL)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-
-    reference = train("hf")
-    assert reference.returncode == 0, reference.stderr
-    ended = train("own", "--engine.name", "external:ExternalHF", "--engine.verify", "always")
-    assert ended.returncode == 0, ended.stderr
+    flags = ("--train.backend", "fsdp2", "--train.device", "cpu", "--train.layout", "packed")
+    argv = ("train", "tiny.toml", "--ranks", "2", *flags)
+    place: dict[str, Any] = {"cwd": tmp_path, "PYTHONPATH": f"{EXTERNAL}:{os.environ.get('PYTHONPATH', '')}"}
+    succeeds(*argv, "--run-dir", "hf", **place)
+    engine = ("--engine.name", "external:ExternalHF", "--engine.verify", "always")
+    succeeds(*argv, "--run-dir", "own", *engine, **place)
     assert_same(tmp_path / "own", tmp_path / "hf")
     assert sorted(path.name for path in (tmp_path / "own/engine").iterdir()) == ["rank-0", "rank-1"]
     # The engine of rank 1 alone is wrong: both end, with its error, and no rank is left in a collective.
-    broken = train("broken", "--engine.name", "external:WrongOnRank1")
+    broken = lockstep(*argv, "--run-dir", "broken", "--engine.name", "external:WrongOnRank1", **place)
     assert broken.returncode != 0 and "the test's engine fails at receive 0" in broken.stdout + broken.stderr

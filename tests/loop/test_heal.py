@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,44 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_runs import TINY, everything
+from loop_runs import OF_HEALING, everything, healed_toml
+from starting import lockstep
 
 from lockstep.observe.ledger import check_ledger
 from lockstep.ranks.heal import HealingRules, launch_healing
 from lockstep.ranks.launch import Launch
 
 BACKEND = "lockstep.train.fsdp2.backend:FSDP2Backend"
-OF_HEALING = ("restarts", "restored_from", "recovery_seconds", "checkpoints_read", "copies_left_out")
-RUN = (
-    TINY.replace('name = "ids"\n[train]', 'name = "rewards_of_ranks:EvenShare"\n[train]')
-    .replace(
-        "[train]", '[train]\nbackend = "fsdp2"\ndevice = "cpu"\nbatch_invariant = true\ndeterministic = true'
-    )
-    .replace("[checkpoint]\nevery = 2", "[checkpoint]\nevery = 0")
-)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With tiny.toml and the run `alone`, which makes no copies."""
     folder = tmp_path_factory.mktemp("heal")
-    (folder / "tiny.toml").write_text(RUN)
+    (folder / "tiny.toml").write_text(healed_toml("rewards_of_ranks:EvenShare"))
     shutil.copy(Path(__file__).with_name("rewards_of_ranks.py"), folder)
     assert train(folder, "alone").returncode == 0
     return folder
 
 
 def train(folder: Path, name: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lockstep", "train", "tiny.toml", "--ranks", "2", "--run-dir", name]
-    return subprocess.run(
-        [*command, *flags],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    argv = ("train", "tiny.toml", "--ranks", "2", "--run-dir", name, *flags)
+    return lockstep(*argv, cwd=folder, **environ)
 
 
 def assert_as_alone(folder: Path, name: str) -> dict[str, Any]:

@@ -2,82 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from loop_runs import TINY, everything
+from loop_runs import OF_HEALING, everything, healed_toml
+from starting import lockstep, ray_nodes
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'lockstep-rl[cluster]'", allow_module_level=True)
 
 SECONDS = 400
-RUN = (
-    TINY.replace('name = "ids"\n[train]', 'name = "rewards_of_nodes:EvenShare"\n[train]')
-    .replace(
-        "[train]", '[train]\nbackend = "fsdp2"\ndevice = "cpu"\nbatch_invariant = true\ndeterministic = true'
-    )
-    .replace("[checkpoint]\nevery = 2", "[checkpoint]\nevery = 0")
-)
-OF_HEALING = ("restarts", "restored_from", "recovery_seconds", "checkpoints_read", "copies_left_out")
 NODES = ["--cluster", "auto", "--cluster.nodes", "2", "--cluster.peer-copy"]
 
 
 @pytest.fixture
 def cluster() -> Iterator[dict[str, str]]:
     """Three nodes: the environment that finds them."""
-    script = Path(__file__).parent.parent / "cluster/ray_nodes.py"
     with tempfile.TemporaryDirectory(prefix="ls", dir="/tmp") as cache:  # Ray's sockets need short names
-        folder, env = Path(cache) / "nodes", os.environ | {"LOCKSTEP_CACHE": cache, "OMP_NUM_THREADS": "1"}
-        folder.mkdir()
-        with (
-            (folder / "out").open("wb") as output,
-            subprocess.Popen(
-                [sys.executable, str(script), str(folder), "spare"],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-            ) as process,
-        ):
-            until = time.monotonic() + SECONDS
-            while not (folder / "address").exists():
-                assert process.poll() is None and time.monotonic() < until, (folder / "out").read_text()
-                time.sleep(0.1)
-            address = {"RAY_ADDRESS": (folder / "address").read_text()}
-            with contextlib.ExitStack() as stack:
-                assert process.stdin is not None
-                stack.callback(process.wait, SECONDS)
-                stack.callback(process.stdin.close)
-                yield env | address | {"RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+        folder, env = Path(cache) / "nodes", {"LOCKSTEP_CACHE": cache}
+        single = os.environ | env | {"OMP_NUM_THREADS": "1"}
+        with ray_nodes(folder, "spare", env=single, seconds=SECONDS) as address:
+            yield env | {"RAY_ADDRESS": address, "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
 
 
 def train(folder: Path, name: str, *flags: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lockstep", "train", "tiny.toml", "--run-dir", name, *flags],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    return lockstep("train", "tiny.toml", "--run-dir", name, *flags, cwd=folder, seconds=SECONDS, **env)
 
 
 @pytest.mark.slow
 def test_a_rank_and_then_a_node_die_and_leave_no_trace_while_a_node_is_free(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
-    (tmp_path / "tiny.toml").write_text(RUN)
+    (tmp_path / "tiny.toml").write_text(healed_toml("rewards_of_nodes:EvenShare"))
     shutil.copy(Path(__file__).with_name("rewards_of_nodes.py"), tmp_path)
     memory = tmp_path / "memory"
     memory.mkdir()

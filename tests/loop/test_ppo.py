@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_runs import TINY, everything
+from loop_runs import FORWARD, OPTIMIZER, TINY, everything, kill
 from raising import raises
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
@@ -27,10 +27,8 @@ from lockstep.recording import Recording
 from lockstep.schema.batch import PolicyBatch, ValueBatch, rollout_samples
 
 PPO = TINY.replace('kind = "grpo"', 'kind = "ppo"') + "[value]\nlr = 1e-2\n"
-OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
 SAVE = "lockstep.train.local:LocalBackend.save"
 LOAD = "lockstep.train.local:LocalBackend.load"
-FORWARD = "lockstep.train.loss_module:LossModule.forward"
 
 
 NO_EVALUATION = {"eval__before": False, "eval__after": False, "eval__every": 0}
@@ -53,10 +51,6 @@ def ppo_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def kill(target: str, **order: Any) -> dict[str, Any]:
-    return {"target": target, "call": 1, "send": "SIGKILL"} | order
-
-
 KILLS = [
     kill(OPTIMIZER, step=0, when="after"),  # of the value model: the policy's comes second
     kill(SAVE, step=1, call=2),  # the policy's files are written, the value model's are not
@@ -72,8 +66,7 @@ def test_a_killed_run_goes_on_with_both_models(lockstep, straight, ppo_toml, tmp
     argv: tuple[str | Path, ...] = ("train", ppo_toml, "--run-dir", run)
     begun = False
     for order in KILLS:
-        ended = lockstep(*argv, cwd=tmp_path, signals=[order])
-        assert ended.code == -9, (order, ended.out, ended.err)
+        lockstep(*argv, cwd=tmp_path, signals=[order], code=-9)
         begun = begun or any((run / "checkpoints").glob("step-*"))
         if begun:
             argv = ("train", "--resume", run)
@@ -82,8 +75,7 @@ def test_a_killed_run_goes_on_with_both_models(lockstep, straight, ppo_toml, tmp
             argv = ("train", ppo_toml, "--run-dir", run)
         else:
             argv = ("train", "--resume", run)
-    ended = lockstep(*argv, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
+    lockstep(*argv, cwd=tmp_path)
     found = everything(run)
     assert {name.partition("/")[0] for name in found["weights"]} == {
         "step-000004",
@@ -104,16 +96,10 @@ REMEMBERS = (
 def test_what_the_algorithm_remembers_is_in_the_checkpoint(lockstep, straight, ppo_toml, tmp_path):
     """The coefficient of KL, the moments of the rewards, and how far the critic's warm-up is."""
     run = tmp_path / "run"
-    ended = lockstep(
-        *("train", ppo_toml, "--run-dir", run, *REMEMBERS, "--checkpoint.every", "1"),
-        cwd=tmp_path,
-        signals=[kill(OPTIMIZER, step=2, when="after")],
-    )
-    assert ended.code == -9, ended.out + ended.err
+    orders = [kill(OPTIMIZER, step=2, when="after")]
+    lockstep.broken_off(ppo_toml, run, orders, *REMEMBERS, "--checkpoint.every", "1")
     saved = json.loads((run / "checkpoints" / "step-000002" / "algorithm.json").read_text())
     assert saved["reward_count"] == 32 and saved["kl_coef"] != 0.1
-    ended = lockstep("train", "--resume", run, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
     found, expected = everything(run), straight(*REMEMBERS, toml=ppo_toml)
     assert found == expected
     steps = [row for row in found["metrics"] if "value/loss" in row]
@@ -123,14 +109,13 @@ def test_what_the_algorithm_remembers_is_in_the_checkpoint(lockstep, straight, p
 
 def test_a_checkpoint_without_a_part_of_a_role_is_damaged(lockstep, ppo_toml, tmp_path):
     run = tmp_path / "run"
-    ended = lockstep("train", ppo_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
-    assert ended.code == 0, ended.err
+    lockstep("train", ppo_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
     folder = run / "checkpoints" / "step-000002"
     for name in ("algorithm.json", "value/model.safetensors", "value/state.json"):
         kept = (folder / name).read_bytes()
         (folder / name).write_bytes(kept[:-1])
-        ended = lockstep("train", "--resume", run, "--steps", "4", cwd=tmp_path)
-        assert ended.code == 1 and "is damaged" in ended.err and name in ended.err, ended.err
+        ended = lockstep("train", "--resume", run, "--steps", "4", cwd=tmp_path, code=1)
+        assert "is damaged" in ended.err and name in ended.err, ended.err
         (folder / name).write_bytes(kept)
 
 
@@ -138,20 +123,18 @@ def test_inputs_of_both_models_are_recorded_and_replayed(lockstep, ppo_toml, tmp
     """Where the weights of an input are known: those of a checkpoint are before the first update of its
     step."""
     run = tmp_path / "run"
-    ended = lockstep(
+    lockstep(
         *("train", ppo_toml, "--run-dir", run, "--steps", "2", "--record.enabled"),
         *("--train.layout", "packed", "--checkpoint.every", "1"),
         cwd=tmp_path,
     )
-    assert ended.code == 0, ended.err
     for role, kind in (("", PolicyBatch), ("-value", ValueBatch)):
         recording = Recording.open(run / f"recordings{role}")
         assert recording.header.role == (role[1:] or "policy")
         inputs = list(recording)
         assert {each.meta.step for each in inputs} == {0, 1} and {type(e.batch) for e in inputs} == {kind}
         out = tmp_path / f"replay{role}"
-        ended = lockstep("replay", run / f"recordings{role}", "--out", out, cwd=tmp_path)
-        assert ended.code == 0, ended.out + ended.err
+        lockstep("replay", run / f"recordings{role}", "--out", out, cwd=tmp_path)
         summary = json.loads((out / "summary.json").read_text())
         assert summary["weights"]["inputs"] == {"match": len(inputs), "mismatch": 0, "unknown": 0}
         assert summary["differences"]["logprob_max"] == summary["differences"]["loss_max"] == 0.0
@@ -178,8 +161,7 @@ def test_the_policy_waits_for_the_value_model():
 
 def test_what_a_run_leaves(lockstep, ppo_toml, tmp_path):
     run = tmp_path / "run"
-    ended = lockstep("train", ppo_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
-    assert ended.code == 0, ended.err
+    lockstep("train", ppo_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
     exported = AutoModelForSequenceClassification.from_pretrained(run / "export-value")
     saved = load_file(run / "checkpoints" / "step-000002" / "value" / "model.safetensors")
     weights = exported.state_dict()
@@ -269,10 +251,9 @@ def test_a_value_model_that_is_not_there_is_refused(tmp_path):
 
 def test_a_run_whose_value_model_decays_ends_where_it_said(lockstep, ppo_toml, tmp_path):
     run = tmp_path / "run"
-    ended = lockstep("train", ppo_toml, "--run-dir", run, "--value.schedule", "linear", cwd=tmp_path)
-    assert ended.code == 0, ended.err
-    ended = lockstep("train", "--resume", run, "--steps", "6", cwd=tmp_path)
-    assert ended.code != 0 and "steps: the run has 4, now 6" in ended.err
+    lockstep("train", ppo_toml, "--run-dir", run, "--value.schedule", "linear", cwd=tmp_path)
+    ended = lockstep("train", "--resume", run, "--steps", "6", cwd=tmp_path, code=2)
+    assert "steps: the run has 4, now 6" in ended.err
 
 
 def test_a_value_model_with_a_smaller_vocabulary_is_refused(tmp_path):
@@ -296,16 +277,9 @@ def test_a_value_model_of_adapters_resumes_exactly(lockstep, straight, ppo_toml,
     is saved, and the export is merged."""
     pytest.importorskip("peft")
     run = tmp_path / "run"
-    ended = lockstep(
-        *("train", ppo_toml, "--run-dir", run, *ADAPTERS),
-        cwd=tmp_path,
-        signals=[kill(OPTIMIZER, step=2, when="after")],
-    )
-    assert ended.code == -9, ended.out + ended.err
+    lockstep.broken_off(ppo_toml, run, [kill(OPTIMIZER, step=2, when="after")], *ADAPTERS)
     saved = load_file(run / "checkpoints" / "step-000002" / "value" / "model.safetensors")
     assert len(saved) > 1 and all(".lora_" in name or name == "score.weight" for name in saved)
-    ended = lockstep("train", "--resume", run, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
     assert everything(run) == straight(*ADAPTERS, toml=ppo_toml)
     exported, info = AutoModelForSequenceClassification.from_pretrained(
         run / "export-value", output_loading_info=True

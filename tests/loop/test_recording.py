@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_runs import Commands, everything, metrics_of
+from loop_runs import FORWARD, Commands, everything, kill, metrics_of
 from raising import raises
 
 from lockstep.algorithms import ALGORITHMS
@@ -269,15 +269,17 @@ def contents(run: Path) -> list[Any]:
     return [found, {f.parent.name: f.read_bytes() for f in sorted(weights.glob("*/*"))}]
 
 
-FORWARD = "lockstep.train.loss_module:LossModule.forward"
 BEGIN = "lockstep.recording.writer:RecordingWriter.begin"
 FINISH = "lockstep.recording.writer:RecordingWriter.finish"
+FLUSH = "lockstep.recording.writer:RecordingWriter._flush"
+WEIGHTS = "lockstep.recording.recorder:save_weights"
 MOMENTS = [
-    [(FORWARD, 0, "backward"), (FORWARD, 2, "before"), (FORWARD, 3, "backward")],
-    [(BEGIN, 2, "before"), (BEGIN, 2, "after"), (FINISH, 3, "before")],
-    [(FINISH, 2, "after"), ("lockstep.recording.writer:RecordingWriter._flush", None, "before")],
-    [("lockstep.recording.recorder:save_weights", 0, "after"), (FORWARD, 2, "backward")],
+    [kill(FORWARD, step=0, when="backward"), kill(FORWARD, step=2), kill(FORWARD, step=3, when="backward")],
+    [kill(BEGIN, step=2), kill(BEGIN, step=2, when="after"), kill(FINISH, step=3)],
+    [kill(FINISH, step=2, when="after"), kill(FLUSH)],
+    [kill(WEIGHTS, step=0, when="after"), kill(FORWARD, step=2, when="backward")],
 ]
+RECORD = ("--record", "--record-weights", "every 2")
 
 
 SOME_OF_LORA = (
@@ -286,32 +288,28 @@ SOME_OF_LORA = (
 )
 
 
+@pytest.fixture(scope="module", params=[(), SOME_OF_LORA], ids=["all", "some of LoRA"])
+def undisturbed(
+    request: pytest.FixtureRequest, lockstep: Commands, tiny_toml: Path, tmp_path_factory: Any
+) -> tuple[tuple[str, ...], list[Any]]:
+    """Flags, and what a run with them records."""
+    folder, flags = tmp_path_factory.mktemp("undisturbed"), (*RECORD, *request.param)
+    lockstep("train", tiny_toml, "--run-dir", folder / "run", *flags, cwd=folder)
+    return flags, contents(folder / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("flags", [(), SOME_OF_LORA])
-def test_a_run_killed_and_resumed_records_the_same(
-    moments: list[Any], flags: tuple[str, ...], lockstep: Commands, tiny_toml: Path, tmp_path: Path
-) -> None:
-    record = ("--record", "--record-weights", "every 2", *flags)
-    ended = lockstep("train", tiny_toml, "--run-dir", tmp_path / "straight", *record, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
-    argv: tuple[Any, ...] = ("train", tiny_toml, "--run-dir", tmp_path / "run", *record)
-    for target, step, when in moments:
-        order = {"target": target, "call": 1, "send": "SIGKILL", "step": step, "when": when}
-        ended = lockstep(*argv, cwd=tmp_path, signals=[order])
-        assert ended.code == -9, (order, ended.out, ended.err)
-        argv = ("train", "--resume", tmp_path / "run")
-    ended = lockstep(*argv, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
-    assert contents(tmp_path / "run") == contents(tmp_path / "straight")
+def test_a_run_killed_and_resumed_records_the_same(moments, undisturbed, lockstep, tiny_toml, tmp_path):
+    flags, expected = undisturbed
+    lockstep.broken_off(tiny_toml, tmp_path / "run", moments, *flags)
+    assert contents(tmp_path / "run") == expected
 
 
-def test_the_input_that_killed_the_process_is_there(
-    lockstep: Commands, tiny_toml: Path, tmp_path: Path
-) -> None:
-    order = {"target": FORWARD, "call": 2, "send": "SIGKILL", "step": 1, "when": "backward"}
+def test_the_input_that_killed_the_process_is_there(lockstep, tiny_toml, tmp_path):
+    orders = [kill(FORWARD, call=2, step=1, when="backward")]
     argv = ("train", tiny_toml, "--run-dir", tmp_path / "run", "--record")
-    assert lockstep(*argv, cwd=tmp_path, signals=[order]).code == -9
+    lockstep(*argv, cwd=tmp_path, signals=orders, code=-9)
     recording = Recording.open(tmp_path / "run")
     pending = [each for each in recording if each.meta.step == 1]
     assert len(pending) == pending[0].meta.num_micro_batches > 1

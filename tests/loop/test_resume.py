@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_runs import Commands, everything
+from loop_runs import FILE, FORWARD, OPTIMIZER, everything, kill
 
 GENERATE = "lockstep.engine.hf.generation:Generation._step"
-FORWARD = "lockstep.train.loss_module:LossModule.forward"
-OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
-FILE = "lockstep.train.state.files:_HashingFile.write"
 PUT = "lockstep.loop.checkpoint:CheckpointManager._publish"
 METRICS = "lockstep.observe.metrics:JsonlWriter.write"
 ROLLOUTS = "lockstep.observe.run_dir:RunDir.write_rollouts"
 EXPORT = "lockstep.train.local:LocalBackend.export"
 RESTORE = "lockstep.train.local:LocalBackend.load"
-
-
-def kill(target: str, **order: Any) -> dict[str, Any]:
-    return {"target": target, "call": 1, "send": "SIGKILL"} | order
-
-
-def killed_and_resumed(
-    lockstep: Commands, toml: Path, folder: Path, orders: list[dict[str, Any]], *flags: str
-) -> dict[str, Any]:
-    """One process per order, each of which kills it, and a last one that ends in peace."""
-    run = folder / "run"
-    argv: tuple[str | Path, ...] = ("train", toml, "--run-dir", run, *flags)
-    for order in orders:
-        ended = lockstep(*argv, cwd=folder, signals=[order])
-        assert ended.code == -9, (order, ended.out, ended.err)
-        argv = ("train", "--resume", run)
-    ended = lockstep(*argv, cwd=folder)
-    assert ended.code == 0, ended.out + ended.err
-    assert not list((run / "checkpoints").glob(".*")), "leftovers of a killed save"
-    return everything(run)
-
-
-Straight = Callable[..., dict[str, Any]]
 
 MOMENTS = {
     "before the first checkpoint": [
@@ -76,7 +48,8 @@ MOMENTS = {
 
 @pytest.mark.parametrize("phase", MOMENTS)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(phase, lockstep, straight, tiny_toml, tmp_path):
-    assert killed_and_resumed(lockstep, tiny_toml, tmp_path, MOMENTS[phase]) == straight()
+    lockstep.broken_off(tiny_toml, tmp_path / "run", MOMENTS[phase])
+    assert everything(tmp_path / "run") == straight()
 
 
 @pytest.mark.parametrize(
@@ -87,11 +60,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_begun_again(
 ):
     """Its steps are done, and there is nothing to go on from: what it has written stays."""
     run = tmp_path / "run"
-    ended = lockstep("train", tiny_toml, "--run-dir", run, cwd=tmp_path, signals=[order])
-    assert ended.code == -9, ended.out + ended.err
+    lockstep("train", tiny_toml, "--run-dir", run, cwd=tmp_path, signals=[order], code=-9)
     before = {f: f.read_bytes() for f in [run / "metrics.jsonl", *sorted((run / "rollouts").glob("[!.]*"))]}
-    ended = lockstep("train", "--resume", run, cwd=tmp_path)
-    assert ended.code == 1 and len(ended.err.splitlines()) == 1
+    ended = lockstep("train", "--resume", run, cwd=tmp_path, code=1)
+    assert len(ended.err.splitlines()) == 1
     assert "holds no checkpoint, but" in ended.err and "steps that are done" in ended.err
     assert {f: f.read_bytes() for f in before} == before
     assert not list(run.rglob(".step-*")), "leftovers of a killed write"
@@ -128,7 +100,8 @@ def test_every_kind_of_run_resumes_exactly(variant, lockstep, straight, tiny_tom
         kill(FORWARD, step=3, call=1, when="backward"),
         kill(GENERATE, step=2, call=9),
     ]
-    assert killed_and_resumed(lockstep, tiny_toml, tmp_path, orders, *flags) == straight(*flags)
+    lockstep.broken_off(tiny_toml, tmp_path / "run", orders, *flags)
+    assert everything(tmp_path / "run") == straight(*flags)
 
 
 def test_options_that_the_config_leaves_open_are_those_the_run_began_with_or_it_says_so(
@@ -137,14 +110,13 @@ def test_options_that_the_config_leaves_open_are_those_the_run_began_with_or_it_
     """The manifest has the published values of then: here it is made to tell of others, and of none."""
     run = tmp_path / "run"
     flags = ("--algorithm.name", "rloo", "--steps", "2", "--log.display", "plain")
-    assert lockstep("train", tiny_toml, "--run-dir", run, *flags, cwd=tmp_path).code == 0
+    lockstep("train", tiny_toml, "--run-dir", run, *flags, cwd=tmp_path)
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["algorithm"]["ratio"] == "sequence_product"
 
     def resumed(steps: int, algorithm: dict[str, Any] | None) -> str:
         (run / "manifest.json").write_text(json.dumps(manifest | {"algorithm": algorithm}))
         ended = lockstep("train", "--resume", run, "--steps", str(steps), cwd=tmp_path)
-        assert ended.code == 0, ended.err
         return ended.out + ended.err
 
     assert "was started" not in resumed(3, manifest["algorithm"])
@@ -157,12 +129,11 @@ def test_options_that_the_config_leaves_open_are_those_the_run_began_with_or_it_
 def test_a_resumed_run_takes_its_execution_mode_from_its_manifest(kind, lockstep, request, tmp_path):
     """The manifest is made to tell of a mode that the run cannot have, so that who reads it stops."""
     run, toml = tmp_path / "run", request.getfixturevalue(kind)
-    ended = lockstep("train", toml, "--run-dir", run, "--steps", "1", cwd=tmp_path)
-    assert ended.code == 0, ended.err
+    lockstep("train", toml, "--run-dir", run, "--steps", "1", cwd=tmp_path)
     assert 'execution = "auto"' in (run / "config.toml").read_text()
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["axes"]["execution"] == "eager"
     manifest["axes"]["execution"] = "deepcompile"
     (run / "manifest.json").write_text(json.dumps(manifest))
-    ended = lockstep("train", "--resume", run, "--steps", "2", cwd=tmp_path)
-    assert ended.code == 2 and "manifest.json, field axes" in ended.err, ended.out + ended.err
+    ended = lockstep("train", "--resume", run, "--steps", "2", cwd=tmp_path, code=2)
+    assert "manifest.json, field axes" in ended.err, ended.out + ended.err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_runs import Commands, everything, metrics_of, on_pairs
+from loop_runs import FORWARD, Commands, everything, kill, metrics_of, on_pairs
 from transformers import AutoModelForSequenceClassification
 
 from lockstep.config.batch import RewardModelConfig
@@ -37,8 +37,7 @@ def test_it_learns_exports_what_scores_the_same_and_goes_on_exactly_after_a_kill
     lockstep: Commands, rm_toml: Path, tmp_path: Path
 ) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    ended = lockstep("train", rm_toml, "--run-dir", straight, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
+    lockstep("train", rm_toml, "--run-dir", straight, cwd=tmp_path)
     evaluations = {row["evaluation"]: row for row in metrics_of(straight) if "evaluation" in row}
     before, after = evaluations["before"], evaluations["after"]
     assert after["eval/loss"] < before["eval/loss"] and after["eval/accuracy"] > 0.9
@@ -54,31 +53,21 @@ def test_it_learns_exports_what_scores_the_same_and_goes_on_exactly_after_a_kill
     assert float(scores[:, 0].mean()) == pytest.approx(after["eval/reward_chosen"], abs=1e-5)
     assert float(scores[:, 1].mean()) == pytest.approx(after["eval/reward_rejected"], abs=1e-5)
 
-    kill = {
-        "target": "lockstep.train.loss_module:LossModule.forward",
-        "send": "SIGKILL",
-        "step": 3,
-        "call": 2,
-    }
-    assert lockstep("train", rm_toml, "--run-dir", broken, cwd=tmp_path, signals=[kill]).code == -9
-    ended = lockstep("train", "--resume", broken, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
+    lockstep.broken_off(rm_toml, broken, [kill(FORWARD, step=3, call=2)])
     assert everything(broken) == everything(straight)
 
 
 def test_its_inputs_are_recorded_and_replayed(lockstep: Commands, rm_toml: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["--record", "--steps", "2", "--eval-every", "0", "--run-dir", run]
-    ended = lockstep("train", rm_toml, *options, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
+    lockstep("train", rm_toml, *options, cwd=tmp_path)
     recording = Recording.open(run / "recordings")
     batch = recording[0].batch
     assert isinstance(batch, PreferenceBatch) and batch.margins is not None
     assert set(batch.margins.tolist()) > {0.25, 0.5} and recording.header.has_scores
     out = tmp_path / "replay"
-    ended = lockstep("replay", run / "recordings", "--out", out, cwd=tmp_path)
-    assert ended.code == 0, ended.out + ended.err
-    assert lockstep("recording", "validate", run / "recordings", cwd=tmp_path).code == 0
+    lockstep("replay", run / "recordings", "--out", out, cwd=tmp_path)
+    lockstep("recording", "validate", run / "recordings", cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -91,15 +80,14 @@ def test_its_inputs_are_recorded_and_replayed(lockstep: Commands, rm_toml: Path,
 def test_what_it_cannot_do_is_refused_before_anything_is_loaded(
     options: list[str], message: str, lockstep: Commands, rm_toml: Path, tmp_path: Path
 ) -> None:
-    ended = lockstep("train", rm_toml, *options, "--run-dir", tmp_path / "run", cwd=tmp_path)
-    assert ended.code == 2 and message in ended.err and not (tmp_path / "run").exists()
+    ended = lockstep("train", rm_toml, *options, "--run-dir", tmp_path / "run", cwd=tmp_path, code=2)
+    assert message in ended.err and not (tmp_path / "run").exists()
 
 
 def test_two_ranks_of_fsdp2_train_as_one_process(lockstep: Commands, rm_toml: Path, tmp_path: Path) -> None:
     more = ["--steps", "3", "--eval-every", "0", "--train.static-capacity", "false"]
     for name, flags in {"one": [], "two": ["--ranks", "2", "--train.backend", "fsdp2"]}.items():
-        ended = lockstep("train", rm_toml, *more, *flags, "--run-dir", tmp_path / name, cwd=tmp_path)
-        assert ended.code == 0, ended.out + ended.err
+        lockstep("train", rm_toml, *more, *flags, "--run-dir", tmp_path / name, cwd=tmp_path)
     one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
     assert len(one) == len(two) and any("grad_norm" in row for row in one)
     for key in ("loss", "grad_norm", "reward_margin", "accuracy", "eval/loss", "eval/reward_margin"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from classifiers import save_classifier
-from loop_runs import Commands, everything, metrics_of
+from loop_runs import Commands, everything, kill, metrics_of
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
@@ -109,7 +109,6 @@ def straight(lockstep: Commands, place: Path) -> Path:
     ended = lockstep(
         *("train", place / "run.toml", "--run-dir", run, "--reward-model.others", place / "other"), cwd=place
     )
-    assert ended.code == 0, ended.out + ended.err
     assert (ended.out + ended.err).count("its tokenizer is not the policy's") == 1
     return run
 
@@ -166,8 +165,7 @@ def test_the_worlds_of_two_ranks_keep_the_bits(lockstep, place):
     text = (place / "run.toml").read_text().replace('kind = "grpo"', 'kind = "ppo"')
     (place / "ppo.toml").write_text(text + "[algorithm.kl]\ncoef = 0.1\n")
     for name, placed in places.items():
-        ended = lockstep("train", place / "ppo.toml", *flags, *placed, "--run-dir", place / name, cwd=place)
-        assert ended.code == 0, ended.out + ended.err
+        lockstep("train", place / "ppo.toml", *flags, *placed, "--run-dir", place / name, cwd=place)
     assert numbers_of(place / "four") == numbers_of(place / "own") == numbers_of(place / "one")
     logs = {
         str(log.parent.relative_to(place / "four" / "world")) for log in place.glob("four/world/*/*/*.log")
@@ -204,34 +202,26 @@ def test_lockstep_score_gives_the_same_scores(straight, lockstep, place):
     samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = place / "scored.jsonl"
     options = ("--reward-model", place / "reward", "--reward-model.dtype", "float32")
-    ended = lockstep("score", "--data", samples, *options, "--out", out, cwd=place)
-    assert ended.code == 0, ended.out + ended.err
+    lockstep("score", "--data", samples, *options, "--out", out, cwd=place)
     scored = [row["reward"] for row in read_lines(out)]
     assert [row["rewards"]["model#1"] for row in rows] == pytest.approx(scored, abs=1e-5)
 
 
 def test_a_killed_run_goes_on_exactly_and_refuses_other_weights(straight, lockstep, place):
     run, other = place / "broken", place / "other"
-    kill = {
-        "target": "lockstep.rollout.reward_models:RewardModels.score",
-        "send": "SIGKILL",
-        "step": 1,
-        "call": 1,
-    }
+    orders = [kill("lockstep.rollout.reward_models:RewardModels.score", step=1)]
     flags = ("--reward-model.others", other)
-    ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=place, signals=[kill])
-    assert ended.code == -9, ended.out + ended.err
+    lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=place, signals=orders, code=-9)
 
     file = other / "model.safetensors"
     before = file.read_bytes()
     weights = {name: tensor * 2 for name, tensor in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
-    ended = lockstep("train", "--resume", run, cwd=place)
-    assert ended.code != 0 and "has other weights than when" in ended.err
+    ended = lockstep("train", "--resume", run, cwd=place, code=1)
+    assert "has other weights than when" in ended.err
     file.write_bytes(before)
 
-    ended = lockstep("train", "--resume", run, cwd=place)
-    assert ended.code == 0, ended.out + ended.err
+    lockstep("train", "--resume", run, cwd=place)
     assert everything(run) == everything(straight)
     found = check_ledger(run)
     assert (found.steps, found.trained, found.problems) == (3, 24, ())
@@ -241,8 +231,7 @@ def test_two_ranks_score_a_share_each_as_one_process_does(straight, lockstep, pl
     run = place / "ranks"
     spread = ("--ranks", "2", "--train.backend", "fsdp2", "--steps", "1")
     flags = ("--reward-model.others", place / "other", *spread)
-    ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=place)
-    assert ended.code == 0, ended.out + ended.err
+    lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=place)
     ours, theirs = ([row for row in rollouts(each) if row["step"] == 0] for each in (run, straight))
     assert [row["token_ids"] for row in ours] == [row["token_ids"] for row in theirs]
     for name in ("model", "model#1", "model#2"):
@@ -259,8 +248,7 @@ def test_ppo_and_rewards_normalised_by_themselves_take_its_scores(lockstep, plac
     (tmp_path / "gdpo.toml").write_text(text)
     for name in ("ppo", "gdpo"):
         run = tmp_path / name
-        ended = lockstep("train", f"{name}.toml", "--run-dir", run, "--steps", "1", cwd=tmp_path)
-        assert ended.code == 0, ended.out + ended.err
+        lockstep("train", f"{name}.toml", "--run-dir", run, "--steps", "1", cwd=tmp_path)
         rows = [row for row in rollouts(run) if row["step"] == 0]
         found = [row["rewards"]["model"] for row in rows]
         assert found == pytest.approx(directly(place / "reward", rows), abs=1e-5)
@@ -295,6 +283,6 @@ def test_what_is_no_reward_model_is_refused_before_the_first_step(lockstep, plac
     }
     for number, (flags, message) in enumerate(cases.items()):
         run = tmp_path / f"run-{number}"
-        ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=tmp_path)
-        assert ended.code != 0 and message in ended.err, (flags, ended.out, ended.err)
+        ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=tmp_path, code=2)
+        assert message in ended.err, (flags, ended.out, ended.err)
         assert not (run / "metrics.jsonl").exists() or not metrics_of(run)

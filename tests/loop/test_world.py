@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from loop_runs import TINY, everything
+from starting import succeeds
 from world_kills import kill_at
 
 from lockstep.config.load import build, parse_toml
@@ -392,17 +390,6 @@ def test_the_worlds_of_two_ranks_keep_the_bits(tmp_path):
     for name, placed in (("together", ""), ("apart", '[["policy"], ["value", "ref"]]')):
         cluster = f"[cluster]\ncolocate = {placed}\n" if placed else ""
         (tmp_path / f"{name}.toml").write_text(toml + cluster)
-        ended = subprocess.run(
-            [
-                *(sys.executable, "-m", "lockstep", "train", f"{name}.toml", "--ranks", "2"),
-                *("--run-dir", str(tmp_path / name)),
-            ],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        argv = ("train", f"{name}.toml", "--ranks", "2", "--run-dir", name)
+        succeeds(*argv, cwd=tmp_path)
     assert everything(tmp_path / "apart") == everything(tmp_path / "together")

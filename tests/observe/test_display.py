@@ -7,10 +7,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
+from starting import until
 
 from lockstep.observe import display as module
 from lockstep.observe.display import Display, Status, clock
@@ -39,16 +38,9 @@ def test_a_slow_phase_ticks_from_the_thread(monkeypatch: pytest.MonkeyPatch) -> 
     with Display("demo", total_steps=4, mode="plain", stream=out) as display:
         display.phase(("generate",))
         display.progress(12, 64)
-        wait_for(lambda: "generate" in out.getvalue())
+        until(lambda: "generate" in out.getvalue())
     assert re.match(r"step 1/4  generate \d s, 12/64 completions \.\.\.\n", out.getvalue())
     assert not [t for t in threading.enumerate() if t.name == "display"]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_save_after_the_last_step_is_no_further_step() -> None:

@@ -5,15 +5,12 @@ make-up) = a forward over all samples in packs = the forward that is trained on,
 the weights, compiled by inductor on both sides.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from lockstep_runs import build, config, train
 from raising import raises
+from starting import succeeds
 
 from lockstep.attention import cpu_reference, cpu_tiles
 from lockstep.errors import TrainError
@@ -129,17 +126,8 @@ def test_two_ranks_without_a_gap(model, dtype, execution, flags, tmp_path):
     """Each rank samples with an engine of its own; gap and gradients are of all ranks. Twenty steps are
     those of one process, above."""
     (tmp_path / "run.toml").write_text(config(model, dtype, execution, minibatches=1))
-    command = [sys.executable, "-m", "lockstep", "train", "run.toml", "--run-dir", "run", "--ranks", "2"]
-    ended = subprocess.run(
-        [*command, *flags, "--train.deterministic", "--steps", "8"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    argv = ("train", "run.toml", "--run-dir", "run", "--ranks", "2", *flags)
+    succeeds(*argv, "--train.deterministic", "--steps", "8", cwd=tmp_path, seconds=400)
     rows = read_lines(tmp_path / "run/metrics.jsonl")
     assert len(rows) == len({row["weights_hash"] for row in rows}) == 8
     for row in rows:

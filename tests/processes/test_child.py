@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from starting import alive, until
 
 from lockstep.processes import child as module
 from lockstep.processes.child import Child, describe_status, end
@@ -23,20 +24,6 @@ below = [subprocess.Popen(deaf).pid, subprocess.Popen(deaf, start_new_session=Tr
 Path({pids!r}).write_text(json.dumps([os.getpid(), os.getppid(), *below]))
 {then}
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture

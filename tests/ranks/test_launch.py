@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from raising import raises
-from starting import wait_for
+from starting import alive, wait_for
 
 import lockstep.ranks.launch
 from lockstep.errors import ConfigError
@@ -40,15 +40,6 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def launch(mode: str, out: Path, *, timeout: float = 300) -> int:
     return launch_command([sys.executable, str(WORKER), mode], ranks=2, timeout=timeout, log_dir=out / "logs")
-
-
-def alive(pid: int) -> bool:
-    """Zombies do not count: they are somebody else's to reap."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def test_rank_0_is_shown_and_every_rank_has_a_log(out, capfd):

@@ -1,11 +1,11 @@
 import dataclasses
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sampled
 from raising import raises
+from starting import until
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
@@ -242,9 +242,7 @@ def test_an_engine_that_fails_leaves_no_thread():
 
     with raises(EngineError, "wrong-state"):
         sample(Broken())
-    deadline = time.monotonic() + 30
-    while [thread for thread in threading.enumerate() if thread.name == "rewards"]:
-        assert time.monotonic() < deadline
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "rewards"])
 
 
 def test_an_aborted_generation_is_not_scored():

@@ -1,6 +1,7 @@
 """SGLangServer against a FAKE SGLang server in a process of its own: no model, no SGLang."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from raising import raises
@@ -10,22 +11,7 @@ from lockstep.engine.streaming import turn_seed
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
-from .fakes import EOS, LENGTH, asked, engine_in, request, spec_in
-
-
-@pytest.fixture
-def engines(tmp_path):
-    """engines(plan of each start, ..., spec={...}, config=...): closed after the test."""
-    made = []
-
-    def make(*starts, **settings):
-        made.append(engine_in(tmp_path, *starts, **settings))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-
+from .fakes import EOS, LENGTH, asked, request, spec_in
 
 # samples
 
@@ -170,18 +156,6 @@ def test_a_server_that_dies_in_mid_batch_is_started_again_and_no_sample_is_lost(
     assert [len(body["rid"]) for _, body in asked(tmp_path, "/generate")] == [2, 1]
 
 
-def test_a_server_that_keeps_dying_is_an_error(engines):
-    engine = engines({"die_at_token": 2}, max_restarts=1)
-    with raises(EngineError, "process-died", restarts=1):
-        engine.generate([request(10, max_tokens=50)])
-
-
-def test_a_server_that_hangs_is_an_error_within_its_deadline(engines):
-    engine = engines({"hang_at_token": 2}, request_seconds=2.0)
-    with raises(EngineError, "deadline: engine.request_seconds"):
-        engine.generate([request(10, max_tokens=50)])
-
-
 def test_broken_connections_are_made_again(engines):
     engine = engines({"break_streams": 2})
     (row,) = engine.generate([request(10, max_tokens=20)])
@@ -189,24 +163,21 @@ def test_broken_connections_are_made_again(engines):
     assert engine.stats().restarts == 0
 
 
-def test_connections_that_always_break_are_an_error(engines):
-    engine = engines({"break_streams": 99})
-    with raises(EngineError, "unreachable", tries=3):
-        engine.generate([request(10, max_tokens=20)])
-
-
 @pytest.mark.parametrize(
-    ("plan", "match"),
+    ("plan", "settings", "match", "fields"),
     [
-        ({"nan_at_token": 3}, "not-finite: 0, 2"),
-        ({"abort_at_token": 3}, "unrequested-abort"),
-        ({"weight_version": "other"}, "values-differ: default"),
+        ({"die_at_token": 2}, {"max_restarts": 1}, "process-died", {"restarts": 1}),
+        ({"hang_at_token": 2}, {"request_seconds": 2.0}, "deadline: engine.request_seconds", {}),
+        ({"break_streams": 99}, {}, "unreachable", {"tries": 3}),
+        ({"nan_at_token": 3}, {}, "not-finite: 0, 2", {}),
+        ({"abort_at_token": 3}, {}, "unrequested-abort", {}),
+        ({"weight_version": "other"}, {}, "values-differ: default", {}),
     ],
 )
-def test_answers_that_are_not_what_was_asked_for(engines, plan, match):
-    engine = engines(plan)
-    with raises(EngineError, match):
-        engine.generate([request(10, max_tokens=9)])
+def test_a_server_that_never_gives_what_was_asked_for(engines, plan, settings, match, fields):
+    engine = engines(plan, **settings)
+    with raises(EngineError, match, **fields):
+        engine.generate([request(10, max_tokens=50)])
 
 
 @pytest.mark.parametrize(
@@ -228,9 +199,7 @@ def test_fields_that_sglang_cannot_honour_are_refused_before_anything_runs(
 
 def test_a_prompt_that_is_too_long_or_empty_is_refused(engines):
     engine = engines()
-    long = request(5).__class__(
-        prompt_token_ids=(1,) * (LENGTH - 8), sampling=SamplingParams(max_tokens=1), seeds=(0,)
-    )
+    long = replace(request(5, max_tokens=1), prompt_token_ids=(1,) * (LENGTH - 8))
     with raises(EngineError, "too-long", request=0, limit=592):
         engine.generate([long])
 
@@ -304,24 +273,22 @@ def test_a_server_that_is_not_the_right_one(engines, plan, match):
         engines(plan)
 
 
-def test_an_environment_without_sglang(engines):
-    with raises(ConfigError, "missing-package: engine.python"):
-        engines(env={})
-
-
-def test_logprobs_before_the_temperature_are_refused(engines, tmp_path):
-    with raises(ConfigError, "wrong-environment: SGLANG_RETURN_ORIGINAL_LOGPROB"):
-        engines(env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"})
-
-
-def test_a_url_where_nothing_listens(tmp_path, engines):
-    with raises(EngineError, "unreachable: engine.url"):
-        engines(url="http://127.0.0.1:9", python=None, env={})
-
-
-def test_an_option_that_this_version_does_not_know(engines):
-    with raises(ConfigError, "unknown-setting: engine.options"):
-        engines(options={"no_such_thing": 1})
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"env": {}}, ConfigError, "missing-package: engine.python"),
+        # logprobs before the temperature
+        (
+            {"env": {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}},
+            *(ConfigError, "wrong-environment: SGLANG_RETURN_ORIGINAL_LOGPROB"),
+        ),
+        ({"url": "http://127.0.0.1:9", "python": None, "env": {}}, EngineError, "unreachable: engine.url"),
+        ({"options": {"no_such_thing": 1}}, ConfigError, "unknown-setting: engine.options"),
+    ],
+)
+def test_settings_with_which_no_server_can_be_had(engines, settings, error, match):
+    with raises(error, match):
+        engines(**settings)
 
 
 def test_close_leaves_no_process_and_says_so(engines):

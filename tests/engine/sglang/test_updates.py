@@ -22,7 +22,6 @@ from lockstep.wire.groups import Rendezvous, announce, connect_group, host_store
 
 from .fakes import (
     asked,
-    engine_in,
     file_bucket,
     layout_of,
     model_folder,
@@ -41,19 +40,6 @@ UPDATES = (
 )
 NAMES = ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight"]
 PUSHED = {"weights": "pushed"}
-
-
-@pytest.fixture
-def engines(tmp_path):
-    made = []
-
-    def make(*starts, **settings):
-        made.append(engine_in(tmp_path, *starts, **settings))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def paths(folder):
@@ -77,27 +63,21 @@ def test_an_update_is_one_session_and_flushes_and_names_its_version(engines, tmp
     assert paths(tmp_path).count("/begin_weight_update") == (2 if sessions else 1)
 
 
-def test_what_was_sent_can_be_read_back(engines, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_sent_can_be_read_back_to_the_bit(engines, tmp_path, dtype):
     engine = engines(spec=PUSHED)
-    push(engine, tmp_path)
-    sent, found = weights(), engine.read_back(NAMES)
+    sent = {name: value.to(dtype) for name, value in weights().items()}
+    push(engine, tmp_path, tensors=sent)
+    found = engine.read_back(NAMES)
     assert list(found) == NAMES
     for name in NAMES:
-        assert torch.equal(found[name], sent[name].flatten()[:64])
+        assert torch.equal(found[name], sent[name].float().flatten()[:64])
 
 
 def test_a_model_that_cannot_be_read_says_so_instead_of_failing(engines, tmp_path):
     engine = engines({"reads": False}, spec=PUSHED)
     push(engine, tmp_path)
     assert engine.read_back(NAMES) is None
-
-
-def test_bfloat16_comes_back_to_the_bit(engines, tmp_path):
-    engine = engines(spec=PUSHED)
-    tensors = {name: value.bfloat16() for name, value in weights().items()}
-    push(engine, tmp_path, tensors=tensors)
-    (name,) = NAMES[:1]
-    assert torch.equal(engine.read_back([name])[name], tensors[name].float()[:64])
 
 
 @pytest.mark.parametrize(
