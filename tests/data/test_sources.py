@@ -47,9 +47,23 @@ def test_columns_are_renamed_and_the_answer_is_found(jsonl: Path) -> None:
     assert row == {"question": "q0", "answer": "q0"}
 
 
-def test_a_missing_column_names_the_nearest(jsonl: Path) -> None:
-    with raises(DataError, "missing-column: data.columns.prompt, qestion"):
-        load_rows(DataConfig(source=str(jsonl), columns={"prompt": "qestion"}))
+@pytest.mark.parametrize(
+    ("settings", "error", "what"),
+    [
+        ({"columns": {"prompt": "qestion"}}, DataError, "missing-column: data.columns.prompt, qestion"),
+        ({"source": "trian.jsonl"}, DataError, "no-such-file: data.source"),
+        ({"source": "splits", "split": "test"}, DataError, "unknown-name: data.split"),
+        ({"source": "."}, DataError, "wrong-kind-of-file: data.source"),
+        ({"source": "x.parquet"}, DataError, "cannot-read"),
+        ({"source": "gym:sums"}, ConfigError, "unknown-name: data.source"),
+    ],
+)
+def test_what_is_no_source_is_refused(jsonl, tmp_path, monkeypatch, settings, error, what):
+    monkeypatch.chdir(tmp_path)
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk("splits")
+    Path("x.parquet").write_bytes(b"PAR1 nonsense")
+    with raises(error, what):
+        load_rows(DataConfig(**{"source": "./train.jsonl"} | settings))
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
@@ -64,30 +78,6 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         path.write_bytes(b'{"prompt": "a"}\n' + bad)
         with raises(DataError, "not-json: line 2"):
             load_rows(DataConfig(source=str(path)))
-
-
-def test_a_missing_file_names_its_neighbour(jsonl: Path) -> None:
-    with raises(DataError, "no-such-file: data.source"):
-        load_rows(DataConfig(source=str(jsonl.with_name("trian.jsonl"))))
-
-
-def test_a_missing_split_and_a_foreign_folder(tmp_path: Path) -> None:
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
-    with raises(DataError, "unknown-name: data.split"):
-        load_rows(DataConfig(source=str(tmp_path / "splits"), split="test"))
-    with raises(DataError, "wrong-kind-of-file: data.source"):
-        load_rows(DataConfig(source=str(tmp_path)))
-
-
-def test_an_unknown_kind_of_source() -> None:
-    with raises(ConfigError, "unknown-name: data.source"):
-        load_rows(DataConfig(source="gym:sums"))
-
-
-def test_a_damaged_parquet_file(tmp_path: Path) -> None:
-    (tmp_path / "x.parquet").write_bytes(b"PAR1 nonsense")
-    with raises(DataError, "cannot-read"):
-        load_rows(DataConfig(source=str(tmp_path / "x.parquet")))
 
 
 def test_the_hub_offline_says_why_and_what_to_do(tmp_path: Path) -> None:
