@@ -103,8 +103,13 @@ REFUSED = {
         ["data.size = 2 is below batch_size"],
     ),
     "a run directory that is a file": ((*GRPO, *IDS, "--run-dir", "row.jsonl"), ["'row.jsonl' is a file"]),
-    "a run directory that is taken": ((*GRPO, *IDS, "--run-dir", "taken"), ["'taken' already holds a run"]),
+    "a run directory that is taken": (
+        (*GRPO, *IDS, "--run-dir", "taken"),
+        ["'taken' already holds a run", "lockstep train --resume taken"],
+    ),
     "resume without a run": (("train", "--resume", "empty"), ["holds no config.toml"]),
+    "resume of a folder that is not there": (("train", "--resume", "absent"), ["holds no config.toml"]),
+    "resume of a file": (("train", "--resume", "row.jsonl"), ["holds no config.toml"]),
     "nowhere to put the JSON": ((*GRPO, *IDS, "--json", "no/x.json"), ["no such folder"]),
 }
 

@@ -201,7 +201,7 @@ def _entry(**fields: Any) -> Callable[[Any, Any], None]:
         (_entry(others=["../../x"]), "field others"),
         (_entry(outputs={"loss": "many", "grad_norm": None, "fingerprints": {}}), "outputs.loss"),
         (lambda head, inputs: inputs.clear(), "at least one input"),
-        (lambda head, inputs: inputs.append(inputs[0]), "is inputs[0] already"),
+        (_meta(micro_batch=0, update=0), "is inputs[0] already"),
         (lambda head, inputs: inputs.pop(), "differ in"),
         (lambda head, inputs: head["token_ids"].update(dtype="I16"), "token_ids"),
         (lambda head, inputs: head["loss_mask"].update(dtype="BOOL"), "loss_mask"),
@@ -687,11 +687,6 @@ def test_a_header_that_asks_for_much_is_refused(replayable, header_change):
 
 
 # --- keys ---------------------------------------------------------------------------------------------------
-
-
-def test_equal_keys_in_one_shard_are_an_error(valid):
-    edit_shard(valid, lambda head, inputs: inputs[1]["meta"].update(micro_batch=0, update=0))
-    refused(valid, "shard-000000", "is inputs[0] already")
 
 
 HOSTILE = st.sampled_from(

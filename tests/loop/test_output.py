@@ -54,26 +54,6 @@ def test_a_failed_run_says_why_last(lockstep: Commands, tiny_toml: Path, tmp_pat
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "last"),
-    [
-        (("support",), 0, ""),
-        (("plan", "grpo", "--model.name", "shape:tiny-llama", "--memory-gib", "4"), 0, "plan: fits, "),
-        (
-            ("plan", "grpo", "--model.name", "shape:llama-3.1-8b", "--memory-gib", "4"),
-            1,
-            "plan: does not fit",
-        ),
-        (("doctor",), 0, "doctor: "),
-    ],
-)
-def test_every_command_ends_with_its_verdict(
-    argv: tuple[str, ...], code: int, last: str, lockstep: Commands, tmp_path: Path
-) -> None:
-    ended = lockstep(*argv, cwd=tmp_path, code=code)
-    assert ended.verdict.startswith(last), ended.verdict
-
-
 def test_sample_ends_with_what_it_did_and_chat_is_refused_without_a_tokenizer(
     plain: tuple[Ended, Path], lockstep: Commands
 ) -> None:
