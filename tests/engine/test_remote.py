@@ -19,8 +19,6 @@ from lockstep.schema.weights import UpdateSession, WeightBucket
 
 from .servers import asked, engine_in, pids, requests_of, write_plan
 
-HUNDRED = tuple(range(100))
-
 
 @pytest.fixture
 def engines(tmp_path):

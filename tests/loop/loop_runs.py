@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lockstep.observe.run_history import read_lines
 
 TINY = """
@@ -173,6 +175,21 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
         {name: value for name, value in row.items() if not name.startswith(VOLATILE)}
         for row in read_lines(run_dir / "metrics.jsonl")
     ]
+
+
+def assert_ranks_train_as_one(
+    lockstep: Commands, toml: Path, folder: Path, *flags: str, keys: Sequence[str]
+) -> None:
+    """Two ranks of fsdp2 against one process: metrics of these names, of which there are some. The runs are
+    left in `folder`: one, two."""
+    flags = (*flags, "--steps", "3", "--train.static-capacity", "false")
+    for name, spread in {"one": (), "two": ("--ranks", "2", "--train.backend", "fsdp2")}.items():
+        lockstep("train", toml, *flags, *spread, "--run-dir", folder / name, cwd=folder)
+    one, two = metrics_of(folder / "one"), metrics_of(folder / "two")
+    assert len(one) == len(two)
+    for key in keys:
+        ours, theirs = ([row[key] for row in rows if key in row] for rows in (one, two))
+        assert ours and theirs == pytest.approx(ours, rel=3e-6, abs=3e-6), key
 
 
 def everything(run_dir: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from loop_runs import Commands, metrics_of
+from loop_runs import Commands, assert_ranks_train_as_one, metrics_of
 
 SUMS = [(a, b) for a in range(10) for b in range(6)]
 
@@ -62,11 +62,5 @@ def test_a_batch_of_one_answer_has_no_baseline(lockstep: Commands, kto_toml: Pat
 
 def test_two_ranks_of_fsdp2_train_as_one_process(lockstep: Commands, kto_toml: Path, tmp_path: Path) -> None:
     """The baseline is of the answers of all ranks."""
-    more = ["--steps", "3", "--train.static-capacity", "false"]
-    for name, flags in {"one": [], "two": ["--ranks", "2", "--train.backend", "fsdp2"]}.items():
-        lockstep("train", kto_toml, *more, *flags, "--run-dir", tmp_path / name, cwd=tmp_path)
-    one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
-    assert len(one) == len(two)
-    for key in ("loss", "grad_norm", "kl", "reward_margin", "eval/loss", "eval/kl"):
-        ours, theirs = ([row[key] for row in rows if key in row] for rows in (one, two))
-        assert ours and theirs == pytest.approx(ours, rel=3e-6, abs=3e-6), key
+    keys = ("loss", "grad_norm", "kl", "reward_margin", "eval/loss", "eval/kl")
+    assert_ranks_train_as_one(lockstep, kto_toml, tmp_path, keys=keys)

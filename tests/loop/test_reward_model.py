@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_runs import FORWARD, Commands, everything, kill, metrics_of, on_pairs
+from loop_runs import FORWARD, Commands, assert_ranks_train_as_one, everything, kill, metrics_of, on_pairs
 from transformers import AutoModelForSequenceClassification
 
 from lockstep.config.batch import RewardModelConfig
@@ -85,14 +85,8 @@ def test_what_it_cannot_do_is_refused_before_anything_is_loaded(
 
 
 def test_two_ranks_of_fsdp2_train_as_one_process(lockstep: Commands, rm_toml: Path, tmp_path: Path) -> None:
-    more = ["--steps", "3", "--eval-every", "0", "--train.static-capacity", "false"]
-    for name, flags in {"one": [], "two": ["--ranks", "2", "--train.backend", "fsdp2"]}.items():
-        lockstep("train", rm_toml, *more, *flags, "--run-dir", tmp_path / name, cwd=tmp_path)
-    one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
-    assert len(one) == len(two) and any("grad_norm" in row for row in one)
-    for key in ("loss", "grad_norm", "reward_margin", "accuracy", "eval/loss", "eval/reward_margin"):
-        ours, theirs = ([row[key] for row in rows if key in row] for rows in (one, two))
-        assert theirs == pytest.approx(ours, rel=3e-6, abs=3e-6), key
+    keys = ("loss", "grad_norm", "reward_margin", "accuracy", "eval/loss", "eval/reward_margin")
+    assert_ranks_train_as_one(lockstep, rm_toml, tmp_path, "--eval-every", "0", keys=keys)
     model = {
         name: AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "export").score.weight
         for name in ("one", "two")
