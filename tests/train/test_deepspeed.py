@@ -136,16 +136,8 @@ def test_checkpoints_go_from_backend_to_backend_and_errors_to_every_rank(tmp_pat
         {
             "folder": "fp32",
             "chain": [
-                "zero2",
-                "zero2",
-                "local",
-                "zero3",
-                "zero3",
-                "zero0",
-                "zero0",
-                "fsdp2",
-                "zero1",
-                "zero1",
+                *("zero2", "zero2", "local", "zero3", "zero3"),
+                *("zero0", "zero0", "fsdp2", "zero1", "zero1"),
             ],
         },
         {"folder": "bf16", "chain": ["zero3", "local", "zero0", "zero0", "zero2"], "dtype": "bfloat16"},
