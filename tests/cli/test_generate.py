@@ -1,19 +1,12 @@
-import contextlib
 import json
-import os
 import random
 import signal
+import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from raising import raises
-from starting import alive
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))  # for loop_runs
-
-from loop_runs import Commands
 
 from lockstep.cli import generate, score, select
 from lockstep.errors import ConfigError, DataError
@@ -110,37 +103,34 @@ def test_parquet_out_has_the_same_rows(place, tiny_folder):
     assert list(read_rows(place / "s.parquet")) == lines
 
 
-@pytest.fixture(scope="module")
-def lockstep():
-    commands = Commands()
-    yield commands
-    commands.close()
+def start(tiny_folder, *more, out="s.jsonl"):
+    words = [sys.executable, "-m", "lockstep", "generate", *command(tiny_folder, *more, out=out)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def stopped(lockstep, words, path, size, number):
-    """Send `lockstep generate` the signal once the file has so many bytes; the exit status."""
-
-    def stop(pid):
-        while alive(pid):
-            if path.exists() and path.stat().st_size >= size:
-                with contextlib.suppress(ProcessLookupError):  # it was quicker
-                    os.kill(pid, number)
-                return
-            time.sleep(0.001)
-
-    return lockstep("generate", *words, cwd=path.parent, meanwhile=stop, code=None).code
+def stop_at(process, path, size, number):
+    """Send the signal once the file has so many bytes; the exit status."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if path.exists() and path.stat().st_size >= size:
+            process.send_signal(number)
+            break
+        time.sleep(0.001)
+    process.communicate(timeout=60)
+    return process.returncode
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_places_changes_nothing(place, tiny_folder, lockstep):
+def test_sigkill_at_random_places_changes_nothing(place, tiny_folder):
     columns = ["--columns", "token_ids", "logprobs"]
     assert generate.main(command(tiny_folder, *columns, out="whole.jsonl")) == 0
     whole = (place / "whole.jsonl").read_bytes()
     generator = random.Random(1)
     killed = 0
     for share in sorted(generator.random() * 0.8 for _ in range(3)):
-        size, words = share * len(whole) + 1, command(tiny_folder, *columns)
-        code = stopped(lockstep, words, place / "s.jsonl", size, signal.SIGKILL)
+        code = stop_at(
+            start(tiny_folder, *columns), place / "s.jsonl", share * len(whole) + 1, signal.SIGKILL
+        )
         killed += code == -signal.SIGKILL
     assert killed > 0
     assert generate.main(command(tiny_folder, *columns)) == 0
@@ -148,8 +138,8 @@ def test_sigkill_at_random_places_changes_nothing(place, tiny_folder, lockstep):
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_file_that_a_later_command_completes(place, tiny_folder, lockstep):
-    code = stopped(lockstep, command(tiny_folder), place / "s.jsonl", 2000, signal.SIGINT)
+def test_ctrl_c_leaves_a_file_that_a_later_command_completes(place, tiny_folder):
+    code = stop_at(start(tiny_folder), place / "s.jsonl", 2000, signal.SIGINT)
     assert code == 130
     kept = (place / "s.jsonl").read_bytes()
     assert kept.endswith(b"\n") and 0 < kept.count(b"\n") < 2 * N
