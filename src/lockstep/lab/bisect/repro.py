@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,19 @@ class _Plan:
 class _Saved:
     """What one arm contributes to the script."""
 
-    tensors: dict[str, Tensor]
-    facts: dict[str, Any]
+    tensors: Mapping[str, Tensor | None]
+    """By name; None: the call has none, and the script does without it."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts of this arm."""
-    shared: dict[str, Any]
+    shared: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the module, the same in both arms."""
+
+    def __or__(self, other: _Saved) -> _Saved:
+        return _Saved(
+            tensors={**self.tensors, **other.tensors},
+            facts={**self.facts, **other.facts},
+            shared={**self.shared, **other.shared},
+        )
 
 
 def write_repro(finding: Finding, batch: PackedBatch, directory: Path) -> Path:
@@ -219,23 +227,21 @@ def _save(arm: Arm, finding: Finding, batch: PackedBatch, plan: _Plan) -> _Saved
     config = arm.backend.config
     fitted = arm.fit(batch)
     rows, _ = token_rows(fitted, layout=config.layout, padding_side=config.padding_side)
-    base = _Saved(
-        tensors={"recorded": recorded, "rows": rows},
-        facts={"compiled": is_compiled(arm.module)},
-        shared={},
-    )
+    base = _Saved(tensors={"recorded": recorded, "rows": rows}, facts={"compiled": is_compiled(arm.module)})
     if plan.kind == "recorded":
         return base
     if plan.kind == "head":
-        return _save_head(arm, fitted, outcome, last_norm, base)
-    call = capture.calls.get(plan.path)
-    if call is None or (plan.wrt is not None and call.grad_output is None):
-        return None
-    if plan.wrt is not None and call.grad_output is not None:
-        base.tensors["grad_out"] = call.grad_output
-    if plan.wrt is not None and key.tensor.startswith("parameter "):
-        del base.tensors["rows"]
-    return _SAVERS[plan.kind](_Context(arm=arm, call=call, capture=capture, plan=plan, key=key), base)
+        own = _save_head(arm, fitted, outcome, last_norm)
+    else:
+        call = capture.calls.get(plan.path)
+        if call is None or (plan.wrt is not None and call.grad_output is None):
+            return None
+        if plan.wrt is not None:
+            base |= _Saved(tensors={"grad_out": call.grad_output})
+        if plan.wrt is not None and key.tensor.startswith("parameter "):
+            base |= _Saved(tensors={"rows": None})
+        own = _SAVERS[plan.kind](_Context(arm=arm, call=call, capture=capture, plan=plan, key=key))
+    return None if own is None else base | own
 
 
 def _recorded(key: Key, outcome: Outcome) -> Tensor:
@@ -269,12 +275,7 @@ class _Context:
         return next((value for value in candidates if isinstance(value, Tensor)), None)
 
 
-def _with(base: _Saved, tensors: Mapping[str, Tensor | None], **shared: Any) -> _Saved:
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return _Saved(tensors=base.tensors | present, facts=base.facts, shared=base.shared | shared)
-
-
-def _save_module(context: _Context, base: _Saved) -> _Saved | None:
+def _save_module(context: _Context) -> _Saved | None:
     """Save x, weight and bias of a linear layer, RMSNorm or activation."""
     module, x = context.module, context.x
     if x is None:
@@ -285,7 +286,7 @@ def _save_module(context: _Context, base: _Saved) -> _Saved | None:
         shared = _norm_facts(module)
     if context.plan.kind == "activation":
         shared = {"activation": _ACTIVATIONS[type(module).__name__]}
-    return _with(base, {"x": x, "weight": own.get("weight"), "bias": own.get("bias")}, **shared)
+    return _Saved(tensors={"x": x, "weight": own.get("weight"), "bias": own.get("bias")}, shared=shared)
 
 
 def _norm_facts(module: nn.Module) -> dict[str, Any]:
@@ -294,7 +295,7 @@ def _norm_facts(module: nn.Module) -> dict[str, Any]:
     return {"norm": "gemma" if gemma else "llama", "eps": float(eps) if eps is not None else 1e-6}
 
 
-def _save_embedding(context: _Context, base: _Saved) -> _Saved | None:
+def _save_embedding(context: _Context) -> _Saved | None:
     """Save only the rows of ids that occur, unless the weight's own gradient is the finding."""
     module, x = context.module, context.x
     if x is None or not isinstance(module, nn.Embedding):
@@ -304,21 +305,22 @@ def _save_embedding(context: _Context, base: _Saved) -> _Saved | None:
     if context.plan.wrt is None:
         used, x = x.unique(return_inverse=True)
         weight = weight.index_select(0, used)
-    return _with(base, {"x": x, "weight": weight}, scale=None if scale is None else float(scale))
+    shared = {"scale": None if scale is None else float(scale)}
+    return _Saved(tensors={"x": x, "weight": weight}, shared=shared)
 
 
-def _save_mlp(context: _Context, base: _Saved) -> _Saved | None:
+def _save_mlp(context: _Context) -> _Saved | None:
     if context.x is None:
         return None
     facts = {"activation": _ACTIVATIONS[type(context.module.act_fn).__name__]}
-    return _with(base, {"x": context.x} | _parameters(context.module), **facts)
+    return _Saved(tensors={"x": context.x} | _parameters(context.module), shared=facts)
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor | None]:
     return {f"p/{name}": parameter for name, parameter in module.named_parameters()}
 
 
-def _save_rope(context: _Context, base: _Saved) -> _Saved | None:
+def _save_rope(context: _Context) -> _Saved | None:
     attention = context.capture.calls.get(context.plan.needs[0])
     if attention is None:
         return None
@@ -326,10 +328,10 @@ def _save_rope(context: _Context, base: _Saved) -> _Saved | None:
     if cos is None or sin is None:
         return None
     x = context.call.output.flatten(2)
-    return _with(base, {"x": x, "cos": cos, "sin": sin}, head_dim=cos.shape[-1])
+    return _Saved(tensors={"x": x, "cos": cos, "sin": sin}, shared={"head_dim": cos.shape[-1]})
 
 
-def _save_rotary(context: _Context, base: _Saved) -> _Saved | None:
+def _save_rotary(context: _Context) -> _Saved | None:
     module, arguments = context.module, context.call.arguments
     positions = arguments.get("position_ids", arguments.get("arg1"))
     if not isinstance(positions, Tensor):
@@ -339,23 +341,17 @@ def _save_rotary(context: _Context, base: _Saved) -> _Saved | None:
         "scaling": float(getattr(module, "attention_scaling", 1.0)),
         "dtype": str(context.call.output.dtype).removeprefix("torch."),
     }
-    return _with(base, {"x": positions, "inv_freq": module.get_buffer("inv_freq")}, **facts)
+    return _Saved(tensors={"x": positions, "inv_freq": module.get_buffer("inv_freq")}, shared=facts)
 
 
-def _save_kernel(context: _Context, base: _Saved) -> _Saved | None:
+def _save_kernel(context: _Context) -> _Saved | None:
     arguments = context.call.arguments
     tensors = {name: arguments.get(name) for name in "qkv"}
-    kernel = _kernel_facts(context.call.kind.removeprefix("attention kernel "), arguments, compiled=False)
-    if kernel is None:
-        return None
-    facts, masks = kernel
-    arm = _Saved(tensors=base.tensors, facts=base.facts | facts, shared=base.shared)
-    return _with(arm, tensors | masks)
+    kernel = _save_call(context.call.kind.removeprefix("attention kernel "), arguments, compiled=False)
+    return None if kernel is None else _Saved(tensors=tensors) | kernel
 
 
-def _kernel_facts(
-    kernel: str, arguments: Mapping[str, Any], *, compiled: bool
-) -> tuple[dict[str, Any], dict[str, Tensor | None]] | None:
+def _save_call(kernel: str, arguments: Mapping[str, Any], *, compiled: bool) -> _Saved | None:
     """Describe the kernel's call, and the tensors that say which token attends to which."""
     window = arguments.get("sliding_window")
     masks = arguments.get("masks") or {}
@@ -379,10 +375,10 @@ def _kernel_facts(
         "compiled": compiled,
     }
     mask = mask if isinstance(mask, Tensor) else None
-    return facts, {"cu_seqlens": arguments.get("cu_seqlens"), "mask": mask}
+    return _Saved(tensors={"cu_seqlens": arguments.get("cu_seqlens"), "mask": mask}, facts=facts)
 
 
-def _save_block(context: _Context, base: _Saved) -> _Saved | None:
+def _save_block(context: _Context) -> _Saved | None:
     layer, arguments = context.module, context.call.arguments
     cos, sin = (arguments.get(f"position_embeddings.{i}") for i in range(2))
     attention = getattr(layer, "self_attn", None)
@@ -395,15 +391,14 @@ def _save_block(context: _Context, base: _Saved) -> _Saved | None:
         window = getattr(config, "sliding_window", None)
     name = (config._attn_implementation or "eager").removeprefix("lockstep_")
     called = {**arguments, "sliding_window": window, "scaling": attention.scaling}
-    kernel = _kernel_facts(name, called, compiled=is_compiled(context.arm.module))
+    kernel = _save_call(name, called, compiled=is_compiled(context.arm.module))
     activation = _ACTIVATIONS.get(type(getattr(layer.mlp, "act_fn", None)).__name__)
     if kernel is None or activation is None:
         return None
-    facts, masks = kernel
-    arm = _Saved(tensors=base.tensors, facts=base.facts | facts, shared=base.shared)
-    tensors = {"x": context.x, "cos": cos, "sin": sin} | masks | _parameters(layer)
-    norms = _norm_facts(layer.get_submodule("input_layernorm"))
-    return _with(arm, tensors, activation=activation, head_dim=attention.head_dim, **norms)
+    tensors = {"x": context.x, "cos": cos, "sin": sin} | _parameters(layer)
+    shared = _norm_facts(layer.get_submodule("input_layernorm"))
+    shared |= {"activation": activation, "head_dim": attention.head_dim}
+    return kernel | _Saved(tensors=tensors, shared=shared)
 
 
 def _last_norm(module: nn.Module) -> str:
@@ -411,26 +406,25 @@ def _last_norm(module: nn.Module) -> str:
     return f"{prefix}.norm"
 
 
-def _save_head(
-    arm: Arm, fitted: PackedBatch, outcome: Outcome, last_norm: str, base: _Saved
-) -> _Saved | None:
+def _save_head(arm: Arm, fitted: PackedBatch, outcome: Outcome, last_norm: str) -> _Saved | None:
     norm_output = outcome.tensors.get(Key("forward", last_norm, "output"))
     if norm_output is None:
         return None
     mask = fitted.loss_mask[: fitted.num_tokens].to(norm_output.values.device)
     head = head_of(arm.module)
     tensors = {
+        "rows": None,
         "x": norm_output.values[mask],
         "labels": fitted.labels[fitted.loss_mask],
         "weight": head.weight,
         "bias": head.bias,
     }
-    del base.tensors["rows"]
     temperature = arm.backend.temperature or 1.0
-    return _with(base, tensors, softcap=head.softcap, scale=head.logit_scale, temperature=temperature)
+    shared = {"softcap": head.softcap, "scale": head.logit_scale, "temperature": temperature}
+    return _Saved(tensors=tensors, shared=shared)
 
 
-_SAVERS: dict[str, Callable[[_Context, _Saved], _Saved | None]] = {
+_SAVERS: dict[str, Callable[[_Context], _Saved | None]] = {
     "linear": _save_module,
     "rmsnorm": _save_module,
     "activation": _save_module,
@@ -443,10 +437,10 @@ _SAVERS: dict[str, Callable[[_Context, _Saved], _Saved | None]] = {
 }
 
 
-def _merged(arms: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _merged(arms: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
     """Name each tensor by its arm, or once by "both" where the two are equal."""
     merged = {}
-    hosts = [{n: v.detach().to("cpu").contiguous() for n, v in arm.items()} for arm in arms]
+    hosts = [{n: v.detach().to("cpu").contiguous() for n, v in arm.items() if v is not None} for arm in arms]
     for name in dict.fromkeys([*hosts[0], *hosts[1]]):
         x, y = hosts[0].get(name), hosts[1].get(name)
         if name != "recorded" and x is not None and y is not None and _same(x, y):
