@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.config.data import DataConfig
 from lockstep.config.load import check, find, load_run, recipes
@@ -63,11 +63,15 @@ def make_prompts(
         ConfigError: the model has no room for a long prompt and max_tokens.
         DataError, ModelError: the data or the tokenizer cannot be read.
     """
+    import torch
+
     from lockstep.data.prompts import load_prompts
-    from lockstep.models.load import load_tokenizer
+    from lockstep.models.causal_lm import text_config
+    from lockstep.models.load import load_tokenizer, meta_module
 
     tokenizer = load_tokenizer(model)
-    vocab_size, positions = _size(model)
+    text = text_config(meta_module(model, dtype=torch.bfloat16))
+    positions = int(text.max_position_embeddings)
     room = positions - max_tokens
     if room <= CACHE_BLOCK:
         raise ConfigError(
@@ -76,7 +80,7 @@ def make_prompts(
             code="too-long",
             setting="--max-tokens",
         )
-    prompts = load_prompts(data, tokenizer=tokenizer, vocab_size=vocab_size)
+    prompts = load_prompts(data, tokenizer=tokenizer, vocab_size=int(text.vocab_size))
     drawn = _take(prompts, max_prompts, seed=seed)
     short = [ids for ids in drawn if len(ids) <= room]
     if not short:
@@ -128,17 +132,3 @@ def _take(prompts: PromptSet, count: int, *, seed: int) -> list[tuple[int, ...]]
     number = count if size is None else min(count, size)
     rows = [prompt.token_ids for prompt in prompts.batch(0, number, seed)]
     return list(dict.fromkeys(rows))
-
-
-def _size(model: ModelConfig) -> tuple[int, int]:
-    """(vocabulary, positions)."""
-    from lockstep.models import shapes
-    from lockstep.models.load import model_folder, read_config
-
-    config: Any
-    if model.name.startswith(shapes.PREFIX):
-        config = shapes.shape_config(model.name.removeprefix(shapes.PREFIX))
-    else:
-        config = read_config(model_folder(model), model)
-    text = config.get_text_config()
-    return int(text.vocab_size), int(text.max_position_embeddings)

@@ -102,13 +102,10 @@ def diff_matrices(
         grew: factor by which a difference must have grown to be reported.
     """
     first, second = ({_key(cell): cell for cell in result.cells} for result in (a, b))
-    cells = []
-    for key in [*first, *(key for key in second if key not in first)]:
-        one, other = first.get(key), second.get(key)
-        if one is None or other is None:
-            cells.append(_only(one, other))
-        else:
-            cells.append(_pair(one, other, speed_threshold=speed_threshold, grew=grew))
+    cells = [
+        _diff(first.get(key), second.get(key), speed_threshold=speed_threshold, grew=grew)
+        for key in dict.fromkeys((*first, *second))
+    ]
     settings = [_conditions(result) for result in (a, b)]
     names = dict.fromkeys((*settings[0], *settings[1]))
     pairs = {name: (settings[0].get(name, "-"), settings[1].get(name, "-")) for name in names}
@@ -140,49 +137,35 @@ def show_diff(diff: MatrixDiff, console: Console, *, everything: bool = False) -
         print_table(Table(heads=heads, lines=lines, wraps=True), console)
 
 
-def _pair(a: CellResult, b: CellResult, *, speed_threshold: float, grew: float) -> CellDiff:
+def _diff(a: CellResult | None, b: CellResult | None, *, speed_threshold: float, grew: float) -> CellDiff:
+    """Compare a cell in both matrices; None: it is not in that one."""
     speed = None
-    if not (a.timing_note or b.timing_note):
+    if not any(cell is not None and cell.timing_note for cell in (a, b)):
         speed = _ratio(at(a, "measures.tokens_per_second"), at(b, "measures.tokens_per_second"))
-    logprob = (at(a, "comparison.logprob_max"), at(b, "comparison.logprob_max"))
-    gradient = (at(a, "comparison.gradient_relative_error"), at(b, "comparison.gradient_relative_error"))
-    sizes = {"logprob": logprob, "gradient": gradient}
+    distances = {
+        name: (at(a, f"comparison.{path}"), at(b, f"comparison.{path}"))
+        for name, path in (("logprob", "logprob_max"), ("gradient", "gradient_relative_error"))
+    }
     return CellDiff(
-        name=b.name,
+        name=at(b or a, "name"),
         change=_change(a, b),
         before=_state(a),
         after=_state(b),
         speed=speed,
         speed_changed=speed is not None and not 1 - speed_threshold <= speed <= 1 + speed_threshold,
         memory=_ratio(at(a, "measures.peak_memory_bytes"), at(b, "measures.peak_memory_bytes")),
-        logprob=logprob,
-        gradient=gradient,
+        **distances,
         grew=tuple(
             name
-            for name, (old, new) in sizes.items()
+            for name, (old, new) in distances.items()
             if old is not None and new is not None and not new <= max(grew * old, NOISE[name])
         ),
     )
 
 
-def _only(a: CellResult | None, b: CellResult | None) -> CellDiff:
-    cell = a if a is not None else b
-    assert cell is not None
-    return CellDiff(
-        name=cell.name,
-        change="only in A" if b is None else "only in B",
-        before="-" if a is None else _state(a),
-        after="-" if b is None else _state(b),
-        speed=None,
-        speed_changed=False,
-        memory=None,
-        logprob=(None, None) if a is None else (at(a, "comparison.logprob_max"), None),
-        gradient=(None, None),
-        grew=(),
-    )
-
-
-def _change(a: CellResult, b: CellResult) -> Change:
+def _change(a: CellResult | None, b: CellResult | None) -> Change:
+    if a is None or b is None:
+        return "only in A" if b is None else "only in B"
     before, after = _rank(a), _rank(b)
     if before == after:
         return "same" if a.status == b.status else "other"
@@ -198,7 +181,9 @@ def _rank(cell: CellResult) -> int:
     return 1 if cell.status == "refused" else 0
 
 
-def _state(cell: CellResult) -> str:
+def _state(cell: CellResult | None) -> str:
+    if cell is None:
+        return NOTHING
     text = result_text(cell)
     return f"{text}: {cell.reason}" if cell.reason and not cell.works else text
 

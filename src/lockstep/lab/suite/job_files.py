@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -37,12 +37,13 @@ class Options(Record):
 class Job(Record):
     """What a worker is told to do."""
 
+    FILE: ClassVar[str] = "job.json"
     out: Path
     """An existing folder."""
 
     def write(self) -> Path:
-        """Write OUT/job.json."""
-        path = self.out / "job.json"
+        """Write OUT/FILE."""
+        path = self.out / self.FILE
         path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         return path
 

@@ -38,10 +38,11 @@ from lockstep.config.train import TrainConfig
 from lockstep.data.generated import reasoning_gym_dataset
 from lockstep.data.preferences import Pair, PreferenceSet, load_preferences, load_scored_pairs
 from lockstep.data.sft import SFTSet, load_sft
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError
 from lockstep.lab.replay.losses import token_loss
 from lockstep.lab.suite.job_files import read_job_file
 from lockstep.lab.suite.machine import versions
+from lockstep.lab.suite.worker import leave_with
 from lockstep.lab.train_parity.job import INPUTS, REPORT, VALUE_INPUTS, InputsReport, InputsSpec, Role
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
@@ -52,7 +53,6 @@ from lockstep.ops.advantages import batch_mean_std, gae
 from lockstep.ops.losses import loss_weights
 from lockstep.packing import Bucket, PackLimits, plan_micro_batches
 from lockstep.packing.packs import repack
-from lockstep.processes.garbage import search_rarely
 from lockstep.recording import Recording, RecordingWriter
 from lockstep.recording.replayable import VALUE_LOSS
 from lockstep.schema.batch import (
@@ -502,15 +502,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    search_rarely()
-    try:
-        sys.exit(main())
-    except LockstepError as error:
-        echo(f"parity inputs: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 # --- preference pairs -------------------------------------------------------------------------------------
 
 
@@ -651,3 +642,7 @@ def _value_batch(batch: PackedBatch, values: Tensor, advantages: Tensor) -> Valu
     old = torch.where(batch.loss_mask, values, 0.0)
     returns = torch.where(batch.loss_mask, (advantages + old.double()).float(), 0.0)
     return ValueBatch(**shared, returns=returns, old_values=old)
+
+
+if __name__ == "__main__":
+    leave_with(main, "parity inputs")

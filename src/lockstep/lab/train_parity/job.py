@@ -54,14 +54,14 @@ class InputsSettings(Record):
     device: Literal["cpu", "cuda"] = "cpu"
 
 
-class InputsSpec(InputsSettings):
+class InputsSpec(InputsSettings, Job):
     """The inputs to make."""
 
+    FILE = "inputs-spec.json"
     min_packs: PositiveInt = 1
     """Least number of micro-batches a step: one per rank."""
     token_budget: PositiveInt = 4096
     static_capacity: bool = False
-    out: Path
 
 
 class InputsReport(Record):

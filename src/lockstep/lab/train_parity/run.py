@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from lockstep.lab.train_parity.result import ParityResult, StackResult, judge, l
 from lockstep.lab.train_parity.stacks import Stack, skipped
 
 WORKER = ("-m", "lockstep.lab.train_parity.worker")
+INPUTS_WORKER = ("-m", "lockstep.lab.train_parity.inputs")
 """Arguments of the interpreter that run a job file."""
 INPUT_SECONDS = 1800.0
 """Deadline of reading and packing the data."""
@@ -95,14 +95,10 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
             "out": self.out,
         }
         spec = InputsSpec(**same_fields(InputsSpec, options) | own)
-        path = self.out / "inputs-spec.json"
-        path.write_text(spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
         log = self.logs / "inputs.log"
-        log.unlink(missing_ok=True)
-        argv = [sys.executable, "-u", "-m", "lockstep.lab.train_parity.inputs", str(path)]
-        exit_status = self.runner.run(argv, log=log, timeout=INPUT_SECONDS)
+        exit_status = self.work(INPUTS_WORKER, spec, log=log, timeout=INPUT_SECONDS)
         if exit_status.returncode != 0:
-            why = line_that_matters(read_tail(log)).removeprefix("parity inputs: ")
+            why = line_that_matters(read_tail(log)).removeprefix("parity inputs worker: ")
             raise ConfigError(
                 f"the inputs could not be made: {why or exit_status.describe()} (log: {log})",
                 code="process-died",
