@@ -9,13 +9,12 @@ from lockstep.lab.engine_parity.figures import (
     BAR_NAMES,
     EDGES,
     divergence,
+    ends,
     first_difference,
     gap,
-    head,
     matrix,
     seed_match,
     spread,
-    tail,
 )
 from lockstep.lab.engine_parity.job import Row
 
@@ -140,5 +139,5 @@ def test_lengths_and_the_matrix():
 
 
 def test_heads_and_tails():
-    assert head(range(9)) == (0, 1, 2, 3, 4) and tail(range(9)) == (4, 5, 6, 7, 8)
-    assert head([1]) == (1,) == tail([1])
+    assert ends(range(9)) == ((0, 1, 2, 3, 4), (4, 5, 6, 7, 8))
+    assert ends([1]) == ((1,), (1,))

@@ -209,14 +209,9 @@ def matrix(rows: Sequence[Row]) -> Matrix | None:
     return Matrix(samples=len(lengths), longest=max(lengths), tokens=sum(lengths), fill=sum(lengths) / size)
 
 
-def head(ids: Sequence[int]) -> tuple[int, ...]:
-    """The first few ids."""
-    return tuple(ids[:SHOWN])
-
-
-def tail(ids: Sequence[int]) -> tuple[int, ...]:
-    """The last few ids."""
-    return tuple(ids[-SHOWN:])
+def ends(ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first few ids, and the last few."""
+    return tuple(ids[:SHOWN]), tuple(ids[-SHOWN:])
 
 
 # --- a phase ----------------------------------------------------------------------------------------------
@@ -396,9 +391,9 @@ def _speed(timed: Pass | None) -> float | None:
 def _example(row: Row, requested: Sequence[int]) -> Example:
     return Example(
         prompt=row.prompt,
-        asked=(head(requested), tail(requested)),
-        read=(head(row.prompt_ids), tail(row.prompt_ids)),
-        answered=(head(row.token_ids), tail(row.token_ids)),
+        asked=ends(requested),
+        read=ends(row.prompt_ids),
+        answered=ends(row.token_ids),
         prompt_tokens=len(row.prompt_ids),
         tokens=len(row.token_ids),
         finish_reason=row.finish_reason,

@@ -13,11 +13,9 @@ from lockstep.config.train import TrainConfig
 from lockstep.engine.spec import EngineSpec
 from lockstep.lab.engine_parity.job import EnginesJob
 from lockstep.lab.engine_parity.requests import PromptRequest
-from lockstep.loop.axes import resolve_attention
+from lockstep.lab.suite.model import load_policy
 from lockstep.models.causal_lm import text_config
-from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.quiet import quiet_transformers
+from lockstep.models.load import LoadedModel
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.batch import rollout_samples
 from lockstep.schema.rollout import Completion, Trajectory
@@ -32,12 +30,7 @@ class Trainer:
             torch.set_num_threads(job.threads)
         torch.manual_seed(job.model.seed)
         self.job, self.device = job, torch.device(job.device)
-        dtype = resolve_dtype(job.model.dtype, self.device)
-        name = str(dtype).removeprefix("torch.")
-        attention = resolve_attention(job.attention, device=self.device.type, dtype=name)
-        with quiet_transformers():
-            self.model = load_model(job.model, attention=attention, device=self.device)
-        self.attention = attention
+        self.model, self.attention = load_policy(job.model, job.attention, device=self.device)
         self.vocab_size = int(text_config(self.model.module).vocab_size)
         self.backend = self._backend(job.temperature)
         self._plain = self.backend if job.temperature == 1.0 else self._backend(1.0)

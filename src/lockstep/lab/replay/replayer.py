@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from lockstep.recording import Recording
 
 
-_TICK = 0.1
-
-
 class Deadline:
     """A context manager around all inputs; `start` and `stop` around each.
 
@@ -71,38 +68,28 @@ class Deadline:
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         self.seconds, self.files, self.on_expiry, self.leave = seconds, files, on_expiry, leave
-        self._running: tuple[int, float] | None = None
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Deadline:
-        if self.seconds is not None:
-            self._thread = threading.Thread(target=self._watch, name="deadline", daemon=True)
-            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
+        self.stop()
 
     def start(self, index: int) -> None:
         """Start the clock for input `index`."""
-        self._running = (index, time.monotonic())
+        if self.seconds is not None:
+            self._timer = threading.Timer(self.seconds, self._expire, [index])
+            self._timer.daemon = True
+            self._timer.start()
 
     def stop(self) -> None:
-        """Stop the clock: the input is done."""
-        self._running = None
-
-    def _watch(self) -> None:
-        assert self.seconds is not None
-        while not self._end.wait(_TICK):
-            running = self._running
-            if running is not None and time.monotonic() - running[1] > self.seconds:
-                self._expire(running[0])
-                return
+        """Stop the clock: the input is done. If it has just expired, wait: the process ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
 
     def _expire(self, index: int) -> None:
         where = "no traceback was kept"

@@ -16,8 +16,6 @@ from lockstep.lab.train_parity.job import LOGPROBS, METRICS, Outcome, ParityJob,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.models.load import LoadedModel
-    from lockstep.models.scalar import HeadKind
     from lockstep.protocols import TrainBackend
     from lockstep.protocols.train import StepStats, TokenLoss
     from lockstep.schema.batch import PackedBatch
@@ -63,6 +61,7 @@ class Stack(Worker[ParityJob]):
 
         from lockstep.lab.replay.losses import token_loss
         from lockstep.lab.replay.policy import model_head
+        from lockstep.lab.suite.model import load_policy
         from lockstep.recording import Recording
         from lockstep.train import BACKENDS
 
@@ -73,7 +72,12 @@ class Stack(Worker[ParityJob]):
         kind = BACKENDS.load(job.train.backend)
         self.device = self.ranks.device
         self.recording = Recording.open(job.inputs)
-        model = self._model(shards=kind.shards_weights, head=model_head(self.recording.header))
+        options: dict[str, Any] = {"materialize": False} if kind.shards_weights else {}
+        head = model_head(self.recording.header)
+        model, self.attention = load_policy(
+            job.model, job.train.attention, device=self.device, head=head, **options
+        )
+        self.dtype = str(model.dtype).removeprefix("torch.")
         self.loss: TokenLoss = token_loss(self.recording.header, "recorded")
         settings = {"device": self.device.type, "attention": self.attention}
         self.backend: TrainBackend = kind(
@@ -88,22 +92,6 @@ class Stack(Worker[ParityJob]):
             (job.out / METRICS).unlink(missing_ok=True)
         self.load_seconds = time.perf_counter() - started
         self.say(f"{job.stack}: {self.ranks.description}; {self.attention}, {self.dtype}")
-
-    def _model(self, *, shards: bool, head: HeadKind) -> LoadedModel:
-        from lockstep.loop.axes import resolve_attention
-        from lockstep.models.dtypes import resolve_dtype
-        from lockstep.models.load import load_model
-        from lockstep.models.quiet import quiet_transformers
-
-        dtype = resolve_dtype(self.job.model.dtype, self.device)
-        self.dtype = str(dtype).removeprefix("torch.")
-        attention = self.job.train.attention
-        self.attention = resolve_attention(attention, device=self.device.type, dtype=self.dtype)
-        options: dict[str, Any] = {"materialize": False} if shards else {}
-        with quiet_transformers():
-            return load_model(
-                self.job.model, attention=self.attention, device=self.device, head=head, **options
-            )
 
     # --- training -------------------------------------------------------------------------------------------
 
