@@ -211,16 +211,6 @@ def _input_dict(difference: InputDifference) -> dict[str, Any]:
 
 
 def _difference_dict(d: Difference) -> dict[str, Any]:
-    return {
-        "direction": d.key.direction,
-        "path": d.key.path,
-        "tensor": d.key.tensor,
-        "kind": d.kind,
-        "shape": list(d.shape),
-        "max_abs": d.max_abs,
-        "relative": d.relative,
-        "allowed": d.allowed,
-        "noise": d.noise,
-        "beyond": d.beyond,
-        "where": None if d.where is None else {"document": d.where[0], "token": d.where[1]},
-    }
+    names = ("kind", "shape", "max_abs", "relative", "allowed", "noise", "beyond")
+    where = None if d.where is None else {"document": d.where[0], "token": d.where[1]}
+    return {**d.key._asdict(), **{name: getattr(d, name) for name in names}, "where": where}

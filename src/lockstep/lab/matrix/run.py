@@ -148,60 +148,44 @@ class _Work:
         """Make the folder, or read the results in it. Raises ConfigError if it holds another matrix."""
         out = self.options.out
         if out.exists() and not out.is_dir():
-            raise ConfigError(
-                f"--out {str(out)!r} is a file; give a folder", code="not-a-file", setting="--out", path=out
-            )
+            raise self._refusal("--out", "is a file; give a folder", code="not-a-file")
         if not (out / "matrix.json").exists():
             if out.exists() and any(out.iterdir()):
-                raise ConfigError(
-                    f"--out {str(out)!r} holds something that is not a matrix; give a new folder",
-                    code="wrong-kind-of-file",
-                    setting="--out",
-                    path=out,
-                )
+                why = "holds something that is not a matrix; give a new folder"
+                raise self._refusal("--out", why, code="wrong-kind-of-file")
             if self.options.resume:
-                raise ConfigError(
-                    f"--resume: {str(out)!r} holds no matrix to continue; leave --resume out",
-                    code="wrong-kind-of-file",
-                    setting="--resume",
-                    path=out,
-                )
+                why = "holds no matrix to continue; leave --resume out"
+                raise self._refusal("--resume", why, code="wrong-kind-of-file")
             make_folder(out / "cells")
             return
         if not self.options.resume:
-            raise ConfigError(
-                f"--out {str(out)!r} holds a matrix already; --resume continues it, or give another --out",
-                code="already-exists",
-                setting="--out",
-                path=out,
-            )
+            why = "holds a matrix already; --resume continues it, or give another --out"
+            raise self._refusal("--out", why, code="already-exists")
         old = read_matrix(out)
         self.created = old.created
         other = sorted(k for k, v in self.environment.items() if old.environment.get(k) != v)
         if other:
             was, now = old.environment.get(other[0]), self.environment[other[0]]
-            raise ConfigError(
-                f"--resume: {str(out)!r} was begun with {other[0]} {was}, and this is {now}; give another "
-                "--out, and compare the two with `lockstep matrix diff`",
-                code="not-resumable",
-                setting="--resume",
-                name=other[0],
+            why = (
+                f"was begun with {other[0]} {was}, and this is {now}; give another --out, and compare the "
+                "two with `lockstep matrix diff`"
             )
+            raise self._refusal("--resume", why, code="not-resumable", name=other[0])
         for cell in self.order:
             self._take(cell)
+
+    def _refusal(self, flag: str, why: str, **data: Any) -> ConfigError:
+        out = self.options.out
+        return ConfigError(f"{flag}: {str(out)!r} {why}", setting=flag, path=out, **data)
 
     def _take(self, cell: MatrixCell) -> None:
         result = read_cell(self.options.out / "cells" / cell.slug)
         if result is None:
             return
         if result.command != self.command(cell):
-            raise ConfigError(
-                f"--resume: {str(self.options.out)!r} has {cell.name!r} by another command "
-                f"({result.command}); give the same options, or another --out",
-                code="not-resumable",
-                setting="--resume",
-                name=cell.name,
-            )
+            why = f"has {cell.name!r} by another command ({result.command}); give the same options, or "
+            why += "another --out"
+            raise self._refusal("--resume", why, code="not-resumable", name=cell.name)
         again = self.options.retry and not result.works and result.status != "refused"
         if not again:
             self.done[cell.name] = replace(result, **self._place(cell))

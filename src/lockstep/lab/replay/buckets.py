@@ -337,7 +337,5 @@ def _round_up(number: int, multiple: int) -> int:
 
 def bucketing_json(bucketing: Bucketing) -> dict[str, Any]:
     """The bucketing as summary.json has it."""
-    buckets = [
-        {"tokens": b.tokens, "documents": b.documents, "max_seqlen": b.max_seqlen} for b in bucketing.buckets
-    ]
+    buckets = [dataclasses.asdict(bucket) for bucket in bucketing.buckets]
     return {"kind": bucketing.kind, "static": bucketing.static, "buckets": buckets}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lockstep import invariant
 from lockstep.config.model import ModelConfig
-from lockstep.config.train import TrainConfig
 from lockstep.errors import RecordingError
 from lockstep.execution import joint_of
 from lockstep.lab.replay.buckets import Bucketing
@@ -31,6 +30,7 @@ from lockstep.recording.replayable import recorded_axes, recorded_model
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import InputMeta, RecordingHeader
+from lockstep.train import BACKENDS
 
 if TYPE_CHECKING:
     from lockstep.lab.replay.cell import ReplayOptions
@@ -379,24 +379,13 @@ class Policy:
         tokens = self.recording.header.capacity.get("token_budget") or 4096
         train = train_config(cell, static_capacity=self._bucketing.static, token_budget=max(1, int(tokens)))
         model = dataclasses.replace(self.model, dtype=self._cell_dtype)
-        temperature = self.recording.header.temperature
-        steps = self._inputs if self.options.optimizer_step else 0
         if cell.deepspeed:
-            return self._build_deepspeed(train, model, steps=steps)
-        from lockstep.train.local import LocalBackend
-
-        return LocalBackend(train, model=model, total_steps=steps, temperature=temperature, spans=self._spans)
-
-    def _build_deepspeed(self, train: TrainConfig, model: LoadedModel, *, steps: int) -> ReplayBackend:
-        from lockstep.train.deepspeed.backend import (
-            DeepSpeedBackend,  # lazy: only these cells need the package
-        )
-
-        stage = self.options.cell.zero_stage
-        backend: ReplayBackend = DeepSpeedBackend(
-            train.model_copy(update={"zero_stage": 1 if stage is None else stage}),
+            train = train.model_copy(update={"zero_stage": 1 if cell.zero_stage is None else cell.zero_stage})
+        kind: Any = BACKENDS.load("deepspeed" if cell.deepspeed else "local")
+        backend: ReplayBackend = kind(
+            train,
             model=model,
-            total_steps=steps,
+            total_steps=self._inputs if self.options.optimizer_step else 0,
             temperature=self.recording.header.temperature,
             spans=self._spans,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from lockstep.errors import ConfigError
@@ -235,17 +235,8 @@ class PlanReport:
     def to_json(self) -> dict[str, Any]:
         """The report as summary.json has it; steps without a finding are left out."""
         affected = {step for finding in self.findings for step in finding.steps}
-        return {
-            "ranks": self.ranks,
-            "order": self.order,
-            "num_steps": len(self.steps),
-            "tokens": self.tokens,
-            "padding_added": self.padding_added,
-            "idle_share": self.idle_share,
-            "worst_step": self.worst_step,
-            "findings": [asdict(finding) for finding in self.findings],
-            "steps": [asdict(step) for step in self.steps if step.step in affected],
-        }
+        steps = tuple(step for step in self.steps if step.step in affected)
+        return asdict(replace(self, steps=steps)) | {"num_steps": len(self.steps)}
 
 
 def diagnose(
