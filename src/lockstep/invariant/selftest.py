@@ -342,10 +342,11 @@ def cache_file(device: torch.device, dtype: torch.dtype) -> Path:
 def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name; where it is not known, its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -58,9 +58,11 @@ class EnginesOptions(Options, EnginesSettings):
 class _Suite(Suite[EngineChoice, EngineResult, EnginesResult]):
     """The run under way; the first engine is the reference."""
 
+    options: EnginesOptions
+
     def __init__(self, options: EnginesOptions, progress: Callable[[EngineResult, int, int], None]) -> None:
-        super().__init__(options.out, "engines", device=options.device, progress=progress)
-        self.options, self.parts = options, options.engines
+        super().__init__(options, "engines", progress=progress)
+        self.parts = options.engines
         self.reference_rows: tuple[Row, ...] = ()
 
     # --- one engine -----------------------------------------------------------------------------------------
@@ -148,9 +150,7 @@ class _Suite(Suite[EngineChoice, EngineResult, EnginesResult]):
             threshold=options.threshold,
             settings=self._settings(),
             notes=options.prompts.notes,
-            command=options.command,
-            complete=self.complete,
-            machine=self.machine,
+            **self.facts(),
         )
 
     def _settings(self) -> Mapping[str, Any]:

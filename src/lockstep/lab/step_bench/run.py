@@ -110,11 +110,13 @@ class _Suite(Suite[BenchCell, CellResult, BenchResult]):
         jobs: cell -> its job, or why its settings are refused.
     """
 
+    options: BenchOptions
+
     def __init__(
         self, options: BenchOptions, say: Callable[[str], None], jobs: Mapping[str, BenchJob | str]
     ) -> None:
-        super().__init__(options.out, "bench", device=options.device, progress=lambda *_: None)
-        self.options, self.say, self.jobs, self.parts = options, say, jobs, options.cells
+        super().__init__(options, "bench", progress=lambda *_: None)
+        self.say, self.jobs, self.parts = say, jobs, options.cells
         self.running: dict[str, _Running] = {}
 
     def run_all(self) -> BenchResult:
@@ -241,9 +243,7 @@ class _Suite(Suite[BenchCell, CellResult, BenchResult]):
             cells=tuple(ended.get(cell.name) or self.run(cell) for cell in options.cells),
             settings=self._settings(),
             notes=tuple(options.notes),
-            command=options.command,
-            complete=self.complete,
-            machine=self.machine,
+            **self.facts(),
         )
 
     def _settings(self) -> dict[str, Any]:

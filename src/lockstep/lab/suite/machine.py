@@ -10,27 +10,18 @@ from pathlib import Path
 import torch
 
 import lockstep
+from lockstep.invariant.selftest import cpu_name
 from lockstep.observe.memory import peak_rss_bytes
 from lockstep.version import __version__
 
 
 def machine(device: str) -> dict[str, str]:
     """Describe the machine: device, processors, versions, and the commit if lockstep runs from a clone."""
-    name = cpu_name() if device.startswith("cpu") else device_name(torch.device(device))
+    name = f"cpu ({cpu_name()})" if device.startswith("cpu") else device_name(torch.device(device))
     facts = {"machine": name, "processors": str(os.cpu_count())}
     facts |= versions() | {"system": platform.system()}
     commit = git_commit(Path(lockstep.__file__).parent)
     return facts | ({"commit": commit} if commit else {})
-
-
-def cpu_name() -> str:
-    """The processor's name; where it is not known, its architecture."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return f"cpu ({line.partition(':')[2].strip()})"
-    return f"cpu ({platform.machine()})"
 
 
 def git_commit(folder: Path) -> str | None:

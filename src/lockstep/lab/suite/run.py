@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lockstep.errors import ConfigError
 from lockstep.lab.suite.job_files import Job, WorkerOutcome
@@ -32,15 +32,14 @@ class Suite(ABC, Generic[Part, Row, Result]):
     """A run under way: a row per part, each by a worker in processes of its own.
 
     Args:
-        out: its folder, which exists.
+        options: Options with a device; `out` exists.
         stem: the name of its JSON file.
         progress: called with each row, its number, and how many there are.
     """
 
-    def __init__(
-        self, out: Path, stem: str, *, device: str, progress: Callable[[Row, int, int], None]
-    ) -> None:
-        self.out, self.stem, self.device, self.progress = out.resolve(), stem, device, progress
+    def __init__(self, options: Any, stem: str, *, progress: Callable[[Row, int, int], None]) -> None:
+        self.options, self.stem, self.progress = options, stem, progress
+        self.out: Path = options.out.resolve()
         self.runner = ProcessRunner()
         self.parts: Sequence[Part] = ()
         self.results: list[Row] = []
@@ -72,16 +71,17 @@ class Suite(ABC, Generic[Part, Row, Result]):
         argv = [sys.executable, "-u", *worker, str(job.write())]
         return self.runner.run(argv, log=log, timeout=timeout)
 
-    @property
-    def complete(self) -> bool:
-        return not self.interrupted and len(self.results) == len(self.parts)
+    def facts(self) -> dict[str, Any]:
+        """Fields that the results of all suites have."""
+        complete = not self.interrupted and len(self.results) == len(self.parts)
+        return {"command": self.options.command, "complete": complete, "machine": self.machine}
 
     @functools.cached_property
     def machine(self) -> dict[str, str]:
         """The machine and the versions."""
         from lockstep.lab.suite.machine import machine  # loads torch
 
-        return machine(self.device)
+        return machine(self.options.device)
 
 
 def check_folder(out: Path, command: str, *, name: str = "--out") -> None:

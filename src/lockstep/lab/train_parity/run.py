@@ -70,9 +70,10 @@ class ParityOptions(Options, InputsSettings):
 class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
     """The run under way; the reference comes first."""
 
+    options: ParityOptions
+
     def __init__(self, options: ParityOptions, progress: Callable[[StackResult, int, int], None]) -> None:
-        super().__init__(options.out, "parity", device=options.device, progress=progress)
-        self.options = options
+        super().__init__(options, "parity", progress=progress)
         self.logs = (options.log_dir or options.out / "logs").resolve()
         chosen = [stack for stack in options.stacks if stack.name != options.reference.name]
         self.stacks = [options.reference, *chosen]
@@ -221,10 +222,8 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
             algorithm=options.algorithm,
             settings=self._settings(),
             notes=(*options.notes, *self.report.notes),
-            command=options.command,
             must_fall=options.must_fall,
-            complete=self.complete,
-            machine=self.machine,
+            **self.facts(),
         )
 
     def _settings(self) -> Mapping[str, Any]:
