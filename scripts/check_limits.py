@@ -28,7 +28,7 @@ MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 
 BUDGETS = {
-    "lab": 11_410,
+    "lab": 11_300,
     "engine": 7_498,
     "recording": 5_048,
     "cli": 4_669,
