@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import transformers
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
@@ -46,6 +45,7 @@ from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.scalar import HeadKind
+from lockstep.observe.versions import library_versions
 from lockstep.packing import Planner
 from lockstep.protocols import (
     Algorithm,
@@ -67,7 +67,6 @@ from lockstep.schema.recording import RecordingHeader
 from lockstep.train import BACKENDS
 from lockstep.transfer import make_transfer
 from lockstep.transfer.verify import Verifier
-from lockstep.version import __version__
 
 OnProgress = Callable[[int, int], None]
 """Called with (samples finished, samples in all) during generation."""
@@ -416,13 +415,7 @@ def recording_header(
     return RecordingHeader(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         framework="lockstep",
-        versions={
-            "lockstep": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
+        versions=library_versions(),
         model=run.model.model_copy(update=settings).model_dump(mode="json"),
         vocab_size=text_config(model.module).vocab_size,
         algorithm=algorithm.model_dump(mode="json"),

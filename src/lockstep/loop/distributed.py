@@ -18,19 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 
 from lockstep.config.load import check_resumable, dump_toml, override, to_values
 from lockstep.config.run import RunConfig, check_ranks
 from lockstep.errors import ConfigError
 from lockstep.observe.files import file_errors, write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
+from lockstep.observe.versions import library_versions
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.ranks.environment import BACKSTOP_SECONDS, FLIGHT_DIR, WAIT_SECONDS
 from lockstep.ranks.launch import in_launcher
 from lockstep.ranks.node_folders import NodeFolders
 from lockstep.ranks.recovery import recovery
-from lockstep.version import __version__
 
 
 @contextlib.contextmanager
@@ -168,11 +167,7 @@ def _reopen(run: RunConfig, folder: Path) -> RunDir:
 
 def manifest() -> dict[str, Any]:
     """Return the versions and the machine of this process."""
-    return {
-        "lockstep": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
+    return library_versions() | {
         "platform": platform.platform(),
         "cpu_threads": torch.get_num_threads(),
         "cuda_device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -14,9 +14,7 @@ that it needs.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-import platform
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -24,11 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.observe.versions import library_versions
 from lockstep.protocols.train import FinishSave
 from lockstep.train.state.copies import CopySpace, PendingCopy
 from lockstep.train.state.files import (
@@ -123,7 +120,7 @@ def save_state(
             "version": VERSION,
             "save_id": save_id,
             "progress": dict(progress),
-            "versions": _versions(),
+            "versions": library_versions(),
             "backend": layout.backend,
             "mesh": dict(layout.mesh),
             "world_size": ranks.size,
@@ -366,15 +363,3 @@ def share_out(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
 def _file_of(name: str, owner: int, size: int) -> str:
     stem = "model" if name.startswith(MODEL) else "optimizer"
     return rank_file(stem, "safetensors", rank=owner, size=size)
-
-
-def _versions() -> dict[str, str]:
-    from lockstep.version import __version__
-
-    return {
-        "lockstep": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "numpy": numpy.__version__,
-    }
