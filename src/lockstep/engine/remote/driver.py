@@ -191,14 +191,16 @@ def bad_status(reply: Reply) -> BadReply:
     )
 
 
-def seconds_left(session: UpdateSession) -> float:
+def seconds_left(session: UpdateSession, config: EngineConfig) -> float:
     """Until the session's deadline. Raises EngineError: it has passed."""
     left = session.deadline - time.monotonic()
     if left <= 0:
         raise EngineError(
-            f"the update to policy version {session.policy_version} did not end within engine.update_seconds",
+            f"engine {config.name}: the update to policy version {session.policy_version} did not end within "
+            f"engine.update_seconds = {config.update_seconds:g}; raise it",
             code="deadline",
             setting="engine.update_seconds",
+            seconds=config.update_seconds,
         )
     return left
 

@@ -386,7 +386,7 @@ class RemoteEngine(ReceivingEngine):
                 setting="engine.transfer",
                 transport=bucket.transport,
             )
-        self._driver.receive(bucket, seconds_left(session))
+        self._driver.receive(bucket, seconds_left(session, self._config))
 
     def finish_update(self, session: UpdateSession) -> None:
         if self._open_session() != session:
@@ -395,7 +395,7 @@ class RemoteEngine(ReceivingEngine):
                 code="wrong-state",
                 state="other-update",
             )
-        seconds_left(session)
+        seconds_left(session, self._config)
         self._driver.finish(session)
         self._policy_version, self._pushed = session.policy_version, True
         self.dirty = False

@@ -115,7 +115,7 @@ class ServedDriver(ServerDriver):
 
     def begin(self, session: UpdateSession) -> None:
         self._session = {"policy_version": session.policy_version, "run_id": session.run_id}
-        self._timed("/weights/begin", {"session": self._session}, seconds=seconds_left(session))
+        self._timed("/weights/begin", {"session": self._session}, seconds=seconds_left(session, self._config))
 
     def receive(self, bucket: WeightBucket, seconds: float) -> None:
         body = {"session": self._session, "bucket": bucket.as_json()}
@@ -123,7 +123,7 @@ class ServedDriver(ServerDriver):
 
     def finish(self, session: UpdateSession) -> None:
         """The server takes a bucket for one session only, and drops its caches with the old version."""
-        self._timed("/weights/finish", {"session": self._session}, seconds=seconds_left(session))
+        self._timed("/weights/finish", {"session": self._session}, seconds=seconds_left(session, self._config))
         self._policy_version = session.policy_version
 
     def fail(self, reason: str) -> None:

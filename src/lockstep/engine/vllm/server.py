@@ -331,20 +331,20 @@ class VLLMDriver(ServerDriver):
                 code="server-settings",
                 flag="--worker-extension-cls",
             )
-        self._post("/pause?mode=wait", seconds=seconds_left(session))  # other clients of a server at a url
+        self._post("/pause?mode=wait", seconds=seconds_left(session, self._config))  # other clients of a server at a url
         about = {"policy_version": session.policy_version, "run_id": session.run_id}
-        self._call("lockstep_begin", about, seconds=seconds_left(session))
+        self._call("lockstep_begin", about, seconds=seconds_left(session, self._config))
 
     def receive(self, bucket: WeightBucket, seconds: float) -> None:
         self._call("lockstep_receive", bucket.as_json() | {"seconds": seconds}, seconds=seconds)
 
     def finish(self, session: UpdateSession) -> None:
-        self._call("lockstep_finish", {}, seconds=seconds_left(session))
+        self._call("lockstep_finish", {}, seconds=seconds_left(session, self._config))
         if self._config.prefix_caching or self._server is None:
             # vLLM does not reset it after a reload: prompts that it has cached were then answered with
             # logprobs off by more than a nat (0.32). Its reply must be read, because it refuses while blocks
             # are in use.
-            reply = self._post("/reset_prefix_cache", seconds=seconds_left(session))
+            reply = self._post("/reset_prefix_cache", seconds=seconds_left(session, self._config))
             if reply.object().get("success") is not True:
                 raise EngineError(
                     "vLLM did not empty its prefix cache after the update (blocks are in use); it would "
@@ -352,7 +352,7 @@ class VLLMDriver(ServerDriver):
                     code="refused",
                     name="prefix cache",
                 )
-        self._post("/resume", seconds=seconds_left(session))
+        self._post("/resume", seconds=seconds_left(session, self._config))
 
     def fail(self, reason: str) -> None:
         try:
