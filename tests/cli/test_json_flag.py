@@ -22,6 +22,9 @@ COMMANDS = {
     "score": ["score", "--data", "s.jsonl", "--out", "o.jsonl", "--rewards", "ids"],
     "select": ["select", "--data", "s.jsonl", "--out", "o.jsonl", "--top-k", "1"],
     "hang": ["hang", "run"],
+    "plan": ["plan", "grpo", "--recipe", "tiny"],
+    "doctor": ["doctor"],
+    "status": ["status", "run"],
     "support": ["support"],
 }
 
@@ -41,3 +44,12 @@ def test_a_place_that_cannot_be_is_refused_at_once(name, tmp_path, monkeypatch, 
         assert said in seen.err and path in seen.err, (seen.out, seen.err)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "pipe"]
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_dev_stdout_is_not_replaced_where_it_leads_to_a_file(tmp_path, capsys):
+    with (tmp_path / "redirected").open("w") as file:
+        path = f"/proc/self/fd/{file.fileno()}"
+        assert main(["support", "--json", path]) == 2
+        assert os.path.islink(path)
+    assert path in capsys.readouterr().err
+    assert (tmp_path / "redirected").read_text() == ""

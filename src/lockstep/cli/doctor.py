@@ -25,7 +25,7 @@ import tyro
 from lockstep.config.declarations import DoctorLine, doctor_lines
 from lockstep.config.support import AXES, TABLE
 from lockstep.errors import ModelError
-from lockstep.observe.files import write_json
+from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo, printable
 from lockstep.version import __version__
 
@@ -89,6 +89,7 @@ class Finding:
 def main(argv: Sequence[str]) -> int:
     """Print the findings; 1 when there is a problem that keeps everything from running."""
     options = tyro.cli(DoctorOptions, args=list(argv), prog="lockstep doctor")
+    check_writable(options.json)
     findings = examine(options.run_dir)
     if options.model is not None:
         findings += proofs(options.model)

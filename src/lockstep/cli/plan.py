@@ -21,7 +21,7 @@ from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import override, recipes
 from lockstep.config.run import DPORun, GRPORun, RunConfig, check_ranks
 from lockstep.errors import ConfigError
-from lockstep.observe.files import write_json
+from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
         echo(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
     run, general = parse(argv)
+    check_writable(general["json"])
     ranks = _ranks(run, general["ranks"])
     check_ranks(run, ranks)
     import torch

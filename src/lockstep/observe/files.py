@@ -24,6 +24,11 @@ _PATH_BYTES, _NAME_BYTES = 4096, 255
 """PATH_MAX, which counts a NUL at the end, and NAME_MAX of Linux and its usual file systems."""
 
 
+def _of_the_system(folder: Path) -> bool:
+    """Whether its names stand for devices and for what processes have open."""
+    return folder == Path("/dev") or folder.is_relative_to("/proc")
+
+
 def check_writable(path: Path | None, *, flag: str = "--json") -> None:
     """Check, before the work, that its result can be written; leaves no trace. None: nothing is written.
 
@@ -43,7 +48,8 @@ def check_writable(path: Path | None, *, flag: str = "--json") -> None:
         raise ConfigError(
             f"{flag} {str(path)!r} is a folder; name a file in it", code="not-a-file", setting=flag, path=path
         )
-    if path.exists() and not path.is_file():  # the result would take the place of the device
+    # The result would take the place of the device, or of /dev/stdout, which leads to a file after `> FILE`.
+    if path.exists() and (not path.is_file() or _of_the_system(path.parent.resolve())):
         raise ConfigError(
             f"{flag} {str(path)!r} is a device or a pipe, not a regular file; choose another file",
             code="not-a-file",

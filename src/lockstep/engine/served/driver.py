@@ -123,7 +123,8 @@ class ServedDriver(ServerDriver):
 
     def finish(self, session: UpdateSession) -> None:
         """The server takes a bucket for one session only, and drops its caches with the old version."""
-        self._timed("/weights/finish", {"session": self._session}, seconds=seconds_left(session, self._config))
+        seconds = seconds_left(session, self._config)
+        self._timed("/weights/finish", {"session": self._session}, seconds=seconds)
         self._policy_version = session.policy_version
 
     def fail(self, reason: str) -> None:

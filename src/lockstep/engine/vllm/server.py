@@ -331,7 +331,8 @@ class VLLMDriver(ServerDriver):
                 code="server-settings",
                 flag="--worker-extension-cls",
             )
-        self._post("/pause?mode=wait", seconds=seconds_left(session, self._config))  # other clients of a server at a url
+        # Other clients of a server at a url.
+        self._post("/pause?mode=wait", seconds=seconds_left(session, self._config))
         about = {"policy_version": session.policy_version, "run_id": session.run_id}
         self._call("lockstep_begin", about, seconds=seconds_left(session, self._config))
 
