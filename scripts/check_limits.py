@@ -31,7 +31,7 @@ BUDGETS = {
     "lab": 11_300,
     "engine": 7_501,
     "recording": 5_046,
-    "cli": 4_669,
+    "cli": 4_671,
     "train": 4_302,
     "loop": 5_500,
     "rollout": 3_154,
