@@ -47,7 +47,7 @@ BUDGETS = {
     "cluster": 1_133,
     "execution": 642,
     "transfer": 710,
-    "wire": 600,
+    "wire": 604,
     "ops": 610,
     "processes": 510,
     "schema": 529,

@@ -134,3 +134,25 @@ def test_the_store_listens_on_its_address_only() -> None:
 def test_an_unknown_backend() -> None:
     with pytest.raises(GroupError, match="neither"):
         connect_group(rendezvous(1, 1, backend="mpi"), rank=0, seconds=1, store=host_store())
+
+
+SLOW_ABORT = """
+import sys, time
+from lockstep.wire.groups import Group
+
+class Slow:
+    def abort(self):
+        time.sleep(1.0)
+        print("aborted", flush=True)
+
+group = object.__new__(Group)
+group.name, group._group, group._work = "slow", Slow(), None
+group.abort()
+print("goes on", flush=True)
+"""
+
+
+def test_the_end_of_a_process_waits_for_an_abort():
+    # In the place of nccl, which needs a GPU: its abort fails once CUDA shuts down.
+    ended = subprocess.run([sys.executable, "-c", SLOW_ABORT], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["goes on", "aborted"]), ended.stderr

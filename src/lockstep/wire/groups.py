@@ -5,6 +5,7 @@ Rank 0 is the trainer and hosts the store.
 
 from __future__ import annotations
 
+import atexit
 import socket
 import threading
 import time
@@ -22,6 +23,8 @@ from lockstep.wire.buckets import WireError
 # A broadcast of a bucket takes milliseconds: a longer pause would be a good part of it.
 _POLL_SECONDS = 0.0003
 _STORE_SECONDS = 10.0
+_ABORT_SECONDS = 10.0
+"""How long the end of this process waits for the abort of nccl; a second is usual."""
 _NCCL_WATCHDOG = timedelta(days=1)
 """torch ends the process whose nccl collective takes longer; ours are aborted at an earlier deadline."""
 
@@ -112,11 +115,15 @@ class Group:
         return [rank for rank in range(self.world_size) if not self._marks.check([f"{number}/{rank}"])]
 
     def abort(self) -> None:
-        """Abort what others will never finish; the group cannot be used again. Does not wait."""
+        """Abort what others will never finish; the group cannot be used again. Does not wait; the end of this
+        process does, since nccl's abort fails, and takes the process with it, once CUDA shuts down."""
         group, work, self._group, self._work = self._group, self._work, None, None
         if group is None:
             return
-        threading.Thread(target=_end, args=(group, work), name=f"abort {self.name}", daemon=True).start()
+        thread = threading.Thread(target=_end, args=(group, work), name=f"abort {self.name}", daemon=True)
+        thread.start()
+        if not isinstance(group, ProcessGroupGloo):
+            atexit.register(thread.join, _ABORT_SECONDS)
 
     def _meet(self, number: int, late: Callable[[], bool]) -> None:
         """Wait until all ranks have arrived; rank 0 checks that."""
