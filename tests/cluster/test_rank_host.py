@@ -1,6 +1,7 @@
 """A rank's host, without a cluster around it."""
 
 import json
+import os
 import signal
 import threading
 import time
@@ -10,12 +11,13 @@ from typing import Any
 import psutil
 import pytest
 from raising import raises
+from starting import until
 
 from lockstep.cluster import ray
 from lockstep.cluster.rank_host import CHUNK, NodeHost, RankHost, check_submitter, submitter
 from lockstep.errors import ConfigError
 from lockstep.loop import copy_keeper
-from lockstep.ranks.environment import COPY_PLACE
+from lockstep.ranks.environment import COPIES, COPY_PLACE, RESERVE
 
 
 def followed(host: RankHost) -> tuple[bytes, bytes, int]:
@@ -133,3 +135,36 @@ def test_the_driver_of_a_job_refuses_what_another_version_submitted(monkeypatch)
     with pytest.raises(ConfigError) as refusal:
         check_submitter()
     assert "submitted by lockstep 0.0.9 abc" in str(refusal.value)
+
+
+WAITS = """
+import os
+from pathlib import Path
+from lockstep.ranks.reserve import await_turn
+waited = "LOCKSTEP_TURN" in os.environ
+await_turn()
+print(waited, os.environ["GENERATION"], "LOCKSTEP_RESERVE" in os.environ)
+step = Path(os.environ["LOCKSTEP_COPIES"], "step-" + os.environ["GENERATION"])
+step.mkdir()
+(step / "complete-0.json").touch()
+"""
+
+
+def test_who_waits_on_a_node_is_its_next_rank_unless_the_copies_are_elsewhere(tmp_path):
+    host, places = NodeHost(1, address="127.0.0.1"), [tmp_path / name for name in ("a", "b")]
+    for place in places:
+        place.mkdir()
+    said = []
+    for generation, place in enumerate([places[0], places[0], places[1]]):
+        more = {
+            COPIES: str(place),
+            "GENERATION": str(generation),
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        }
+        host.start(["-c", WAITS], [more | {RESERVE: "1"}], cwd=str(tmp_path))
+        said.append(followed(host._hosts[0])[0].decode().split())
+        until(lambda: host._next and host._next[0].child, seconds=60.0)
+    waiting = host._next[0].child
+    host.close()
+    assert said == [["False", "0", "False"], ["True", "1", "False"], ["False", "2", "False"]]
+    assert waiting.poll() is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from starting import until
 
 from lockstep.processes.child import Child
 from lockstep.ranks.heal import HealingRules, launch_healing
@@ -20,12 +21,14 @@ from lockstep.ranks.launch import Launch
 from lockstep.ranks.reserve import Reserve
 
 RANK = """
-import json, os, signal, sys, time
+import json, os, psutil, signal, sys, time
 from pathlib import Path
 from lockstep.ranks.reserve import await_turn
 waited = "LOCKSTEP_TURN" in os.environ
 if waited:
-    Path(sys.argv[1], "waits-" + os.environ["RANK"]).touch()
+    Path(sys.argv[1], "waits-" + os.environ["RANK"]).write_text(str(os.getppid()))
+    if sys.argv[2] == "fails":
+        sys.exit("it cannot be imported")
 await_turn()
 rank, copies = os.environ["RANK"], Path(os.environ["LOCKSTEP_COPIES"])
 number = json.loads(os.environ.get("LOCKSTEP_RESTART", '{"number": 0}'))["number"]
@@ -33,10 +36,12 @@ line = {"rank": rank, "number": number, "waited": waited, "port": os.environ["MA
 with Path(sys.argv[1], "seen").open("a") as file:
     file.write(json.dumps(line) + "\\n")
 print("rank", rank, "of generation", number)
-if number == 0 and sys.argv[2] == "copies":
+if number == 0 and sys.argv[2] != "none":
     (copies / "step-000001").mkdir(exist_ok=True)
     (copies / "step-000001" / f"complete-{rank}.json").write_text("{}")
-    while len(list(Path(sys.argv[1]).glob("waits-*"))) < 2:
+    while len(waits := [path.read_text() for path in Path(sys.argv[1]).glob("waits-*")]) < 2 or "" in waits:
+        time.sleep(0.02)
+    while sys.argv[2] == "fails" and any(psutil.Process(int(pid)).status() != "zombie" for pid in waits):
         time.sleep(0.02)
 if number == 0:
     os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else time.sleep(600)
@@ -69,6 +74,14 @@ def test_who_waits_takes_the_place_of_a_rank_with_its_environment_and_its_log(tm
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["first", "first-restart-1"]
     log = tmp_path / "logs" / "first-restart-1" / "rank-1.log"
     assert log.read_text() == "rank 1 of generation 1\n"
+
+
+def test_why_one_that_waited_has_failed_is_kept(tmp_path: Path) -> None:
+    seen = heal(tmp_path, "fails")
+    assert [line["waited"] for line in seen] == [False] * 4
+    kept = tmp_path / "logs" / "first-restart-1" / "reserve-rank-1.err.log"
+    assert kept.read_text() == "it cannot be imported\n"
+    assert not (tmp_path / "logs" / "reserve").exists()
 
 
 @pytest.mark.parametrize("standby", [True, False])
@@ -132,3 +145,18 @@ def test_the_end_ends_who_waits(tmp_path: Path) -> None:
     with Reserve(tmp_path) as reserve:  # before there is a new copy
         reserve.refill(spawn, [{}])
     assert reserve.take([{}]) == {}
+
+
+def test_one_that_cannot_be_started_is_told_and_done_without(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(rank: int, environment: Mapping[str, str]) -> Child:
+        raise OSError(12, "Cannot allocate memory")
+
+    with Reserve(tmp_path) as reserve:
+        reserve.refill(fails, [{}])
+        (tmp_path / "step-000001").mkdir()
+        (tmp_path / "step-000001" / "complete-0.json").touch()
+        until(lambda: not reserve._thread.is_alive())
+        assert reserve.take([{}]) == {}
+    assert "nothing waits to take the place of rank 0: [Errno 12]" in capfd.readouterr().err

@@ -83,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
     if (placed := _placed(run, ranks, gpus=device.type == "cuda")) is not None:
         echo("\n".join(placed.draw(_roles(run))))
         if device.type == "cuda" and general["memory_gib"] is None:  # else another machine is planned for
-            placed.check_devices(placed.layout(), there=torch.cuda.device_count())
+            otherwise = "; --memory-gib N plans for another machine, whose GPUs have so much memory"
+            placed.check_devices(placed.layout(), there=torch.cuda.device_count(), otherwise=otherwise)
     if general["memory_gib"] is not None:
         available, source = int(general["memory_gib"] * GIB), "given by --memory-gib"
         total = available

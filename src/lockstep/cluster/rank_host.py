@@ -27,7 +27,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.copy_keeper import CopyKeeper
 from lockstep.processes.child import Child, end
 from lockstep.ranks.environment import COPIES, COPY_PLACE, RESERVE
-from lockstep.ranks.reserve import Reserve, Spawn
+from lockstep.ranks.reserve import Reserve
 from lockstep.version import __version__
 
 CHUNK = 40_000
@@ -121,6 +121,9 @@ class NodeHost:
             refills = RESERVE in env[0]
             ours = (COPY_PLACE, RESERVE)
             environments = [{n: v for n, v in own.items() if n not in ours} | more for own in env]
+            if self._reserve is not None and str(self._reserve.folder) != environments[0].get(COPIES):
+                self._reserve.close()  # the keeper of copies was another one, and the pipes went with it
+                self._reserve = None
             waited = {} if self._reserve is None else self._reserve.take(environments)
             self._hosts = [self._next[rank] if rank in waited else RankHost() for rank in range(len(env))]
             self._next = {}
@@ -135,14 +138,8 @@ class NodeHost:
                 return host.child
 
             if refills:
-                self._refill(Path(environments[0][COPIES]), spawn, environments)
-
-    def _refill(self, copies: Path, spawn: Spawn, environments: Sequence[Mapping[str, str]]) -> None:
-        if self._reserve is not None and self._reserve.folder != copies:
-            self._reserve.close()
-            self._reserve = None
-        self._reserve = self._reserve or Reserve(copies)
-        self._reserve.refill(spawn, environments)
+                self._reserve = self._reserve or Reserve(Path(environments[0][COPIES]))
+                self._reserve.refill(spawn, environments)
 
     def _environment_of_copies(self, place: Path) -> dict[str, str]:
         if self._keeper is not None:

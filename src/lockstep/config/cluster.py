@@ -99,15 +99,16 @@ class ClusterConfig(Config):
             engine=self.engine_gpus,
         )
 
-    def check_devices(self, layout: NodeLayout, *, there: int) -> None:
-        """Raise ConfigError if worlds or engines are to have GPUs of their own on a node with too few."""
+    def check_devices(self, layout: NodeLayout, *, there: int, otherwise: str = "") -> None:
+        """Raise ConfigError if worlds or engines are to have GPUs of their own on a node with too few;
+        otherwise: what else to do about it."""
         if layout.per_rank > 1 and layout.total > there:
             settings = ["fewer ranks", *(["cluster.world_gpus = 'shared'"] if layout.worlds else [])]
             if layout.engine:
                 settings.append("a smaller cluster.engine_gpus (0: on the GPU of its rank)")
             raise ConfigError(
                 f"a node needs {layout.sums('GPUs')}, and this one shows {there}; set "
-                f"{', or '.join(settings)}, or show it more (CUDA_VISIBLE_DEVICES)",
+                f"{', or '.join(settings)}, or show it more (CUDA_VISIBLE_DEVICES){otherwise}",
                 code="not-enough",
                 setting="cluster.world_gpus" if layout.worlds else "cluster.engine_gpus",
                 needed=layout.total,

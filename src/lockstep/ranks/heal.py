@@ -75,11 +75,11 @@ def launch_healing(make: Callable[[Path], Launch], rules: HealingRules, *, log_d
         try:
             if rules.each_node:
                 return _generations(make, rules, None, log_dir)
-            with copy_folder(rules.copy_dir) as copies, Reserve(copies) as reserve:
-                try:
+            try:
+                with copy_folder(rules.copy_dir) as copies, Reserve(copies) as reserve:
                     return _generations(make, rules, reserve, log_dir)
-                finally:
-                    shutil.rmtree(log_dir.with_name(RESERVE_LOGS), ignore_errors=True)
+            finally:
+                shutil.rmtree(log_dir.with_name(RESERVE_LOGS), ignore_errors=True)
         except LaunchInterrupted as interrupted:  # between two generations
             return 128 + interrupted.number
 

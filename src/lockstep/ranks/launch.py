@@ -293,6 +293,8 @@ class Launch:
                     path.replace(self.log_dir / path.name)
                 self._children.append(waited[rank])
             else:
+                for path in filter(Path.exists, _logs(apart, rank)):  # of one that has failed: it says why
+                    path.replace(self.log_dir / f"reserve-{path.name}")
                 self._children.append(self._spawn(self.log_dir, rank, environment))
             if rank == 0:
                 self.show(*_logs(self.log_dir, rank))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.errors import LockstepError
 from lockstep.observe.text import echo
 from lockstep.processes.child import Child, describe_status, end
 from lockstep.ranks.environment import TURN
@@ -116,7 +117,11 @@ class Reserve:
             if self._closing.is_set():
                 return
             path = self.folder / f"turn-{self._fills}-{rank}"
-            self._waiting[rank] = _Waiting(path, environment, functools.partial(spawn, rank))
+            try:
+                self._waiting[rank] = _Waiting(path, environment, functools.partial(spawn, rank))
+            except (OSError, LockstepError) as error:  # as when memory is full: the ranks can do without
+                why = f"nothing waits to take the place of rank {rank}: {error}"
+                echo(f"lockstep: {why}; after a death it is started anew", file=sys.stderr)
 
     def _stop_filling(self) -> None:
         self._closing.set()

@@ -24,7 +24,7 @@ from lockstep.wire.buckets import WireError
 _POLL_SECONDS = 0.0003
 _STORE_SECONDS = 10.0
 _ABORT_SECONDS = 10.0
-"""How long the end of this process waits for the abort of nccl; a second is usual."""
+"""How long the end of this process waits for aborts of nccl."""
 _NCCL_WATCHDOG = timedelta(days=1)
 """torch ends the process whose nccl collective takes longer; ours are aborted at an earlier deadline."""
 
@@ -49,6 +49,16 @@ def host_store(address: str = "127.0.0.1", *, seconds: float = _STORE_SECONDS) -
         master_listen_fd=listener.detach(),
         use_libuv=True,
     )
+
+
+_aborts: list[threading.Thread] = []
+
+
+@atexit.register
+def _await_aborts() -> None:
+    until = time.monotonic() + _ABORT_SECONDS
+    for thread in _aborts:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class Group:
@@ -123,7 +133,7 @@ class Group:
         thread = threading.Thread(target=_end, args=(group, work), name=f"abort {self.name}", daemon=True)
         thread.start()
         if not isinstance(group, ProcessGroupGloo):
-            atexit.register(thread.join, _ABORT_SECONDS)
+            _aborts.append(thread)
 
     def _meet(self, number: int, late: Callable[[], bool]) -> None:
         """Wait until all ranks have arrived; rank 0 checks that."""
