@@ -102,7 +102,7 @@ def test_a_node_is_asked_for_what_is_beside_its_ranks_and_shows_all_of_it_to_the
     assert ray._bundle(placement) == {"CPU": 6, "GPU": 6}
     there = {"gpus": ["GPU-a", "GPU-b", "GPU-c", "GPU-d", "GPU-e", "GPU-f"], "cpus": 24}
     shown = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f"}
-    assert ray._devices(there, placement) == shown and ray._threads(there, placement) == 4
+    assert ray._devices(there, placement) == shown and ray._threads(there, placement) == 12
     on_cpus = Placement(nodes=1, per_node=2, per_rank=2)
     assert ray._bundle(on_cpus) == {"CPU": 4} and ray._devices(there, on_cpus) == {}
 

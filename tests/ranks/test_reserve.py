@@ -39,8 +39,13 @@ print("rank", rank, "of generation", number)
 if number == 0 and sys.argv[2] != "none":
     (copies / "step-000001").mkdir(exist_ok=True)
     (copies / "step-000001" / f"complete-{rank}.json").write_text("{}")
-    while len(waits := [path.read_text() for path in Path(sys.argv[1]).glob("waits-*")]) < 2 or "" in waits:
+    waits = ["", ""]
+    if sys.argv[2] == "alone":
+        time.sleep(1.5)  # somebody could begin to wait
+        waits = []
+    while "" in waits or 0 < len(waits) < 2:
         time.sleep(0.02)
+        waits = [path.read_text() for path in Path(sys.argv[1]).glob("waits-*")] or [""]
     while sys.argv[2] == "fails" and any(psutil.Process(int(pid)).status() != "zombie" for pid in waits):
         time.sleep(0.02)
 if number == 0:
@@ -84,9 +89,10 @@ def test_why_one_that_waited_has_failed_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "logs" / "reserve").exists()
 
 
-@pytest.mark.parametrize("standby", [True, False])
-def test_without_a_copy_nobody_waits(tmp_path: Path, standby: bool) -> None:
-    assert not any(line["waited"] for line in heal(tmp_path, "none", standby=standby))
+@pytest.mark.parametrize(("what", "standby"), [("none", True), ("alone", False)])
+def test_nobody_waits_without_a_copy_or_where_it_is_set_so(tmp_path: Path, what: str, standby: bool) -> None:
+    assert not any(line["waited"] for line in heal(tmp_path, what, standby=standby))
+    assert not list(tmp_path.glob("waits-*"))
 
 
 def spawn(rank: int, environment: Mapping[str, str]) -> Child:
@@ -142,9 +148,11 @@ def test_the_end_ends_who_waits(tmp_path: Path) -> None:
         (child,) = filled(reserve, tmp_path, subprocess.DEVNULL)
         assert child.poll() is None
     assert child.poll() is not None
-    with Reserve(tmp_path) as reserve:  # before there is a new copy
-        reserve.refill(spawn, [{}])
-    assert reserve.take([{}]) == {}
+    started: list[int] = []
+    with Reserve(tmp_path) as reserve:  # the copy that is there is of the generation before
+        reserve.refill(lambda rank, _: started.append(rank), [{}])
+        time.sleep(1.5)
+    assert not started
 
 
 def test_one_that_cannot_be_started_is_told_and_done_without(

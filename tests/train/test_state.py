@@ -18,7 +18,7 @@ from lockstep.config.model import LoraConfig
 from lockstep.errors import CheckpointError
 from lockstep.train.local import LocalBackend
 from lockstep.train.state.copies import CopySpace, PendingCopy
-from lockstep.train.state.files import write_tensors
+from lockstep.train.state.files import TensorFile, write_tensors
 from lockstep.train.state.rng import restore_rng_state, rng_state
 
 LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.3, target_modules=("q_proj", "v_proj"))
@@ -501,3 +501,9 @@ def test_generators_that_have_no_valid_state_change_nothing(make_backend, tmp_pa
         make_backend().load(tmp_path)
     after = rng_state()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+
+def test_what_could_not_be_loaded_is_not_written(tmp_path):
+    with raises(CheckpointError, "wrong-type: counts"):
+        TensorFile(tmp_path / "model.safetensors", {"counts": ((2,), torch.uint16)})
+    assert not list(tmp_path.iterdir())

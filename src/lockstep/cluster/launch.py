@@ -175,7 +175,11 @@ def check_nodes(provider: Provider, placement: Placement) -> None:
     """
     kind = "gpus" if placement.gpus else "slots"
     nodes = provider.nodes()
-    fitting = [n for n in nodes if (n.gpus if placement.gpus else n.cpus) >= placement.devices]
+    fitting = [
+        n
+        for n in nodes
+        if n.cpus >= placement.devices and (n.gpus >= placement.devices or not placement.gpus)
+    ]
     if len(fitting) < placement.nodes:
         has = "; ".join(f"{n.name}: {n.cpus} CPUs, {n.gpus} GPUs" for n in nodes) or "none"
         needs, lower = "", f"cluster.nodes or cluster.{kind}"

@@ -567,7 +567,8 @@ def _devices(there: Mapping[str, Any], placement: Placement) -> dict[str, str]:
 
 
 def _threads(there: Mapping[str, Any], placement: Placement) -> int:
-    return max(1, int(there["cpus"]) // placement.devices)
+    """Of each rank; they decide bits, so they do not depend on what else has GPUs of its own."""
+    return max(1, int(there["cpus"]) // placement.per_node)
 
 
 def _compare(there: Sequence[Mapping[str, Any]]) -> None:

@@ -65,7 +65,7 @@ class ClusterConfig(Config):
     """With peer_copy: how often in a run. Then a death ends it."""
     standby: bool = True
     """With peer_copy: a process per rank that has imported everything waits, from the first copy on, to take
-    the place of one that dies. It needs no GPU, and some 0.5 GB of host memory."""
+    the place of one that dies. It needs no GPU, and some 0.4 GB of host memory."""
     copy_dir: FilePath | None = None
     """With peer_copy: a folder in memory (tmpfs), on each node, with room for two copies of the state of all
     ranks; None: /dev/shm."""

@@ -136,6 +136,7 @@ class World:
         """Where the processes of several ranks meet; of rank 0."""
         self._begun: dict[str, Future[Reply]] = {}
         """By name of the call."""
+        self._closed = False
 
     @property
     def name(self) -> str:
@@ -210,6 +211,7 @@ class World:
 
     def close(self) -> None:
         """End the process of this rank. Idempotent."""
+        self._closed = True
         self._server.stop()
         self._store = None
 
@@ -226,7 +228,8 @@ class World:
             except Unreachable as sign:
                 ended = self._server.wait_ended(_DEATH_SECONDS)
                 if ended is not None:
-                    self._tell_others()
+                    if not self._closed:  # else a call that nobody waits for any more has seen the end
+                        self._tell_others()
                     text = f"the {self.name} {ended}, at {name}. {self._server.log_text()}"
                     return Reply(death=WorldDied(text, code="process-died", roles=self.roles))
                 if tried < _TRIES:

@@ -156,14 +156,14 @@ class RemoteEngine(ReceivingEngine):
         """Count a request of a sample."""
         self._attempts[job.id] = self._attempts.get(job.id, 0) + 1
 
-    def request_again(self, job: Job, tries: Counter[str]) -> None:
-        """Count in a flow's `tries` that the connection of a sample broke. Raises EngineError the third
-        time."""
+    def request_again(self, job: Job, tries: Counter[str], sign: HttpError) -> None:
+        """Count in a flow's `tries` that the connection of a sample broke, by this sign. Raises EngineError
+        the third time."""
         tries[job.id] += 1
         if tries[job.id] == _TRIES:
             raise EngineError(
-                f"engine {self.name} is running but broke the connection of one sample {_TRIES} times"
-                f"{self._log_text()}",
+                f"engine {self.name} is running but broke the connection of one sample {_TRIES} times: "
+                f"{sign}{self._log_text()}",
                 code="unreachable",
                 tries=_TRIES,
             )
@@ -483,7 +483,8 @@ class _PostFlow:
                 self.watch.news()
                 self._end(job, sample)
                 continue
-            engine.request_again(job, self._tries)
+            assert isinstance(reply, HttpError)
+            engine.request_again(job, self._tries, reply)
             self._batch.submit(job.id, engine._driver.generate_path, body)
         if self._jobs:
             self.watch.check(len(self._jobs))

@@ -141,7 +141,8 @@ def reply_errors(what: str, **fields: Any) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"no field {error}" if isinstance(error, KeyError) else f"{kind}{error}"
         raise BadReply(f"{what}: {reason}", code="bad-reply", reason=reason, **fields) from error
 
 

@@ -242,7 +242,7 @@ class _Flow:
             return
         self._engine.broken(event)
         for partial in wave.values():
-            self._engine.request_again(partial.job, self._tries)
+            self._engine.request_again(partial.job, self._tries, event)
             self._waiting.append(partial.job)
 
     def _end(self, job: Job, sample: Sample) -> None:

@@ -258,11 +258,11 @@ class _Machine:
             raise
         except _DAMAGE as error:
             cause = f"{type(error).__name__}: {str(error)[:100]}"
-            what = f"or no pickle: {name} before byte {self.file.tell()} ({cause}); copy the file again"
+            what = f"not a whole pickle: {name} before byte {self.file.tell()} ({cause}); copy the file again"
             raise damaged(self.where, what) from error
 
     def _bad(self, what: str) -> NoReturn:
-        raise damaged(self.where, f"or no pickle: {what} before byte {self.file.tell()}", reason=what)
+        raise damaged(self.where, f"not a whole pickle: {what} before byte {self.file.tell()}", reason=what)
 
     def _refuse(self, name: str) -> NoReturn:
         what = _REFUSED.get(name, _OLD)

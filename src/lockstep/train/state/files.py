@@ -26,6 +26,8 @@ from lockstep.observe.text import printable
 
 # A part is written while a thread hashes it: large enough that handing it over costs nothing beside that.
 _CHUNK = 1 << 24
+STATE_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
+"""Of tensors that a train state may have, by their names in safetensors."""
 _MAX_JSON = 1 << 26
 """Bytes; state.json names each tensor of the model and the optimizer."""
 
@@ -46,6 +48,9 @@ class TensorFile:
     and the hash is of the bytes that were meant, not of what a disk gives back. `close` waits until the file
     is on the disk. All methods raise OSError when the disk is full or the like; what was written stays for
     the caller to remove.
+
+    Raises:
+        CheckpointError: a tensor has a dtype that no train state may have.
     """
 
     def __init__(
@@ -55,6 +60,14 @@ class TensorFile:
         *,
         in_memory: bool = False,
     ) -> None:
+        for name, (_, dtype) in tensors.items():
+            if NAMES.get(dtype) not in STATE_DTYPES:  # it could not be loaded again
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is {dtype}, which no train state has; keep it out of the "
+                    "model's state (register_buffer(..., persistent=False))",
+                    code="wrong-type",
+                    name=name,
+                )
         self._left = dict(tensors)
         head = file_head({name: (NAMES[t], shape) for name, (shape, t) in tensors.items()}, {"format": "pt"})
         self._file = _HashingFile(path, in_memory=in_memory).__enter__()

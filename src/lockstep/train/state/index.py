@@ -16,7 +16,14 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.observe.tensor_file import DTYPES, NAMES
-from lockstep.train.state.files import FileRecord, check_record, is_count, read_json, read_record
+from lockstep.train.state.files import (
+    STATE_DTYPES,
+    FileRecord,
+    check_record,
+    is_count,
+    read_json,
+    read_record,
+)
 from lockstep.train.state.parts import MASTER, MODEL, TensorMeta
 
 FORMAT = "lockstep-train-state"
@@ -25,8 +32,6 @@ STATE = "state.json"
 _V1_FILES = {"model.safetensors", "optimizer.safetensors", "rng.safetensors"}
 _FILE = re.compile(r"(model|optimizer|rng)(-\d{5,}-of-\d{5,})?\.safetensors")
 _MAX_RANKS = 1 << 20
-_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
-"""Of tensors that a train state may have."""
 
 
 def rank_file(stem: str, suffix: str, *, rank: int, size: int) -> str:
@@ -206,7 +211,7 @@ class StoredTensors:
             for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
                 part = opened.get_slice(key)
                 dtype, shape = str(part.get_dtype()), tuple(part.get_shape())
-                if dtype not in _DTYPES:
+                if dtype not in STATE_DTYPES:
                     raise CheckpointError(
                         f"{path}: tensor {key!r} is {dtype}, which no train state has",
                         code="wrong-type",
