@@ -25,6 +25,7 @@ import psutil
 import pytest
 from starting import ray_nodes
 
+from lockstep.ranks.environment import TURN
 from lockstep.ranks.hang import examine, find_records
 
 if importlib.util.find_spec("ray") is None:
@@ -221,13 +222,16 @@ def test_a_killed_rank_is_healed_and_ctrl_c_then_saves_and_leaves_nothing(
             command("grpo", out, *map(str, flags)), env=environment(cache), stdout=file, stderr=file
         ) as process,
     ):
-        os.kill(ranks_of(out, process)[1], signal.SIGKILL)
-        until = time.monotonic() + SECONDS
-        while "restart 1 of 3: " not in said.read_text():
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        process.wait(SECONDS)
+        try:
+            os.kill(ranks_of(out, process)[1], signal.SIGKILL)
+            until = time.monotonic() + SECONDS
+            while "restart 1 of 3: " not in said.read_text():
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            process.wait(SECONDS)
+        finally:
+            process.kill()  # else a run of a million steps is waited for
     text = said.read_text()
     assert process.returncode == 130 and "train: interrupted" in text
     assert "rank 1 of 2 was killed by SIGKILL" in text
@@ -254,6 +258,7 @@ def ranks_of(out: Path, process: subprocess.Popen[Any]) -> list[int]:
             "supervisor.py" not in " ".join(words)
             and words[1:4] == ["-u", "-m", "lockstep"]
             and str(out) in words
+            and TURN not in each.environ()  # it waits to be a rank
         ):
             found[int(each.environ()["RANK"])] = each.pid
     return [found[rank] for rank in sorted(found)]
