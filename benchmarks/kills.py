@@ -37,6 +37,7 @@ import psutil
 import torch
 
 from lockstep.observe.ledger import check_ledger
+from lockstep.ranks.environment import TURN
 
 DEADLINE = 300.0
 """Seconds that one run may take."""
@@ -149,11 +150,11 @@ def chosen(pid: int, one: random.Random | None) -> tuple[str, psutil.Process]:
     kinds = {"driver": [driver]}
     for child in driver.children(recursive=True):
         try:
-            words = " ".join(child.cmdline())
+            words, waits = " ".join(child.cmdline()), TURN in child.environ()
         except psutil.NoSuchProcess:
             continue
         if words:
-            kinds.setdefault(kind_of(words), []).append(child)
+            kinds.setdefault("waiting" if waits else kind_of(words), []).append(child)
     kind = one.choice(sorted(kinds))
     return kind, one.choice(kinds[kind])
 
