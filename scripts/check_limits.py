@@ -37,7 +37,7 @@ BUDGETS = {
     "rollout": 3_154,
     "models": 2_877,
     "config": 2_850,
-    "ranks": 2_370,
+    "ranks": 2_374,
     "observe": 2_069,
     "invariant": 1_190,
     "data": 1_330,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.ranks import watchdog
 from lockstep.ranks.hang import examine
 from lockstep.ranks.launch import HANG_FILE, launch_command
 from lockstep.ranks.watchdog import Watchdog, signs
@@ -97,3 +98,14 @@ def ticks(seconds: float):
     while time.monotonic() < until:
         yield
         time.sleep(0.02)
+
+
+def test_ranks_that_never_begin_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "START_SECONDS", 30.0)
+    clock = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    dog = Watchdog(lambda _: [], seconds=10.0)
+    stalled = []
+    for clock[0] in (115.0, 129.0, 131.0):
+        stalled.append(dog.stalled())
+    assert stalled == [False, False, True]

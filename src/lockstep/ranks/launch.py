@@ -514,6 +514,8 @@ class Launch:
 
     def _explain_hang(self, seconds: float) -> int:
         lines = [f"lockstep: no rank has made progress for {seconds:g} s; the run was ended"]
+        if self._hang is None:
+            lines.append(f"none has come so far as to keep a record; what they said is in {self.log_dir}")
         self._print(lines + self._hang_lines())
         return 1
 

@@ -28,6 +28,9 @@ _COMPUTES = 0.05
 """Share of a core above which a rank outside of collectives computes."""
 _LOOKS = 20
 """Looks per deadline."""
+START_SECONDS = 600.0
+"""How long all ranks may be without a record, as before they have imported what they need, where the deadline
+is shorter."""
 # A twentieth of half an hour, a usual deadline, would report a hang 90 s late.
 _LONGEST_PAUSE = 15.0
 
@@ -84,7 +87,8 @@ class Watchdog:
         self._signs: dict[int, Signs] = {}
 
     def stalled(self) -> bool:
-        """Return whether nothing has made progress for `seconds`. Looks a few times per deadline."""
+        """Return whether nothing has made progress for `seconds`, or nobody has begun for START_SECONDS.
+        Looks a few times per deadline."""
         now = time.monotonic()
         if now - self._looked < self.pause:
             return False
@@ -94,7 +98,7 @@ class Watchdog:
         if any(progress):
             self._progress = now
         self._looked = now
-        return bool(seen) and now - self._progress > self.seconds
+        return now - self._progress > (self.seconds if seen else max(self.seconds, START_SECONDS))
 
     def _has_progress(self, now: Signs, passed: float) -> bool:
         before, self._signs[now.rank] = self._signs.get(now.rank), now
