@@ -1,7 +1,7 @@
 """Size limits: what a reader has to hold in mind at once, and what a clone has to download.
 
-function <= 80 lines and 99 of 100 <= 50, file <= 800 lines, <= 6 parameters (self and cls not counted), each
-package of src/lockstep within its budget of code lines (BUDGETS), tracked files <= 12 MiB
+function <= 80 lines and 99 of 100 <= 50, file <= 800 lines, <= 6 parameters (self and cls not counted), tracked
+files <= 12 MiB
 
 A signature that others dictate says so in its first line: `def forward(  # signature: torch's flash op`.
 Parameters of test_ functions are fixtures and cases that pytest fills in: they are not counted.
@@ -27,48 +27,16 @@ MAX_PARAMETERS = 6
 MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 
-BUDGETS = {
-    "lab": 11_300,
-    "engine": 7_503,
-    "recording": 5_046,
-    "cli": 4_672,
-    "train": 4_317,
-    "loop": 5_503,
-    "rollout": 3_154,
-    "models": 2_877,
-    "config": 2_850,
-    "ranks": 2_374,
-    "observe": 2_069,
-    "invariant": 1_190,
-    "data": 1_330,
-    "attention": 1_140,
-    "algorithms": 970,
-    "packing": 920,
-    "cluster": 1_135,
-    "execution": 642,
-    "transfer": 710,
-    "wire": 610,
-    "ops": 610,
-    "processes": 510,
-    "schema": 529,
-    "protocols": 383,
-    ".": 270,
-}
-"""Lines of code per package of src/lockstep ("." is the files beside the packages). A change that makes a
-package smaller lowers its budget; one that needs more raises it in the same commit, for a reviewer to see."""
-
 
 def main(argv: list[str]) -> int:
     """Print every excess, or with --count the sizes; 0 when there is no excess."""
     root = Path(__file__).resolve().parents[1]
     files = [path for path in tracked(root) if path.is_file()]
-    packages = count_packages(files, root / "src" / "lockstep")
     if argv == ["--count"]:
-        print(table(packages))
+        print(table(count_packages(files, root / "src" / "lockstep")))
         return 0
     excesses = [line for path in files if path.suffix == ".py" for line in check_python(path, root)]
     excesses += check_p99(files, root / "src" / "lockstep")
-    excesses += check_budgets(packages, BUDGETS)
     excesses += check_bytes({path: path.stat().st_size for path in files}, root)
     print("\n".join(excesses) if excesses else f"limits hold in {len(files)} tracked files")
     return 1 if excesses else 0
@@ -110,15 +78,6 @@ def check_p99(files: Iterable[Path], source: Path) -> Iterator[str]:
     )
     if lengths and (p99 := lengths[-1 - len(lengths) // 100]) > MAX_P99_LINES:
         yield f"src: the 99th percentile of function lengths is {p99} lines, at most {MAX_P99_LINES}"
-
-
-def check_budgets(packages: Mapping[str, Lines], budgets: Mapping[str, int]) -> Iterator[str]:
-    """Packages with more lines of code than their budget, and those that have none."""
-    for name, lines in packages.items():
-        if name not in budgets:
-            yield f"src/lockstep/{name} has no budget; add it to BUDGETS"
-        elif lines.code > budgets[name]:
-            yield f"src/lockstep/{name}: {lines.code} lines of code, its budget is {budgets[name]}"
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
