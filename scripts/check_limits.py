@@ -1,7 +1,7 @@
 """Size limits: what a reader has to hold in mind at once, and what a clone has to download.
 
-function <= 80 lines and 99 of 100 <= 50, file <= 800 lines, <= 6 parameters (self and cls not counted), tracked
-files <= 12 MiB
+function <= 80 lines and 99 of 100 <= 50, file <= 800 lines, <= 6 parameters (self and cls not counted),
+tracked files <= 12 MiB
 
 A signature that others dictate says so in its first line: `def forward(  # signature: torch's flash op`.
 Parameters of test_ functions are fixtures and cases that pytest fills in: they are not counted.

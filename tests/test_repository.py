@@ -26,6 +26,8 @@ def load_script(name: str) -> ModuleType:
 
 
 limits = load_script("check_limits")
+check_python = load_script("check_python")
+lowest_versions = load_script("lowest_versions")
 
 
 def tracked_texts() -> list[tuple[str, str]]:
@@ -90,6 +92,25 @@ def test_one_function_in_a_hundred_may_be_long(tmp_path: Path) -> None:
     assert list(limits.check_p99([file], tmp_path)) == [
         "src: the 99th percentile of function lengths is 51 lines, at most 50"
     ]
+
+
+def test_lower_bounds_become_pins() -> None:
+    text = (
+        '[project]\ndependencies = ["a>=1.2", "b[c]>=3"]\n[project.optional-dependencies]\nx = ["d>=1rc1"]\n'
+    )
+    assert lowest_versions.lowest(text, ["x"]) == ["a==1.2", "b[c]==3", "d==1rc1"]
+    with pytest.raises(ValueError, match="a>1"):
+        lowest_versions.lowest('[project]\ndependencies = ["a>1"]\n', [])
+
+
+def test_patch_releases_of_python_are_told_apart() -> None:
+    used = "with tarfile.open(x) as a:\n    a.extractall(y, filter='data')\nfrom tarfile import data_filter\n"
+    assert sorted(check_python.check(used, "a.py")) == [
+        "a.py:2: extractall(filter=) came with Python 3.11.4",
+        "a.py:3: data_filter came with Python 3.11.4",
+    ]
+    assert list(check_python.check("a.extractall(y)\nfilter(f, x)\n", "a.py")) == []
+    assert check_python.main() == 0
 
 
 def test_import_layers_hold() -> None:

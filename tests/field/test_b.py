@@ -3,6 +3,17 @@
 Each case is a row: input, expected value, and the source of the expected value.
 """
 
+from __future__ import annotations
+
+import contextlib
+import io
+import tarfile
+
+import pytest
+from raising import raises
+
+from lockstep.errors import RecordingError
+from lockstep.recording import corpus
 
 # 14. LoRA targets
 
@@ -65,6 +76,37 @@ Each case is a row: input, expected value, and the source of the expected value.
 
 
 # 36. The lowest supported Python
+
+
+@pytest.mark.parametrize(
+    ("member", "expected"),
+    [
+        # Python 3.11.2 has no TarFile.extractall(filter=). Source: PEP 706, on `filter="data"`.
+        (("corpus/a.json", tarfile.REGTYPE, ""), {"corpus/a.json"}),
+        (("corpus", tarfile.DIRTYPE, ""), set()),
+        (("../a.json", tarfile.REGTYPE, ""), None),
+        (("/tmp/a.json", tarfile.REGTYPE, ""), None),
+        (("corpus/a.json", tarfile.SYMTYPE, "/etc/passwd"), None),
+        (("corpus/a.json", tarfile.LNKTYPE, "/etc/passwd"), None),
+        (("corpus/a.json", tarfile.FIFOTYPE, ""), None),
+    ],
+)
+def test_the_shipped_archive_is_unpacked_by_every_python(member, expected, tmp_path):
+    """The files that are written, or None: refused."""
+    packed = io.BytesIO()
+    name, kind, target = member
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, target
+        archive.addfile(info)
+    packed.seek(0)
+    refused = raises(RecordingError, f"damaged-file: {corpus.ARCHIVE.name}")
+    with tarfile.open(fileobj=packed) as archive, refused if expected is None else contextlib.nullcontext():
+        corpus._extract(archive, tmp_path)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir()} == (
+        expected or set()
+    )
+
 
 # end of 36
 

@@ -51,7 +51,7 @@ def raises_huge(prompt, completion, row):
     raise ValueError("\\x1b]0;pwn\\x07" + "x" * (1 << 24))
 
 def scribbles(prompt, completion, row):
-    for fd in range(3, 64):
+    for fd in beyond_stderr():
         try:
             os.write(fd, b'\\x12\\0\\0\\0{"score": 0.12345}')
         except OSError:
@@ -59,8 +59,16 @@ def scribbles(prompt, completion, row):
     return 1.0
 
 def closes(prompt, completion, row):
-    os.closerange(3, 64)
+    for fd in beyond_stderr():
+        try:
+            os.close(fd)
+        except OSError:  # that of the list itself
+            pass
     return 1.0
+
+def beyond_stderr():
+    # A pipe keeps the number it had in the parent, which may have many files open.
+    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
 
 def imports(prompt, completion, row):
     import no_such_module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tarfile
 import tempfile
 from pathlib import Path
@@ -45,6 +46,31 @@ def corpus_path() -> Path:
     return folder
 
 
+def _extract(archive: tarfile.TarFile, folder: Path) -> None:
+    """Write the regular files of `archive` below `folder`: TarFile.extractall has no `filter` before Python
+    3.11.4, and without one it follows any name.
+
+    Raises:
+        RecordingError: the archive holds something else, or a name that leads out of `folder`.
+    """
+    for member in archive:
+        path = folder / member.name
+        if member.isdir():
+            continue
+        if not member.isfile() or not path.resolve().is_relative_to(folder.resolve()):
+            raise RecordingError(
+                f"{ARCHIVE}: {member.name!r} is not a file below the archive's folder; install lockstep-rl "
+                "again",
+                code="damaged-file",
+                path=ARCHIVE,
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = archive.extractfile(member)
+        assert data is not None  # isfile() says so
+        with data, path.open("wb") as file:
+            shutil.copyfileobj(data, file)
+
+
 def _unpack(folder: Path) -> None:
     """Make `folder`: readers see all of it or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +78,7 @@ def _unpack(folder: Path) -> None:
         tempfile.TemporaryDirectory(prefix=".corpus-", dir=folder.parent) as temporary,
         tarfile.open(ARCHIVE) as archive,
     ):
-        archive.extractall(temporary, filter="data")
+        _extract(archive, Path(temporary))
         try:
             (Path(temporary) / "corpus").rename(folder)
         except OSError:  # another process was faster; its files are the same
