@@ -210,6 +210,7 @@ CODES = {
     "unsupported-sampling": "The engine cannot honour a sampling parameter.",
     "unrequested-abort": "The engine aborted samples and was not asked to; somebody else uses it.",
     "not-authenticated": "A token or a secret is missing or wrong, or a cluster asks nobody for one.",
+    "not-ours": "Another user of the machine owns or may change a file or folder that has to be ours alone.",
     "not-finite": "A loss, a gradient, a score or a logprob is NaN or infinite.",
     "out-of-memory": "The memory of a device or of the machine is too small. The message says what to lower.",
     "no-gradients": "There are no gradients to step with.",
