@@ -3,6 +3,21 @@
 Each case is a row: input, expected value, and the source of the expected value.
 """
 
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.observe.flight import FlightRecorder
+from lockstep.processes.jobs import JobProcess
+from lockstep.ranks import second_look
+from lockstep.ranks.hang import children_of
 
 # 1. The tools and chat_template_kwargs of a row
 
@@ -60,6 +75,82 @@ Each case is a row: input, expected value, and the source of the expected value.
 
 
 # 12. Lockstep hang on a living run
+
+
+class TwoRanks:
+    """Two records of this process; rank 0 has left a gather to which rank 1 has not come."""
+
+    def __init__(self, folder: Path) -> None:
+        self.recorders = [FlightRecorder(folder, rank=rank, world_size=2) for rank in (0, 1)]
+        self.labels = []
+        for each in self.recorders:
+            each.note(step=1, phase="metrics")
+            each.introduce("0", [0, 1])
+            self.labels.append(each.label("gather", group="0", shapes="[2] int64"))
+            each.leave(each.enter(self.labels[-1]))
+        self.enter(0)
+
+    def enter(self, rank: int) -> None:
+        self.recorders[rank].enter(self.labels[rank])
+
+    def beat(self, rank: int) -> None:
+        self.recorders[rank].note(completions=[1, 2])
+
+    def close(self) -> None:
+        for each in self.recorders:
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "expected"),
+    [
+        # what moved between the looks, and the last line: by hand
+        (lambda ranks: ranks.enter(1), "hang: none, the run makes progress"),
+        (lambda ranks: ranks.beat(1), "hang: none, the run makes progress"),
+        (lambda ranks: ranks.enter(0), "hang: none, the run makes progress"),
+        (lambda ranks: None, "hang: unknown, rank 1"),
+    ],
+    ids=["it came", "it beats", "the other goes on", "nothing"],
+)
+def test_hang_accuses_no_rank_that_moves(
+    meanwhile: Callable[[TwoRanks], None],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ranks = TwoRanks(tmp_path / "logs/flight")
+    clock = iter((0.0, 5.0))
+    fake = SimpleNamespace(sleep=lambda _: meanwhile(ranks), monotonic=lambda: next(clock))
+    monkeypatch.setattr(second_look, "time", fake)
+    try:
+        assert main(["hang", str(tmp_path), "--no-stacks"]) == 0
+    finally:
+        ranks.close()
+    assert capsys.readouterr().out.splitlines()[-1] == expected
+
+
+def test_a_slow_step_is_no_hang(tmp_path: Path) -> None:
+    """Expected: CPU time above a twentieth of a core is progress, but not inside a collective; by hand."""
+    signs = {"rank": 0, "counts": (1, 1, 1.0)}
+    for inside, used, moves in ((False, 1.0, True), (False, 0.1, False), (True, 4.9, False)):
+        before = second_look.Signs(**signs, inside=inside, cpu=10.0)
+        now = second_look.Signs(**signs, inside=inside, cpu=10.0 + used)
+        assert bool(second_look.progress(before, now, 5.0)) == moves
+
+
+def test_children_have_names_that_a_person_can_read() -> None:
+    """Expected: the role that the child was given, not the program on its command line."""
+    job = JobProcess("lockstep.observe.template_child", role="render")
+    try:
+        until = time.monotonic() + 60
+        while not (mine := [each for each in children_of(os.getpid()) if "(lockstep:render)" in each]):
+            assert time.monotonic() < until, children_of(os.getpid())
+            time.sleep(0.05)
+        assert not any("guard" in each for each in mine)
+    finally:
+        job.end()
+
 
 # end of 12
 

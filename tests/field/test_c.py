@@ -3,6 +3,27 @@
 Each case is a row: input, expected value, and the source of the expected value.
 """
 
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import crafted
+import pytest
+from raising import raises
+
+from lockstep.cli.main import main
+from lockstep.errors import DataError
+from lockstep.observe import flight
+from lockstep.observe.holder import process_start
+from lockstep.ranks.hang import examine
 
 # 26. The address of a local cluster
 
@@ -21,6 +42,47 @@ Each case is a row: input, expected value, and the source of the expected value.
 
 # 29. The process that a file names
 
+
+@contextmanager
+def stranger(*, stopped: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of somebody else, which SIGUSR2 and SIGTERM end."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_hang_signals_only_the_process_that_holds_the_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Expected: the process lives, and counts as gone; by hand."""
+    with stranger() as process:
+        path = crafted.record(tmp_path / "logs/flight", world_size=1)
+        crafted.name_process(path, process.pid)
+        record = flight.read(path)
+        assert (record.pid, record.answers) == (process.pid, True)
+        assert flight.state(record.pid, record.born) is not None  # its start time is right
+        assert main(["hang", str(tmp_path), "--seconds", "0.1"]) == 0
+        time.sleep(0.3)  # a signal that was sent has ended it by now
+        assert process.poll() is None
+    assert f"rank 0: pid {process.pid} has gone" in capsys.readouterr().out
+
+
+def test_stop_signals_only_the_process_that_holds_the_lock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Expected: the process lives, and the run has died; by hand."""
+    (tmp_path / "config.toml").write_text("steps = 9\n")
+    with stranger() as process:
+        owner = {"pid": process.pid, "started": process_start(process.pid), "host": socket.gethostname()}
+        (tmp_path / "lock").write_text(json.dumps(owner))
+        assert main(["stop", str(tmp_path), "--timeout", "1"]) != 0
+        time.sleep(0.3)
+        assert process.poll() is None
+    assert "nothing to stop, the run is died" in capsys.readouterr().err
+
+
 # end of 29
 
 
@@ -35,6 +97,71 @@ Each case is a row: input, expected value, and the source of the expected value.
 
 
 # 32. Shared memory and flight files
+
+
+@pytest.fixture
+def deadline() -> Iterator[None]:
+    """A call that waits for ever fails."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("deadline")
+@pytest.mark.parametrize(("damage", "code"), crafted.DAMAGES.values(), ids=list(crafted.DAMAGES))
+def test_a_flight_record_that_no_run_writes_is_named(
+    damage: Callable[[Path], None], code: str, tmp_path: Path
+) -> None:
+    """Expected: an error that names the file; by hand."""
+    for rank in (0, 1):
+        path = crafted.record(tmp_path / "flight", rank=rank)
+    damage(path)
+    with raises(DataError, code) as caught:
+        examine(tmp_path / "flight")
+    assert "rank-1.flight" in str(caught.value)
+
+
+@pytest.mark.usefixtures("deadline")
+@pytest.mark.parametrize("damage", crafted.HARMLESS.values(), ids=list(crafted.HARMLESS))
+def test_a_record_with_odd_values_is_reported(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    """Expected: a report of both ranks, as text and as JSON; by hand."""
+    for rank in (0, 1):
+        path = crafted.record(tmp_path, rank=rank)
+    damage(path)
+    report = examine(tmp_path)
+    assert [each.rank for each in report.ranks] == [0, 1]
+    assert "rank 1: pid" in report.text() and len(report.as_dict()["ranks"]) == 2
+
+
+@pytest.mark.usefixtures("deadline")
+def test_stacks_name_no_file_that_is_read(tmp_path: Path) -> None:
+    """Expected: no text of a file that is no source, and no wait for a fifo; by hand."""
+    secret, fifo = tmp_path / "secret", tmp_path / "fifo.py"
+    secret.write_text("the secret\n")
+    os.mkfifo(fifo)
+    for name in (secret, fifo):
+        assert crafted.frame(name).source == ""
+
+
+@pytest.mark.usefixtures("deadline")
+@pytest.mark.parametrize("name", ["lock", "config.toml", "summary.json", "metrics.jsonl"])
+def test_a_fifo_in_a_run_directory_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Expected: an error that names it; by hand."""
+    (tmp_path / "config.toml").write_text("steps = 9\n")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    for command in ("status", "stop"):
+        assert main([command, str(tmp_path)]) != 0
+        assert name in capsys.readouterr().err
+
 
 # end of 32
 

@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(folder: Path) -> list[JobProcess]:
-    processes = [JobProcess("sociable", str(folder), name, NAMES) for name in NAMES]
+    processes = [JobProcess("sociable", str(folder), name, NAMES, role="test") for name in NAMES]
     for process in processes:
         assert process.exchange({}, seconds=60) == {}
     return processes
@@ -86,7 +86,7 @@ def test_a_traceback_is_asked_for_before_it_is_ended(tmp_path: Path, monkeypatch
     (tmp_path / "stalling.py").write_text(STALLS)
     monkeypatch.syspath_prepend(tmp_path)
     with (tmp_path / "log").open("wb") as log:
-        process = JobProcess("stalling", output=log.fileno(), traceback=True)
+        process = JobProcess("stalling", role="test", output=log.fileno(), traceback=True)
     pids = process.exchange({}, seconds=60)["pids"]
     with pytest.raises(TimeoutError, match=r"^took longer than 0.3 s$"):
         process.exchange({}, seconds=0.3)
@@ -121,5 +121,5 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor(folder: Path) -> 
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(OSError, check=lambda error: error.errno == errno.E2BIG):
-            JobProcess("sociable", "x" * 200_000)
+            JobProcess("sociable", "x" * 200_000, role="test")
     assert len(os.listdir("/proc/self/fd")) == before

@@ -12,19 +12,23 @@ from collections.abc import Sequence
 from lockstep.cli import arguments as values
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
-from lockstep.ranks.hang import examine, find_records
+from lockstep.ranks.hang import find_records
+from lockstep.ranks.second_look import PROGRESS, SECONDS, examine_twice
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0: the report is about the run as it is, and whether it hangs is for the reader to say."""
+    """Exit status 0: the report is about the run as it is."""
     arguments = _parser().parse_args(argv)
     check_writable(arguments.json)
-    report = examine(find_records(arguments.run), stacks=not arguments.no_stacks)
+    report = examine_twice(
+        find_records(arguments.run), seconds=arguments.seconds, stacks=not arguments.no_stacks
+    )
     echo(report.text())
     if arguments.json is not None:
         write_json(arguments.json, report.as_dict())
     who = ", ".join(map(str, report.culprits))
-    echo(f"hang: {report.cause}" + (f", rank {who}" if who else ""))
+    cause = "none, the run makes progress" if report.cause == PROGRESS else report.cause
+    echo(f"hang: {cause}" + (f", rank {who}" if who else ""))
     return 0
 
 
@@ -32,10 +36,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep hang",
         "Say what every rank of a run is doing: its phase, its last collective, its stack. "
-        "The run may be running, hang, be stopped, or have ended; it is not disturbed.",
+        "The run may be running, hang, be stopped, or have ended; it is not disturbed. Ranks that run are "
+        "looked at twice: what moved in between does not hang.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)
+    flags.value(
+        "--seconds", values.above_zero, "how long to wait between the two looks", SECONDS, metavar="SECONDS"
+    )
     flags.switch("--no-stacks", "send no signal to the ranks")
     flags.value("--json", values.path, "write the report to this file")
     return parser

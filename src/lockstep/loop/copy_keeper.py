@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 from lockstep.engine.served.handler import STRANGER, TokenHandler, bearer
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.processes.supervisor import name_process
 from lockstep.ranks.copy_folder import copy_folder, is_copied_file
 from lockstep.ranks.environment import COPIES, COPY_KEEPER
 
@@ -120,6 +121,7 @@ def main(argv: list[str]) -> None:
     place, address = Path(argv[0]), argv[1]
     if os.fork():  # Ray kills the children of a worker that ends, and the folder would be left
         os._exit(0)
+    name_process("copies")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     if not sys.stdin.buffer.readline():
         return

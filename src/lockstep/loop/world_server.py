@@ -30,6 +30,7 @@ from lockstep.engine.served.handler import STRANGER, TokenHandler, bearer
 from lockstep.errors import LockstepError, TrainError
 from lockstep.loop.world_host import RoleHost
 from lockstep.loop.world_messages import MOST_BYTES, packed, unpacked
+from lockstep.processes.supervisor import name_process
 from lockstep.ranks.context import lost_peer
 from lockstep.wire.server_token import TOKEN
 
@@ -42,6 +43,7 @@ _BESIDE = {"finish"}
 def main(argv: list[str]) -> None:
     """Serve until killed."""
     faulthandler.enable()
+    name_process("roles")
     about = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     calls = Calls(RoleHost())
     with serving(calls, token=os.environ.pop(TOKEN), port=about["port"]):

@@ -16,7 +16,8 @@ can be, and a call runs little code.
 SIGUSR2 makes the process write the Python stacks of all its threads to rank-N.stacks; faulthandler does that
 without the interpreter, also inside a collective.
 
-Standard library only, so that the launcher and `lockstep hang` load no torch.
+Whoever reads a record may not have written it: it is opened as a plain file, and its values are checked.
+Loads no torch, so that the launcher and `lockstep hang` do not either.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ import itertools
 import json
 import mmap
 import os
+import re
 import signal
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError
+from lockstep.observe.files import open_plain, parse_json
+from lockstep.observe.holder import stat_fields
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes a process that records write its stacks."""
@@ -70,6 +75,9 @@ _ENDED_AT = 24
 """Of a slot."""
 _ENDED = struct.Struct("<d")
 SLOTS = 400
+_MOST_RANKS = 1 << 20
+_LATEST = 2.0**40
+"""Unix seconds that no clock shows."""
 _LEAVES = SLOTS - 16
 """How far behind the newest a collective may be that ends: a slot that is soon another's is left as it is."""
 _SIZE = _RING_AT + SLOTS * _SLOT.size
@@ -374,11 +382,15 @@ def read(path: Path) -> Flight:
     """Read the file of one process.
 
     Raises:
-        DataError: it is no such file.
-        OSError: it cannot be read.
+        DataError: it is no such file, holds what no process writes, or cannot be read.
     """
-    data = _content(path)
-    _, _, rank, world_size, pid, since, started, ident, answers = _HEADER.unpack_from(data)
+    with open_plain(path, DataError, root=path.parent) as file:
+        data = _content(path, file)
+        beat, groups = (
+            _whole(file, _BEAT_AT, _COUNT.size + _BEAT.size),
+            _whole(file, _GROUPS_AT, _GROUPS_BYTES),
+        )
+    rank, world_size, pid, since, started, ident, answers = _header(path, data)
     return Flight(
         path=path,
         rank=rank,
@@ -388,9 +400,9 @@ def read(path: Path) -> Flight:
         started=started,
         main_thread=ident,
         answers=bool(answers),
-        heartbeat=_heartbeat(path),
-        groups={name: tuple(ranks) for name, ranks in _groups(path).items()},
-        collectives=tuple(sorted(_collectives(data), key=lambda each: each.number)),
+        heartbeat={} if beat is None else _heartbeat(path, beat),
+        groups={} if groups is None else _groups(path, groups),
+        collectives=tuple(sorted(_collectives(path, data), key=lambda each: each.number)),
     )
 
 
@@ -417,44 +429,78 @@ def glance_all(folder: Path, rank: int | None = None) -> list[Glance]:
 
 
 def _glance(path: Path) -> Glance:
-    data = _content(path)
+    with open_plain(path, DataError, root=path.parent) as file:
+        data = _content(path, file)
+    rank, _, pid, *_ = _header(path, data)
     ring = [row[:4] for row in _SLOT.iter_unpack(memoryview(data)[_RING_AT:])]
-    newest, _, _, left = max(ring)
+    newest, _, _, left = max(ring, key=lambda row: row[0])
     beat = _BEAT.unpack_from(data, _BEAT_AT + _COUNT.size)[0]
     return Glance(
-        rank=_HEADER.unpack_from(data)[2],
-        pid=_HEADER.unpack_from(data)[4],
+        rank=rank,
+        pid=pid,
         counts=(beat, newest, max(row[3] for row in ring)),
         inside=bool(newest) and not left,
     )
 
 
 def _files(folder: Path, rank: int | None) -> Iterable[Path]:
-    return folder.glob("rank-*.flight" if rank is None else f"rank-{rank}.flight")
+    pattern = re.compile(r"rank-(0|[1-9]\d{0,8})\.flight" if rank is None else rf"rank-{rank}\.flight")
+    return [path for path in folder.glob("rank-*.flight") if pattern.fullmatch(path.name)]
 
 
-def _content(path: Path) -> bytes:
-    data = path.read_bytes()
+def _content(path: Path, file: BufferedReader) -> bytes:
+    data = file.read(_SIZE + 1)
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
         raise DataError(f"{path}: is not a flight record", code="damaged-file", path=path)
     version = _HEADER.unpack_from(data)[1]
-    if version != _VERSION or len(data) != _SIZE:
+    if version != _VERSION:
         raise DataError(
             f"{path}: version {version}; this version of lockstep reads {_VERSION}",
             code="version-differs",
             path=path,
         )
+    if len(data) != _SIZE:
+        size = os.fstat(file.fileno()).st_size
+        raise DataError(
+            f"{path}: has {size:,} bytes, where a flight record has {_SIZE:,}; it was cut off or overwritten",
+            code="damaged-file",
+            path=path,
+        )
     return data
 
 
-def _heartbeat(path: Path) -> dict[str, Any]:
-    """What it says, by the names of _Beat; {}: nothing yet."""
-    data = _whole(path, _BEAT_AT, _COUNT.size + _BEAT.size)
-    if data is None:
-        return {}
+def _header(path: Path, data: bytes) -> tuple[int, int, int, int, float, int, int]:
+    _, _, rank, world_size, pid, since, started, ident, answers = _HEADER.unpack_from(data)
+    _check(path, "rank", rank, path.name == f"rank-{rank}.flight")
+    _check(path, "world size", world_size, rank < world_size <= _MOST_RANKS)
+    _check(path, "pid", pid, 0 < pid < 2**31)
+    _check(path, "start", started, _is_time(started))
+    return rank, world_size, pid, since, started, ident, answers
+
+
+def _check(path: Path, field: str, value: object, right: bool) -> None:
+    if not right:
+        raise DataError(
+            f"{path}: its {field} is {value!r:.80}, which no run writes; the file is damaged",
+            code="damaged-file",
+            path=path,
+            name=field,
+        )
+
+
+def _is_time(value: float) -> bool:
+    """Whether it can be Unix seconds."""
+    return 0 <= value < _LATEST  # false for NaN
+
+
+def _heartbeat(path: Path, data: bytes) -> dict[str, Any]:
+    """What it says, by the names of _Beat."""
     beat, then, step, since, micro_batch, done, total, rss, phase, count, inputs = _BEAT.unpack_from(
         data, _COUNT.size
     )
+    _check(path, "heartbeat's time", then, _is_time(then))
+    _check(path, "phase's start", since, _is_time(since))
+    _check(path, "number of inputs", count, count <= _MOST_LENGTHS)
     values: dict[str, Any] = {
         "beat": beat,
         "time": then,
@@ -471,49 +517,51 @@ def _heartbeat(path: Path) -> dict[str, Any]:
     return values
 
 
-def _groups(path: Path) -> dict[str, list[int]]:
-    data = _whole(path, _GROUPS_AT, _GROUPS_BYTES)
-    if data is None:
-        return {}
+def _groups(path: Path, data: bytes) -> dict[str, tuple[int, ...]]:
     length = _TEXT.unpack_from(data)[1]
-    groups: dict[str, list[int]] = json.loads(data[_TEXT.size : _TEXT.size + length])
-    return groups
+    _check(path, "length of the groups", length, length <= _GROUPS_BYTES - _TEXT.size)
+    groups = parse_json(data[_TEXT.size : _TEXT.size + length], f"{path}: the groups", DataError)
+    _check(path, "list of groups", groups, isinstance(groups, dict))
+    for name, ranks in groups.items():
+        whole = isinstance(ranks, list) and all(
+            type(each) is int and 0 <= each < _MOST_RANKS for each in ranks
+        )
+        _check(path, f"group {name!r:.40}", ranks, whole)
+    return {name: tuple(ranks) for name, ranks in groups.items()}
 
 
-def _whole(path: Path, at: int, size: int) -> bytes | None:
+def _whole(file: BufferedReader, at: int, size: int) -> bytes | None:
     """What lies there, behind a count that is odd while it is written: read again until it is whole. None:
     nothing was written, or the process died while it wrote."""
     for _ in range(20):
-        with path.open("rb", buffering=0) as file:
-            file.seek(at)
-            data = file.read(size)
-            file.seek(at)
-            again = file.read(_COUNT.size)
+        data = os.pread(file.fileno(), size, at)
         count = _COUNT.unpack_from(data)[0]
         if count == 0:
             return None
-        if count % 2 == 0 and data.startswith(again):
+        if count % 2 == 0 and data.startswith(os.pread(file.fileno(), _COUNT.size, at)):
             return data
         time.sleep(0.001)
     return None
 
 
-def _collectives(data: bytes) -> list[Collective]:
+def _collectives(path: Path, data: bytes) -> list[Collective]:
     rows = (_SLOT.unpack_from(data, _RING_AT + slot * _SLOT.size) for slot in range(SLOTS))
-    return [
-        Collective(
-            number=number,
-            sequence=sequence,
-            op=_decoded(op),
-            group=_decoded(group),
-            purpose=_decoded(what),
-            shapes=_decoded(shapes),
-            began=began,
-            ended=ended or None,
-        )
-        for number, sequence, began, ended, op, group, shapes, what, check in rows
-        if number and number == check
-    ]
+    found = []
+    for number, sequence, began, ended, op, group, shapes, what, check in rows:
+        if number and number == check:
+            _check(path, f"times of collective {number}", (began, ended), _is_time(began) and _is_time(ended))
+            collective = Collective(
+                number=number,
+                sequence=sequence,
+                op=_decoded(op),
+                group=_decoded(group),
+                purpose=_decoded(what),
+                shapes=_decoded(shapes),
+                began=began,
+                ended=ended or None,
+            )
+            found.append(collective)
+    return found
 
 
 def _decoded(text: bytes) -> str:
@@ -522,31 +570,23 @@ def _decoded(text: bytes) -> str:
 
 def born(pid: int) -> int:
     """When a process started, in clock ticks since boot; 0: there is none, or the system does not say."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def state(pid: int, since: int) -> str | None:
     """Return the state of a process as one letter of proc(5), such as T (stopped), S or D (it waits), R; None
     when it has gone."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields[0] if fields and int(fields[19]) == since else None
 
 
 def cpu_seconds(pid: int, since: int) -> float:
     """Return the CPU time of a process and of its children that have ended; 0 when it has gone."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if not fields or int(fields[19]) != since:
         return 0.0
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name: state first."""
-    with contextlib.suppress(OSError):
-        # From the last parenthesis on: the name before it may hold spaces and parentheses itself.
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return []
 
 
 def _resident_bytes() -> int:

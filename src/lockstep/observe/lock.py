@@ -1,4 +1,7 @@
-"""The lock of a run directory, so that one process writes it: a file with the owner's pid and start time."""
+"""The lock of a run directory, so that one process writes it: a file with the owner's pid and start time.
+
+The owner keeps the file open, by which `lockstep stop` knows it (lockstep.observe.holder).
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ import json
 import os
 import socket
 import stat
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.errors import ConfigError, TrainError
-from lockstep.observe.files import file_errors, parse_json
+from lockstep.errors import CheckpointError, ConfigError, TrainError
+from lockstep.observe.files import file_errors, parse_json, read_plain
+from lockstep.observe.holder import process_start
 
 _MAX_BYTES = 4096
 _FLOCK_SECONDS = 10.0
@@ -54,6 +57,7 @@ class RunLock:
 
     def __init__(self, path: Path, *, restarted: bool = False) -> None:
         self.path = path
+        self._open: int | None = None
         pid = os.getpid()
         self._me = Owner(pid=pid, started=process_start(pid), host=socket.gethostname())
         # flock makes read-then-write one step. The content is the lock: a flock would live on in a child that
@@ -71,14 +75,19 @@ class RunLock:
                 )
             with file_errors(path, TrainError, "write", advice="free some space and try again"):
                 self._write(file, json.dumps(asdict(self._me)))
+            self._open = os.dup(file.fileno())
+            # The descriptors share the lock: kept, it would shut out whoever reads the owner.
+            fcntl.flock(self._open, fcntl.LOCK_UN)
 
     def release(self) -> None:
         """Release the lock. Safe to call twice, and after another process took over."""
-        if not self.path.exists():
-            return
-        with _locked(self.path) as file:
-            if _parse(file.read(_MAX_BYTES)) == self._me:
-                self._write(file, "")
+        if self.path.exists():
+            with _locked(self.path) as file:
+                if _parse(file.read(_MAX_BYTES)) == self._me:
+                    self._write(file, "")
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
 
     @staticmethod
     def _write(file: BinaryIO, text: str) -> None:
@@ -90,11 +99,14 @@ class RunLock:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Return the owner in a lock file; None: there is no such file, or the lock is free."""
-    try:
-        return _parse(path.read_bytes()[:_MAX_BYTES])
-    except FileNotFoundError:
+    """Return the owner in a lock file; None: there is no such file, or the lock is free.
+
+    Raises:
+        CheckpointError: it is no regular file, is too large, or cannot be read.
+    """
+    if not os.path.lexists(path):
         return None
+    return _parse(read_plain(path, CheckpointError, limit=_MAX_BYTES))
 
 
 @contextlib.contextmanager
@@ -124,22 +136,6 @@ def _flock(handle: int, path: Path) -> None:
                     path=path,
                 ) from None
             time.sleep(0.02)
-
-
-def process_start(pid: int) -> str | None:
-    """Return when process `pid` started, in the system's notation; None when there is no such process."""
-    if os.path.exists("/proc/self/stat"):
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        # The name (field 2) is in parentheses and may hold spaces; state is field 3, start time field 22.
-        fields = stat.rpartition(")")[2].split()
-        return None if fields[0] == "Z" else fields[19]
-    listing = subprocess.run(
-        ["ps", "-p", str(pid), "-o", "lstart="], capture_output=True, text=True, check=False
-    )
-    return listing.stdout.strip() or None
 
 
 def _parse(raw: bytes) -> Owner | None:

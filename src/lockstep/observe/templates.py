@@ -139,7 +139,7 @@ class Renderer:
 
     def _start(self) -> JobProcess:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        return JobProcess("lockstep.observe.template_child", env=environment)
+        return JobProcess("lockstep.observe.template_child", role="render", env=environment)
 
 
 def _stopped(why: str, where: str) -> DataError:

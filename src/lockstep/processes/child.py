@@ -105,7 +105,7 @@ class Child:
 
     def _own(self, process: subprocess.Popen[bytes], *pipes: int, seconds: float) -> None:
         """Answer for a process in a session of its own, which ends within `seconds` when the pipes close."""
-        self._process = process
+        self._process, self._session_ended = process, False
         parts = _Parts(process=process, pipes=pipes, seconds=seconds + END_SECONDS)
         self._finalizer = weakref.finalize(self, _end, [parts])
         self._finalizer.atexit = False  # `_end_running` ends them together
@@ -125,8 +125,9 @@ class Child:
         """Return its exit status, or negative the signal that ended it; None while it or anything that it
         started runs."""
         status = self._process.poll()
-        if status is not None and status < 0:
+        if status is not None and status < 0 and not self._session_ended:
             _end_session(self._process.pid)  # the supervisor may have been killed itself
+            self._session_ended = True  # later the pid, and with it the session, may be another's
         return status
 
     def wait(self, seconds: float) -> int | None:

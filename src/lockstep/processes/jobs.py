@@ -43,6 +43,7 @@ class JobProcess(Child):
     It must call `supervisor.supervise(jobs)` before anything else, so that it ends with all its descendants.
 
     Args:
+        role: a word of at most six letters for its name, see `supervisor.name_process`.
         env: its whole environment; None: ours, and our Python path.
         output: a descriptor for its standard output and error; None: nothing is kept of them.
         traceback: ask for one before a process that took too long is ended; its supervisor passes SIGABRT on.
@@ -52,6 +53,7 @@ class JobProcess(Child):
         self,
         module: str,
         *arguments: Any,
+        role: str,
         env: Mapping[str, str] | None = None,
         output: int | None = None,
         traceback: bool = False,
@@ -66,6 +68,7 @@ class JobProcess(Child):
             code = (
                 f"import sys; sys.path[:{0 if confined else ''}] = {path!r}; sys.path += {more!r}\n"
                 "from lockstep.processes.garbage import search_rarely; search_rarely()\n"
+                f"from lockstep.processes.supervisor import name_process; name_process({role!r})\n"
                 f"from {module} import main\n"
                 f"main(*{arguments!r}, jobs={theirs_in}, replies={theirs_out})"
             )

@@ -37,6 +37,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe import flight
 from lockstep.observe.files import file_errors
 from lockstep.observe.text import echo
+from lockstep.processes.supervisor import name_process
 from lockstep.ranks import rendezvous
 from lockstep.ranks.collectives import record_collectives
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID
@@ -417,6 +418,8 @@ def record(folder: Path, *, rank: int, world_size: int) -> None:
     """
     with file_errors(folder, ConfigError, "write"):
         flight.start(folder, rank=rank, world_size=world_size)
+    if world_size > 1:  # a launcher started it; a program of the user's keeps its name
+        name_process(f"rank{rank}")
     record_collectives()
 
 

@@ -14,6 +14,7 @@ import itertools
 import linecache
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,13 +25,20 @@ import psutil
 
 from lockstep.errors import DataError
 from lockstep.observe import flight
+from lockstep.observe.files import open_plain
 from lockstep.observe.flight import Collective, Flight
+from lockstep.observe.holder import holding, holds
 from lockstep.observe.text import printable
+from lockstep.processes.supervisor import TITLE
 
 _STACKS_SECONDS = 3.0
 """How long a process may take to write its stacks."""
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+) ")
+_STACKS_BYTES = 2**22
+"""Of the end of a file of stacks; no process writes more at once."""
+_SOURCE_BYTES = 2**22
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d{1,9}) in (?P<name>.*)')
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]{1,32}) ")
+_IMPORTED = re.compile(r"\bfrom ([\w.]{1,99}) import\b|\bimport ([\w.]{1,99})")
 _SHOWN_FRAMES = 5
 _LONGEST_HISTORY = 4
 """Collectives before one by which it is told whether it came in its turn."""
@@ -75,13 +83,21 @@ class Frame:
     @property
     def source(self) -> str:
         """The line's text, if the file is on this machine."""
-        return linecache.getline(self.file, self.line).strip()
+        return linecache.getline(self.file, self.line).strip() if _is_source(self.file) else ""
 
     @property
     def text(self) -> str:
         """Such as "loop/session.py:481 _memory: everyone = self.ranks.gather(...)"."""
         short = re.sub(r".*/(?:site-packages|lib/python3\.\d+|src/lockstep)/", "", self.file)
         return f"{short}:{self.line} {self.name}" + (f": {self.source}" if self.source else "")
+
+
+def _is_source(name: str) -> bool:
+    """Whether a file can be read for its lines: a file of stacks that others wrote may name any file."""
+    with contextlib.suppress(OSError, ValueError):
+        found = os.stat(name)
+        return name.endswith(".py") and stat.S_ISREG(found.st_mode) and found.st_size <= _SOURCE_BYTES
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +196,7 @@ def find_records(run: Path) -> Path:
             "started by this version of lockstep",
             code="wrong-kind-of-file",
         )
-    return max(files, key=lambda path: path.stat().st_mtime).parent
+    return max(files, key=lambda path: path.lstat().st_mtime).parent
 
 
 def examine(folder: Path, *, stacks: bool = True) -> HangReport:
@@ -213,29 +229,57 @@ def rank_states(folder: Path, rank: int | None = None, *, stacks: bool = True) -
 def _ask_for_stacks(flights: Sequence[Flight]) -> None:
     sizes: dict[Path, int] = {}
     for each in flights:
-        if each.answers and flight.state(each.pid, each.born) not in (None, "Z", "X", *_STOPPED):
-            with contextlib.suppress(OSError):
-                sizes[each.stacks] = each.stacks.stat().st_size
-                os.kill(each.pid, flight.STACKS_SIGNAL)
+        if each.answers and _state(each) not in (None, *_STOPPED):
+            with holding(each.path, pid=each.pid, started=each.born) as holder:
+                # Before the signal: what is longer then is the answer.
+                size = _size(each.stacks)
+                # To the process that has this record mapped, and handles the signal: it ends any other.
+                if holder is not None and holder.send(flight.STACKS_SIGNAL):
+                    sizes[each.stacks] = size
     until = time.monotonic() + _STACKS_SECONDS
     settled: dict[Path, int] = {}
-    while time.monotonic() < until:
+    while sizes and time.monotonic() < until:
         time.sleep(0.1)
-        now = {path: path.stat().st_size for path in sizes}
+        now = {path: _size(path) for path in sizes}
         # Two looks alike: faulthandler writes a stack piece by piece.
         if now == settled and all(now[path] > sizes[path] for path in sizes):
             return
         settled = now
 
 
-def _rank_state(each: Flight, *, stacks: bool) -> RankState:
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _stacks(path: Path) -> str:
+    """The end of a file of stacks; "": there is none, or it is no plain file."""
+    with contextlib.suppress(DataError), open_plain(path, DataError, root=path.parent) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _STACKS_BYTES))
+        return file.read(_STACKS_BYTES).decode("utf-8", errors="replace")
+    return ""
+
+
+def _state(each: Flight) -> str | None:
+    """The state of the process that writes a record; None: it has gone, and the pid may be another's."""
+    # After the last entry it does not hold the record any more.
+    if each.answers and holds(each.path, pid=each.pid, started=each.born) is False:
+        return None
     state = flight.state(each.pid, each.born)
-    state = None if state in ("Z", "X") else state
+    return None if state in ("Z", "X") else state
+
+
+def _rank_state(each: Flight, *, stacks: bool) -> RankState:
+    state = _state(each)
     threads: tuple[tuple[Frame, ...], ...] = ()
-    if stacks and state is not None and state not in _STOPPED and each.stacks.exists():
-        threads = parse_stacks(each.stacks.read_text(encoding="utf-8", errors="replace"), each.main_thread)
+    if stacks and state is not None and state not in _STOPPED:
+        threads = parse_stacks(_stacks(each.stacks), each.main_thread)
     return RankState(
-        flight=each, state=state, threads=threads, children=_children(each.pid) if state is not None else ()
+        flight=each,
+        state=state,
+        threads=threads,
+        children=children_of(each.pid) if state is not None and each.answers else (),
     )
 
 
@@ -254,18 +298,32 @@ def parse_stacks(text: str, main_thread: int) -> tuple[tuple[Frame, ...], ...]:
     return tuple(tuple(frames) for _, frames in threads)
 
 
-def _children(pid: int) -> tuple[str, ...]:
+def children_of(pid: int) -> tuple[str, ...]:
+    """A line for each process below one: pid, name, state."""
     lines = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                words = [word for word in child.cmdline() if not word.startswith("-")]
-                command = " ".join(Path(word).name for word in words[:3]) or child.name()
-                if "supervisor.py" not in command:
+                name = _process_name(child)
+                if name != f"{TITLE}guard":
                     lines.append(
-                        f"process {child.pid} ({command[:60]}): {child.status()}{_kernel_wait(child.pid)}"
+                        f"process {child.pid} ({name[:60]}): {child.status()}{_kernel_wait(child.pid)}"
                     )
     return tuple(lines)
+
+
+def _process_name(process: psutil.Process) -> str:
+    """The name that a process of ours gave itself; else its command line without options, and of a program in
+    the command line (python -c) the module that it loads."""
+    name: str = process.name()
+    if name.startswith(TITLE):
+        return name
+    line = process.cmdline()
+    if "-c" in line[1:-1]:
+        loads = _IMPORTED.search(line[line.index("-c") + 1])
+        return f"{Path(line[0]).name} -c" + (f": {loads[1] or loads[2]}" if loads else "")
+    words = [word for word in line if not word.startswith("-")]
+    return " ".join(Path(word).name for word in words[:3]) or name
 
 
 def _kernel_wait(pid: int) -> str:
@@ -399,9 +457,9 @@ def _first_difference(ranks: Sequence[RankState]) -> _Difference | None:
 
 
 def _difference(group: str, history: Mapping[int, Mapping[int, Collective]]) -> _Difference | None:
-    last = {rank: max(entered, default=0) for rank, entered in history.items()}
     first = max((min(entered, default=1) for entered in history.values()), default=1)
-    for sequence in range(first, max(last.values()) + 1):
+    # Of the numbers that are there: a damaged record may hold one of any size.
+    for sequence in sorted({each for entered in history.values() for each in entered if each >= first}):
         at = {rank: entered.get(sequence) for rank, entered in history.items()}
         entered = [each for each in at.values() if each is not None]
         if len(entered) < len(at) or len({(e.op, e.purpose) for e in entered}) > 1:

@@ -24,7 +24,7 @@ import psutil
 from lockstep.errors import DataError
 from lockstep.observe import flight
 
-_COMPUTES = 0.05
+COMPUTES = 0.05
 """Share of a core above which a rank outside of collectives computes."""
 _LOOKS = 20
 """Looks per deadline."""
@@ -58,17 +58,27 @@ def signs(folder: Path, rank: int | None = None, *, known: Mapping[int, Counts] 
         known: the counts of the last look: where they have changed, the CPU time is not asked for, which
             takes a look at every process of the machine.
     """
-    with contextlib.suppress(DataError, OSError):
+    with contextlib.suppress(DataError):
         return [
-            Signs(
-                rank=each.rank,
-                counts=each.counts,
-                inside=each.inside,
-                cpu=_cpu_seconds(each.pid) if (known or {}).get(each.rank) == each.counts else None,
-            )
+            _signs(each, cpu=(known or {}).get(each.rank) == each.counts)
             for each in flight.glance_all(folder, rank)
         ]
     return []
+
+
+def signs_of(folder: Path) -> list[Signs]:
+    """Return the signs of the ranks that run on this machine and keep their records in a folder, with the CPU
+    time of all.
+
+    Raises:
+        DataError: a file is no flight record.
+    """
+    return [_signs(each, cpu=True) for each in flight.glance_all(folder)]
+
+
+def _signs(each: flight.Glance, *, cpu: bool) -> Signs:
+    seconds = _cpu_seconds(each.pid) if cpu else None
+    return Signs(rank=each.rank, counts=each.counts, inside=each.inside, cpu=seconds)
 
 
 class Watchdog:
@@ -109,7 +119,7 @@ class Watchdog:
         # Not asked for at the last look, which saw progress: what came then is known at the next one.
         if now.cpu is None or before.cpu is None:
             return True
-        return now.cpu - before.cpu > _COMPUTES * passed
+        return now.cpu - before.cpu > COMPUTES * passed
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -9,7 +9,6 @@ there. Loads no torch.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -21,6 +20,8 @@ from typing import Any
 
 from lockstep.errors import DataError, TrainError
 from lockstep.observe import flight
+from lockstep.observe.files import read_plain
+from lockstep.observe.holder import holding, holds
 from lockstep.observe.lock import Owner, read_owner
 from lockstep.observe.run_history import check_layout, read_lines, read_summary, recorded_steps
 from lockstep.observe.text import printable
@@ -82,7 +83,7 @@ def look(run: Path) -> RunLook:
     """
     owner = _owner(run)
     summary = read_summary(run / "summary.json") or {}
-    state, where = _state(owner, summary)
+    state, where = _state(run, owner, summary)
     rows = read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     steps = [row for row in rows if "evaluation" not in row]
     folder = run / "checkpoints"
@@ -112,14 +113,20 @@ def stop(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLook:
         TrainError: it has not ended in time, and goes on ending.
     """
     owner = _owner(run)
-    state, where = _state(owner, read_summary(run / "summary.json") or {})
+    state, where = _state(run, owner, read_summary(run / "summary.json") or {})
     if owner is None or state != "running":
         raise DataError(
             f"{run}: nothing to stop, the run is {state}"
             + (f": {where}; give the command there" if state == "elsewhere" else ""),
             code="wrong-state",
         )
-    os.kill(owner.pid, signal.SIGTERM)
+    with holding(run / "lock", pid=owner.pid, started=owner.started) as holder:
+        if holder is None or not holder.send(signal.SIGTERM):
+            raise DataError(
+                f"{run}: nothing was stopped: {where} belongs to another user, or has ended just now; "
+                "give the command as the user who started the run",
+                code="wrong-state",
+            )
     say(f"asked {where} to save and end after its step")
     until = time.monotonic() + seconds
     while owner.alive():
@@ -163,19 +170,21 @@ def _owner(run: Path) -> Owner | None:
     return read_owner(run / "lock")
 
 
-def _state(owner: Owner | None, summary: Mapping[str, Any]) -> tuple[str, str | None]:
+def _state(run: Path, owner: Owner | None, summary: Mapping[str, Any]) -> tuple[str, str | None]:
     if owner is None:
         return str(summary.get("outcome", "not started")), None
     where = f"process {owner.pid} on {owner.host}"
     if owner.host != socket.gethostname():
         return "elsewhere", where
-    return ("running", where) if owner.alive() else ("died", f"{where} has gone")
+    # A process that has the pid now, or that somebody wrote into the lock, does not hold the lock open.
+    there = holds(run / "lock", pid=owner.pid, started=owner.started) is not False
+    return ("running", where) if there else ("died", f"{where} has gone")
 
 
 def _total(config: Path) -> int | None:
     try:
-        steps = tomllib.loads(config.read_text(encoding="utf-8")).get("steps")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        steps = tomllib.loads(read_plain(config, DataError).decode("utf-8")).get("steps")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{config}: is not TOML: {error}", code="not-toml") from error
     return steps if isinstance(steps, int) else None
 

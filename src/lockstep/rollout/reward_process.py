@@ -111,7 +111,9 @@ class RewardWorker:
             return self._process
         reader, writer = os.pipe()
         try:
-            process = JobProcess("lockstep.rollout.reward_process_main", *self._arguments, output=writer)
+            process = JobProcess(
+                "lockstep.rollout.reward_process_main", *self._arguments, role="reward", output=writer
+            )
         except BaseException:
             os.close(reader)
             raise

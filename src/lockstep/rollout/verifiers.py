@@ -111,7 +111,7 @@ class VerifierProcess:
     def _start(self, package: str) -> JobProcess:
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         env = {**kept, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = JobProcess("lockstep.rollout.verifier_child", package, env=env)
+        process = JobProcess("lockstep.rollout.verifier_child", package, role="verify", env=env)
         try:
             reply = process.exchange({}, seconds=_START_SECONDS)
         except (TimeoutError, ProcessEnded) as error:

@@ -42,6 +42,7 @@ from lockstep.models.load import (
     prepared_config,
 )
 from lockstep.models.source import module_without_weights
+from lockstep.processes.supervisor import name_process
 from lockstep.protocols.engine import SharesWeights
 from lockstep.version import __version__
 from lockstep.wire.server_token import TOKEN
@@ -52,6 +53,7 @@ _LOOK_SECONDS = 0.5
 
 def main(argv: list[str]) -> None:
     """Serve what the file describes, see `lockstep.engine.served.engine.describe_server`, until killed."""
+    name_process("engine")
     about = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     host = make_host(about)
     # The token leaves the environment, so that no process started from here inherits it.

@@ -98,7 +98,7 @@ class TrialRunner:
 
     def _start(self) -> JobProcess:
         with self._log.open("ab") as log:
-            process = JobProcess(__name__, output=log.fileno(), traceback=True)
+            process = JobProcess(__name__, role="shrink", output=log.fileno(), traceback=True)
         self.starts += 1
         ready = self._answer(process, self._setup, _START_SECONDS)
         if isinstance(ready, Crash) or "ready" not in ready:
