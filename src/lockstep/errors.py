@@ -17,8 +17,8 @@ is, and `fields` hold what the message names: a program reads these, and not the
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 
@@ -40,6 +40,8 @@ class LockstepError(Exception):
     def __init__(self, message: str, *, code: str, **fields: Any) -> None:
         super().__init__(message)
         self.code = code
+        self.underway = False
+        """Whether it ended work that had begun: steps were done, or results written."""
         self.fields = {name: _plain(value) for name, value in fields.items()}
 
     @property
@@ -47,6 +49,14 @@ class LockstepError(Exception):
         """Code and fields: what an error that says more about this one is raised with, and what is written
         where an error is written as JSON."""
         return {"code": self.code, **self.fields}
+
+    @property
+    def status(self) -> int:
+        """The exit status of a command that it ends: 2 where something that was given is wrong (a setting,
+        data, a model, a checkpoint, a recording) and nothing had begun, else 1."""
+        given = isinstance(self, ConfigError | DataError | ModelError | CheckpointError | RecordingError)
+        # A run that has ended cannot be stopped: nothing is wrong with its name.
+        return 2 if given and not self.underway and self.code != "wrong-state" else 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception is pickled with its positional arguments only, and `code` is none.
@@ -69,6 +79,16 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     # Half a surrogate pair, as in the name of a file, could be sent to no other rank.
     return str(value).encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+@contextlib.contextmanager
+def underway(began: Callable[[], bool]) -> Iterator[None]:
+    """Mark an error of the body as one of work that had begun, if it had: see `LockstepError.status`."""
+    try:
+        yield
+    except LockstepError as error:
+        error.underway = began()
+        raise
 
 
 class ConfigError(LockstepError, ValueError):
@@ -236,6 +256,81 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
         "unknown train backend 'fsdp'; did you mean 'fsdp2'? Known: fsdp2, local"
     """
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    near = nearest(name, names)
     hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else "."
     return f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}"
+
+
+def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
+    """Return the known names that `name` is a slip of, nearest first: few letters differ, the same words
+    stand in another order, one name begins with the other or shortens it (bf16). Names that merely share
+    letters, such as question and solution, are not near.
+
+    Example:
+        >>> nearest("learning_rte", ["learning_rate", "lr", "seed"])
+        ['learning_rate']
+    """
+    slips: list[tuple[int, str]] = []
+    shorter: list[str] = []
+    asked = _folded(name[:_LONGEST_NAME])
+    for other in dict.fromkeys(known):
+        there = _folded(other[:_LONGEST_NAME])
+        longer = max(len(asked), len(there))
+        allowed = 1 if longer < 6 else 2 if longer < 12 else 3
+        distance = _edits(asked, there)
+        if sorted(asked.split("_")) == sorted(there.split("_")):
+            slips.append((0, other))
+        elif distance <= min(allowed, len(asked) - 1):
+            slips.append((distance, other))
+        elif _begins(asked, there) or _abbreviates(asked, there):
+            shorter.append(other)
+    return [other for _, other in sorted(slips)][:most] or sorted(shorter)[:most]
+
+
+_LONGEST_NAME = 80
+
+
+def _folded(name: str) -> str:
+    return name.strip("-").replace("-", "_").lower()
+
+
+def _begins(one: str, other: str) -> bool:
+    return min(len(one), len(other)) >= 3 and (one.startswith(other) or other.startswith(one))
+
+
+def _abbreviates(short: str, long: str) -> bool:
+    """Whether letters of `long` are left out in the middle, at most half of them."""
+    letters = iter(long)
+    ends = short[:1] == long[:1] and short[-1:] == long[-1:]
+    return ends and len(short) >= 4 and len(short) * 2 >= len(long) and all(c in letters for c in short)
+
+
+def _edits(one: str, other: str) -> int:
+    """The letters to insert, remove, replace or swap with their neighbour to make one word of the other."""
+    rows = [list(range(len(other) + 1))]
+    for i, left in enumerate(one, start=1):
+        row = [i]
+        for j, right in enumerate(other, start=1):
+            cost = min(rows[-1][j] + 1, row[j - 1] + 1, rows[-1][j - 1] + (left != right))
+            if i > 1 and j > 1 and left == other[j - 2] and one[i - 2] == right:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1]
+
+
+def together(errors: Sequence[LockstepError]) -> LockstepError:
+    """Return one error with the texts of all: of the first one's class, code and fields; the field
+    `problems` has the data of each. One error alone is returned as it is."""
+    if len(errors) == 1:
+        return errors[0]
+    first = errors[0]
+    lines = "\n  ".join(str(error).replace("\n", "\n  ") for error in errors)
+    data = first.data | {"problems": [each for error in errors for each in _problems(error)]}
+    return type(first)(f"{len(errors)} problems\n  {lines}", **data)
+
+
+def _problems(error: LockstepError) -> list[dict[str, Any]]:
+    own = error.data
+    inside = own.pop("problems", None)
+    return inside if isinstance(inside, list) else [own]

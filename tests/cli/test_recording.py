@@ -65,7 +65,7 @@ def test_list_filters_by_step_and_rank(rec: Path, capsys: pytest.CaptureFixture[
         **{"index": 9, "step": 1, "update": 2, "micro_batch": 0, "rank": 1, "documents": 3},
         **{"tokens": 17, "longest": 9, "reward_mean": pytest.approx(0.1), "loss": 0, "outcome": "finished"},
     }
-    assert main(["recording", "list", str(rec), "--steps", "77:"]) == 1
+    assert main(["recording", "list", str(rec), "--steps", "77:"]) == 2
     assert "no input is selected; it has steps 0 to 2" in capsys.readouterr().err
 
 
@@ -86,7 +86,7 @@ def test_steps_that_are_no_range_are_refused(rec: Path, capsys: pytest.CaptureFi
     for text in ("3-9", "3", "a:b"):
         assert main(["recording", "list", str(rec), "--steps", text]) == 2
         assert f"--steps {text!r} is not a range of steps; write it like 10:20" in capsys.readouterr().err
-    assert main(["recording", "list", str(rec), "--steps", "2:2"]) == 1
+    assert main(["recording", "list", str(rec), "--steps", "2:2"]) == 2
 
 
 def test_show_marks_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +148,6 @@ def test_wrong_commands_and_missing_recordings(tmp_path: Path, capsys: pytest.Ca
     assert main(["recording"]) == 2
     assert main(["recording", "--help"]) == 0
     assert main(["recording", "slize"]) == 2
-    assert main(["recording", "info", str(tmp_path / "nowhere")]) == 1
+    assert main(["recording", "info", str(tmp_path / "nowhere")]) == 2
     captured = capsys.readouterr()
     assert "did you mean 'slice'" in captured.err and "does not exist" in captured.err

@@ -289,9 +289,9 @@ def test_flags_of_the_wrong_kind(run_dir, capsys, flags):
 
 
 def test_nothing_to_replay(capsys, tmp_path):
-    assert main(["replay", "nowhere"]) == 1
+    assert main(["replay", "nowhere"]) == 2
     (tmp_path / "empty").mkdir()
-    assert main(["replay", str(tmp_path / "empty")]) == 1
+    assert main(["replay", str(tmp_path / "empty")]) == 2
     said = capsys.readouterr().err
     assert "nowhere" in said and "empty" in said
 

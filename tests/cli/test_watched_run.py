@@ -109,10 +109,10 @@ def test_a_run_of_another_machine_is_not_asked(run: Path, capsys: pytest.Capture
 
 def test_what_is_no_run_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("status", "stop", "logs"):
-        assert main([command, str(tmp_path)]) == 1
+        assert main([command, str(tmp_path)]) == 2
         assert "holds no run (config.toml)" in capsys.readouterr().err
     assert look(run).state == "not started"
-    assert main(["logs", str(run), "--rank", "3"]) == 1
+    assert main(["logs", str(run), "--rank", "3"]) == 2
     assert "rank-3.log: there is no such log; there are those of no rank" in capsys.readouterr().err
     (run / "logs").symlink_to(tmp_path)
     with raises(LockstepError, "leads-out-of-folder: logs"):

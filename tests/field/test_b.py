@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import tarfile
+from pathlib import Path
 
 import pytest
 from raising import raises
 
+from lockstep.cli.main import main
+from lockstep.config.load import RUN_KINDS
+from lockstep.config.other_names import OTHER_NAMES, ours
+from lockstep.config.problems import tables
+from lockstep.data.sources import missing_column
 from lockstep.errors import RecordingError
 from lockstep.recording import corpus
 
@@ -57,6 +64,86 @@ from lockstep.recording import corpus
 
 # 22. Names that nearly match
 
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        # the slip                                       the name that exists here
+        (["gropo", "--recipe", "tiny"], "'grpo'"),
+        (["gropo"], "'grpo'"),
+        (["tniy"], "'tiny'"),
+        (["grpo", "--train.lrr", "1"], "--train.lr?"),
+        (["grpo", "--train.lr-schedule=cosine"], "--train.schedule?"),
+        (["grpo", "--eval.no-befor"], "--eval.before?"),
+        (["grpo", "--rank", "2"], "--ranks"),
+        # a name of TRL, OpenRLHF, verl                  its row in coming-from.md
+        (["grpo", "--train.learning-rate", "1e-6"], "--train.lr?"),
+        (["sft", "--learning_rate", "1e-6"], "--train.lr?"),
+        (["grpo", "--num_generations", "4"], "--rollout.group-size?"),
+        (["grpo", "--rollout.n", "4"], "--rollout.group-size?"),
+        (["grpo", "--rollout.n_samples_per_prompt", "4"], "--rollout.group-size?"),
+        (["ppo", "--algo.advantage.lambd", "1"], "--algorithm.lam?"),
+    ],
+)
+def test_an_unknown_word_of_train_suggests_the_nearest(argv, near, capsys):
+    assert main(["train", *argv]) == 2
+    told = capsys.readouterr().err
+    assert f"did you mean {near}" in told
+
+
+def test_an_unknown_flag_of_another_command_suggests_the_nearest(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["status", "run", "--legder"])
+    assert (caught.value.code, "did you mean --ledger?" in capsys.readouterr().err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "near"),
+    [
+        ("question", {"solution": 1, "id": 2}, []),
+        ("question", {"solution": 1, "problem": 2}, ["problem"]),
+        ("promt", {"prompt": 1, "solution": 2}, ["prompt"]),
+        ("answer", {"question": 1, "solution": 2}, ["solution"]),
+    ],
+)
+def test_a_missing_column_suggests_what_was_meant(column, row, near):
+    told = str(missing_column(column, row, setting="data.x", source="rows.jsonl"))
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "(data.x); Columns:"
+    assert hint in told
+
+
+def test_the_names_of_other_frameworks_are_those_of_the_table_for_their_users():
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "coming-from.md"
+    rows = [line[2:].split(" | ", 1) for line in page.read_text().splitlines() if line.startswith("| ")]
+    parts = [(set(re.findall(r"[\w.]+", there)), here) for there, here in rows]
+    known = {
+        f"{table}.{name}".lstrip(".")
+        for run in RUN_KINDS.values()
+        for table, model in tables(run).items()
+        for name in model.model_fields
+    }
+    for other, settings in OTHER_NAMES.items():
+        last = other.rpartition(".")[2]
+        right = " ".join(here for there, here in parts if other in there or last in there)
+        for setting in settings:
+            assert setting in known, (other, setting)
+            assert setting in right or f"`{setting.rpartition('.')[2]}" in right, (other, setting)
+    # And back: where a row has as many names there as settings here, each pair is known.
+    missing, values = [], {"gspo", "cispo", "sapo"}
+    for there, here in rows:
+        quoted = re.findall(r"`([^`]+)`", there)
+        theirs = [
+            name.lstrip("-") for name in quoted if re.fullmatch(r"-*[a-z_.]{4,}", name) and name not in values
+        ]
+        settings_here = [
+            name for name in re.findall(r"`([\w.]+)[^`]*`", here) if "." in name and name in known
+        ]
+        if len(theirs) == len(quoted) == len(settings_here):
+            pairs = zip(theirs, settings_here, strict=True)
+            missing += [(o, s) for o, s in pairs if not s.endswith(o.rpartition(".")[2]) and s not in ours(o)]
+    assert missing == [], "\n".join(map(str, missing))
+
+
 # end of 22
 
 
@@ -66,6 +153,36 @@ from lockstep.recording import corpus
 
 
 # 24. Values, lines and lengths in messages
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["grpo", "--steps", "-1"], "steps = -1: expected a number greater than 0"),
+        (
+            ["ppo", "--algorithm.gamma", "1.5"],
+            "algorithm.gamma = 1.5: expected a number less than or equal to 1",
+        ),
+        (
+            ["grpo", "--rollout.sampling.top-p", "0"],
+            "rollout.sampling.top_p = 0.0: expected a number greater than 0",
+        ),
+    ],
+)
+def test_a_value_out_of_range_is_shown_with_its_bound(argv, told, capsys):
+    assert main(["train", *argv]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].strip() == told
+
+
+@pytest.mark.parametrize("argv", [["sample", "runs/nope"], ["chat", "runs/nope"]])
+def test_a_run_that_does_not_exist_is_not_looked_for_on_the_hub(argv, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs" / "nape").mkdir(parents=True)
+    (tmp_path / "runs" / "nape" / "config.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert "no such run directory" in told and "did you mean 'runs/nape'?" in told and "hub" not in told
+
 
 # end of 24
 

@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from lockstep.config.base import FilePath, Seconds, Seed
 from lockstep.config.run import MAX_RANKS
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, nearest
 
 MOST = 2**31 - 1
 """The largest value of a count."""
@@ -146,13 +146,28 @@ METAVARS: dict[Callable[[str], Any], str] = {
 """What stands for a value of this kind in the help."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest flags in the error about an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        """See ArgumentParser."""
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown:
+            near = [
+                each
+                for word in words.split()
+                if word.startswith("--")
+                for each in nearest(word.partition("=")[0], self._option_string_actions)
+            ]
+            message += f"; did you mean {' or '.join(near)}?" if near else ""
+        super().error(message)
+
+
 def command_parser(prog: str, description: str | None, **more: Any) -> argparse.ArgumentParser:
     """A parser that takes no abbreviated flags; a description of several lines is shown as it is."""
     lines = description is not None and "\n" in description
     shape = argparse.RawDescriptionHelpFormatter if lines else argparse.HelpFormatter
-    return argparse.ArgumentParser(
-        prog=prog, description=description, formatter_class=shape, allow_abbrev=False, **more
-    )
+    return _Parser(prog=prog, description=description, formatter_class=shape, allow_abbrev=False, **more)
 
 
 class Flags:

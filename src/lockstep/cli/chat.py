@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, underway
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def main(argv: Sequence[str]) -> int:
             chat.reset()
             echo("(conversation forgotten)")
         elif line.strip():
-            chat.answer(line)
+            with underway(lambda: chat.turns > 0):
+                chat.answer(line)
 
 
 class Chat:
@@ -92,6 +93,11 @@ class Chat:
         self._seed = seed
         self._turn = 0
         self._messages: list[dict[str, str]] = []
+
+    @property
+    def turns(self) -> int:
+        """Answers so far."""
+        return self._turn
 
     def reset(self) -> None:
         """Forget the conversation so far."""

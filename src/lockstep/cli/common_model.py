@@ -13,6 +13,7 @@ from lockstep.config.model import Dtype, ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.loop.preflight import check_no_lost_run
 from lockstep.observe.files import read_json
 
 if TYPE_CHECKING:
@@ -98,8 +99,10 @@ def find_run(where: str, checkpoint: str | None) -> tuple[RunConfig, Path] | Non
 
     Raises:
         ConfigError: `checkpoint` is given, and there is no run; or see `find_weights`.
+        ModelError: it is the path of a run that does not exist.
         CheckpointError: see `find_weights`.
     """
+    check_no_lost_run(where)
     folder = Path(where).expanduser()
     file = folder / "config.toml"
     if file.is_file():

@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, TypedDict, Union, cast, get_args, get_origin, get_type_hints
 
 import tyro
@@ -17,11 +19,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.config.base import Config
-from lockstep.config.load import RUN_KINDS, load_run, parse_value, to_values
-from lockstep.config.problems import model_of
+from lockstep.config.load import RUN_KINDS, load_run, parse_value, recipes, to_values
+from lockstep.config.problems import Problem, model_of, near_settings, refusal, tables
 from lockstep.config.run import RunConfig
 from lockstep.config.toml import toml_value
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, nearest, unknown_name
+from lockstep.observe.files import path_problem
 
 PAIRS = "KEY=VALUE"
 
@@ -34,6 +37,14 @@ def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunCon
     """
     if source in RUN_KINDS:
         return load_run(recipe, kind=source)
+    if source is not None and not _is_config(source):
+        known = [*RUN_KINDS, *(() if recipe else recipes())]
+        raise ConfigError(
+            unknown_name("kind of run" if recipe else "kind of run or recipe", source, known)
+            + "; a path to a TOML file, such as ./run.toml, works as well",
+            code="unknown-name",
+            name=source,
+        )
     if source is not None and recipe is not None:
         raise ConfigError(
             f"{source!r} and --recipe {recipe} both name a config; give one of them",
@@ -43,6 +54,13 @@ def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunCon
     if source is None and recipe is None:
         raise ConfigError(nothing, code="missing-setting")
     return load_run(source or recipe)
+
+
+def _is_config(source: str) -> bool:
+    """Whether the word names a recipe or a file, which may not exist."""
+    path = Path(source)
+    named = source in recipes() or path.suffix == ".toml" or len(path.parts) > 1
+    return named or path_problem(source) is not None or path.is_file()
 
 
 def parse_flags(
@@ -55,18 +73,63 @@ def parse_flags(
         general: a TypedDict of the flags that are not settings of the run (--json, ...).
 
     Raises:
-        SystemExit: 0 after --help; 2 after telling about an unknown flag or a value of the wrong type.
-        ConfigError: for a value that does not parse as KEY=VALUE or as a reward.
+        SystemExit: 0 after --help; 2 after telling about a value of the wrong type.
+        ConfigError: unknown flags, or a value that does not parse as KEY=VALUE or as a reward.
     """
     fields, defaults = _view(type(run), run)
     own = get_type_hints(general, include_extras=True)
     view = _typed_dict("Run", own | fields, description)
-    parsed = tyro.cli(
-        view, args=_spell_booleans(argv, _booleans(type(run), own)), default=_unset(own) | defaults, prog=prog
+    words = _spell_booleans(argv, booleans := _booleans(type(run), own))
+    parsed, unknown = tyro.cli(
+        view,
+        args=words,
+        default=_unset(own) | defaults,
+        prog=prog,
+        return_unknown_args=True,
     )
+    if unknown:
+        before = {word: flag for flag, word in pairwise(words) if _path(flag) in booleans}
+        raise _unknown_flags(unknown, type(run), own, prog=prog, before=before)
     values = cast(dict[str, Any], parsed)
     overrides = _overrides(values, defaults, type(run), saved=to_values(run))
     return {name: values[name] for name in own}, overrides
+
+
+def _unknown_flags(
+    unknown: Sequence[str],
+    model: type[BaseModel],
+    own: Mapping[str, Any],
+    *,
+    prog: str,
+    before: Mapping[str, str],
+) -> ConfigError:
+    """The error about words that are no flag and no value of one: each with the flags it may mean.
+
+    Args:
+        before: word -> the boolean flag in front of it.
+    """
+    sections = tables(model)
+    problems: list[Problem] = []
+    for word in unknown:
+        flag = word.partition("=")[0]
+        if not flag.startswith("--"):
+            if word in before:
+                text = f"{before[word]} {word[:200]!r}: expected true or false"
+                problems.append(Problem(text, {"code": "wrong-type", "setting": before[word]}))
+            elif not problems:  # else the value of the flag before it
+                text = f"{word[:200]!r}: no flag takes this word; quote a value that has spaces"
+                problems.append(Problem(text, {"code": "unknown-setting", "setting": word[:200]}))
+            continue
+        name = flag.removeprefix("--").replace("-", "_")
+        table, _, last = name.rpartition(".")
+        name = f"{table}.{last.removeprefix('no_')}".lstrip(".") if last.startswith("no_") else name
+        near = [f"--{each.replace('_', '-')}" for each in nearest(name, own)]
+        near += [f"--{each.replace('_', '-')}" for each in near_settings(name, sections)]
+        hint = f"; did you mean {' or '.join(near)}?" if near else f"; `{prog} --help` lists the flags"
+        problems.append(
+            Problem(f"{flag}: unknown flag{hint}", {"code": "unknown-setting", "setting": flag, "near": near})
+        )
+    return refusal("", problems)
 
 
 def _booleans(model: type[BaseModel], own: Mapping[str, Any]) -> dict[str, bool]:
@@ -85,6 +148,10 @@ def _booleans(model: type[BaseModel], own: Mapping[str, Any]) -> dict[str, bool]
     return flags
 
 
+def _path(flag: str) -> str:
+    return flag.removeprefix("--").replace("_", "-")
+
+
 def _spell_booleans(argv: Sequence[str], booleans: Mapping[str, bool]) -> list[str]:
     """`--eval.before false` and `--eval.before=false` as tyro spells them: `--eval.no-before`."""
     spelt: list[str] = []
@@ -92,7 +159,7 @@ def _spell_booleans(argv: Sequence[str], booleans: Mapping[str, bool]) -> list[s
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        path = flag.removeprefix("--").replace("_", "-")
+        path = _path(flag)
         if flag in booleans:
             path = flag
         if flag.startswith("--") and path in booleans and (equals or words):

@@ -23,7 +23,7 @@ from lockstep.config.batch import GenerateConfig
 from lockstep.config.load import to_values
 from lockstep.config.model import ModelConfig
 from lockstep.engine import ENGINES
-from lockstep.errors import ConfigError, unknown_name
+from lockstep.errors import ConfigError, underway, unknown_name
 from lockstep.loop.interrupt import Interrupt
 from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
@@ -207,7 +207,11 @@ def _sampled(command: Command, weights: Weights, interrupt: Interrupt, *, run: _
         engine = _open(command, weights, run)
         try:
             started = time.perf_counter()
-            with Rows("generate", quiet=command.quiet) as progress, interrupt.deferred(engine.abort):
+            with (
+                underway(lambda: len(rows.done) > before),
+                Rows("generate", quiet=command.quiet) as progress,
+                interrupt.deferred(engine.abort),
+            ):
                 hooks = Hooks(on_row=progress, cancelled=lambda: interrupt.requested)
                 totals = generate_rows(engine, run.batches, run.work, sink=rows, hooks=hooks)
             seconds, stats = time.perf_counter() - started, asdict(engine.stats())

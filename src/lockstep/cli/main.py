@@ -1,7 +1,8 @@
 """`lockstep COMMAND ...`: picks the command's module, and turns errors into one message and an exit status.
 
-Exit status: 0 when what was asked for holds, 1 when it does not or the run failed, 2 for a wrong setting or
-argument, 130 for Ctrl-C, 143 for SIGTERM.
+Exit status: 0 when what was asked for holds; 1 when it does not, or something failed that had begun; 2 when
+something given is wrong (an argument, setting, data set, model, checkpoint or recording) and nothing had
+begun; 130 for Ctrl-C, 143 for SIGTERM.
 
 Errors in files, settings and machines become one message. Any other exception is a mistake of
 ours, and keeps its traceback. Nothing of either reaches the terminal unescaped.
@@ -89,7 +90,7 @@ def _run(command: str, *rest: str) -> int:
         sys.stdout.flush()
         if not _reported_by_launcher(error):
             echo(f"lockstep {command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return error.status
     except KeyboardInterrupt:
         sys.stdout.flush()
         echo(f"lockstep {command}: interrupted", file=sys.stderr)

@@ -26,7 +26,7 @@ from lockstep.cli.batch_common import (
 from lockstep.config.batch import ScoreConfig
 from lockstep.config.load import to_values
 from lockstep.config.model import ModelConfig
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, underway
 from lockstep.loop.interrupt import Interrupt
 from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
@@ -142,7 +142,7 @@ def _scored(command: Command, rows: RowFile, judges: Judges) -> dict[str, Any]:
         for note in judges.rewards.notes() if judges.rewards is not None else ():
             echo(f"score: {note}", flush=True)
     try:
-        with Rows("score", quiet=command.quiet) as progress:
+        with underway(lambda: len(rows.done) > before), Rows("score", quiet=command.quiet) as progress:
             items = samples(read_rows(command.data), str(command.data))
             window, hooks = command.config.window, Hooks(on_row=progress)
             totals = score_rows(items, judges, window=window, sink=rows, hooks=hooks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,8 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.config.other_names import ours
+from lockstep.errors import ConfigError, LockstepError, nearest
 from lockstep.observe.text import printable
 
 DEPTH = 64
@@ -78,7 +78,7 @@ def _unusable(value: Any) -> str | None:
 
 def unknown_keys(values: Mapping[str, Any], model: type[BaseModel]) -> tuple[list[Problem], dict[str, Any]]:
     """Return the problems of keys that `model` has no field for, and `values` without these keys."""
-    sections = dict(_sections(model))
+    sections = tables(model)
     problems: list[Problem] = []
     return problems, _prune(values, model, path=(), sections=sections, problems=problems)
 
@@ -135,7 +135,7 @@ def _line(path: str, details: list[Any]) -> str:
         return f"{path}: is required; set it"
     value = first["input"]
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
-    return f"{path} = {value!r}: expected {expected}, got {_kind(value)}"
+    return f"{path} = {value!r}: expected {expected}"
 
 
 def _expected(detail: Any) -> str:
@@ -143,23 +143,11 @@ def _expected(detail: Any) -> str:
         return EXPECTED[detail["type"]]
     if detail["type"] == "literal_error":
         expected = str(detail["ctx"]["expected"])
-        near = difflib.get_close_matches(str(detail["input"]), re.findall(r"'([^']*)'", expected), n=1)
+        near = nearest(str(detail["input"]), re.findall(r"'([^']*)'", expected), most=1)
         return f"one of {expected}" + (f" (did you mean {near[0]!r}?)" if near else "")
     # So begin the messages of pydantic 2; one that begins otherwise is shown whole.
     text = str(detail["msg"]).removeprefix("Input should be ").removeprefix("Input should ")
-    return text
-
-
-def _kind(value: Any) -> str:
-    names = {
-        bool: "a boolean",
-        int: "an integer",
-        float: "a float",
-        str: "a string",
-        list: "a list",
-        dict: "a table",
-    }
-    return names.get(type(value), type(value).__name__)
+    return f"a number {text}" if text.startswith(("greater than ", "less than ")) else text
 
 
 def _prune(
@@ -208,18 +196,38 @@ def _unknown(
     ]
     if elsewhere:
         return f"{here}{assigned}: unknown key here; {key} belongs to {' or '.join(elsewhere)}"
-    near = [".".join((*path, name)) for name in difflib.get_close_matches(key, model.model_fields, n=3)]
-    if not near:
-        everywhere = {
-            f"{section}.{name}".lstrip("."): name
-            for section, other in sections.items()
-            for name in other.model_fields
-        }
-        close = set(difflib.get_close_matches(key, everywhere.values(), n=3, cutoff=0.7))
-        near = [dotted for dotted, name in everywhere.items() if name in close]
-    if near:
+    if near := near_settings(".".join((*path, key)), sections):
         return f"{here}{assigned}: unknown key; did you mean {' or '.join(near)}?"
     return f"{here}{assigned}: unknown key; known here: {', '.join(sorted(model.model_fields))}"
+
+
+def near_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list[str]:
+    """Return the settings that an unknown dotted name may mean: a slip of one in the same table, a name of
+    TRL, OpenRLHF or verl (lockstep.config.other_names), a slip of one in any table.
+
+    Args:
+        sections: the tables of settings by their dotted paths, see `tables`.
+    """
+    section, _, key = name.rpartition(".")
+    model = sections.get(re.sub(r"\[\d+\]", "[]", section))
+    if model is not None and (close := nearest(key, model.model_fields)):
+        return [f"{section}.{each}".lstrip(".") for each in close]
+    everywhere = {
+        f"{where}.{field}".lstrip("."): field
+        for where, other in sections.items()
+        for field in other.model_fields
+    }
+    if known := [each for each in ours(name) if each in everywhere]:
+        return known
+    if key in everywhere.values():
+        return [dotted for dotted, field in everywhere.items() if field == key]
+    close = nearest(key, everywhere.values())
+    return [dotted for each in close for dotted, field in everywhere.items() if field == each][:6]
+
+
+def tables(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return every table of settings of a config by its dotted path, the config itself as ''."""
+    return dict(_sections(model))
 
 
 def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

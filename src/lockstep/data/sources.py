@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -17,11 +16,17 @@ from lockstep.data.readers import (
     parse_row,
     parse_value,
 )
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, nearest
 from lockstep.observe.files import file_errors, path_problem
 from lockstep.observe.text import printable
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+_MEANINGS = (
+    ("prompt", "question", "problem", "query", "instruction", "input"),
+    ("answer", "solution", "response", "completion", "output", "target", "ground_truth"),
+    ("messages", "conversation", "conversations"),
+)
+"""What published data sets call the same column."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -78,7 +83,7 @@ def check_source(config: DataConfig) -> None:
 
 def missing_column(column: str, row: Mapping[str, Any], *, setting: str, source: str) -> DataError:
     """Return the error for a missing column: the nearest names first, then all of them."""
-    near = difflib.get_close_matches(column, list(row), n=3, cutoff=0.5)
+    near = nearest(column, row) or _of_the_same_meaning(column, row)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return DataError(
         f"{source!r} has no column {column!r} ({setting}); {hint}Columns: {column_names(row)}. "
@@ -87,6 +92,10 @@ def missing_column(column: str, row: Mapping[str, Any], *, setting: str, source:
         setting=setting,
         name=column,
     )
+
+
+def _of_the_same_meaning(column: str, row: Mapping[str, Any]) -> list[str]:
+    return [name for names in _MEANINGS if column in names for name in row if name in names][:3]
 
 
 def column_names(row: Mapping[str, Any]) -> str:
@@ -125,7 +134,7 @@ def _read(config: DataConfig) -> Iterator[dict[str, Any]]:
 def _no_such_file(path: Path) -> DataError:
     folder = path.parent
     beside = [p.name for p in folder.iterdir() if p.suffix in FILE_SUFFIXES] if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.5)
+    near = nearest(path.name, beside)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f" (looked in {folder.resolve()})"
     return DataError(
         f"data.source = {str(path)!r}: no such file{hint}", code="no-such-file", setting="data.source"

@@ -17,9 +17,10 @@ from lockstep.data.generated import IdRows, reasoning_gym_dataset
 from lockstep.data.held_out import evaluates
 from lockstep.data.sources import FILE_SUFFIXES, check_source, load_rows
 from lockstep.engine import ENGINES
-from lockstep.errors import ConfigError, DataError, ModelError, unknown_name
+from lockstep.errors import ConfigError, DataError, ModelError, nearest, unknown_name
 from lockstep.loop.own_parts import check_own_backend
 from lockstep.models.shape_table import PREFIX, SHAPES
+from lockstep.observe.files import path_problem
 from lockstep.observe.metrics import check_wandb
 from lockstep.observe.run_dir import check_free, finished
 from lockstep.registry import load_object, require_members
@@ -152,6 +153,7 @@ def _check_model(name: str, *, setting: str = "model.name") -> None:
             code="unknown-name",
             setting=setting,
         )
+    check_no_lost_run(name, setting=setting)
     folder = Path(name).expanduser()
     if (folder.is_absolute() or name.startswith((".", "~"))) and not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "does not exist"
@@ -160,6 +162,27 @@ def _check_model(name: str, *, setting: str = "model.name") -> None:
             code="wrong-kind-of-file",
             setting=setting,
         )
+
+
+def check_no_lost_run(name: str, *, setting: str | None = None) -> None:
+    """Raise ModelError for a name that could be a hub's OWNER/NAME, and is the path of a run that does not
+    exist: nobody need ask the hub."""
+    path = Path(name).expanduser()
+    folder = path.parent
+    if name.count("/") != 1 or path_problem(name) or path.exists():
+        return
+    if folder.name != "runs" and not any(folder.glob("*/config.toml")):
+        return
+    there = sorted(each.parent.name for each in folder.glob("*/config.toml"))
+    near = [str(folder / each) for each in nearest(path.name, there)]
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"runs there: {', '.join(there[:10])}"
+    raise ModelError(
+        (f"{setting} = " if setting else "")
+        + f"{name!r}: there is no such run directory (looked from {str(Path.cwd())!r}); "
+        + (hint if there else "name a run directory, a model folder, or a model of the hub"),
+        code="no-such-file",
+        name=name,
+    )
 
 
 def _check_reward_models(run: GRPORun, config: RewardRoleConfig) -> None:
