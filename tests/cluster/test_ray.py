@@ -144,11 +144,51 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return out
 
 
+ATTACK = """
+echo
+while :; do
+    for folder in "$1"/ray "$1"/ray/* "$1"/ray/*/r; do
+        [ -d "$folder" ] || continue
+        for name in address token head.log; do
+            (echo 127.0.0.1:1 > "$folder/$name") 2>/dev/null && echo "wrote $folder/$name"
+            (cat "$folder/$name") 2>/dev/null >/dev/null && echo "read $folder/$name"
+        done
+    done
+    sleep 0.3
+done
+"""
+
+
+@contextlib.contextmanager
+def stranger(cache: Path) -> Iterator[list[str]]:
+    """Another user of the machine, who writes and reads in the folders of local clusters wherever the system
+    lets him; afterwards the list says what he did."""
+    did: list[str] = []
+    if os.geteuid() != 0:  # only root can be another user
+        yield did
+        return
+    cache.chmod(0o755)
+    command = ["/bin/sh", "-c", ATTACK, "sh", str(cache)]
+    with subprocess.Popen(
+        command, user=54321, group=54321, extra_groups=(), stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            yield did
+        finally:
+            process.kill()
+            did += process.stdout.read().decode().splitlines()
+            cache.chmod(0o700)
+
+
 def test_one_node_with_two_ranks_trains_as_two_ranks_do(plain: Path, cache: Path) -> None:
-    """Those of PPO with the value model's processes in slots of their own, which Ray is asked for."""
+    """Those of PPO with the value model's processes in slots of their own, which Ray is asked for. Nobody
+    else gets at the folder with the cluster's token meanwhile."""
     kind, out = plain.parent.name.rstrip("0123456789"), plain.with_name("one")
     apart = 'colocate = [["policy"], ["value"]]\nworld_gpus = "own"\n' if kind == "ppo" else ""
-    done = train(kind, out, "--cluster", "local", env=environment(cache), cluster=apart)
+    with stranger(cache) as did:
+        done = train(kind, out, "--cluster", "local", env=environment(cache), cluster=apart)
+    assert did == []
     assert done.returncode == 0, done.stderr
     assert numbers(out) == numbers(plain) and weights(out) == weights(plain)
     assert list((cache / "ray").iterdir()) == [] and left(cache / "ray") == []

@@ -10,22 +10,141 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import crafted
+import psutil
 import pytest
 from raising import raises
 
 from lockstep.cli.main import main
-from lockstep.errors import DataError
+from lockstep.cluster.ray import _running_here, check_token, local_cluster
+from lockstep.config.cluster import ClusterConfig
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe import flight
 from lockstep.observe.holder import process_start
+from lockstep.observe.lock import RunLock, read_owner
+from lockstep.ranks.copy_folder import step_folder, whole_parts
 from lockstep.ranks.hang import examine
 
-# 26. The address of a local cluster
+# 26. The address of a local cluster: the attack on one that runs is in tests/cluster/test_ray.py
+
+STRANGER = 54321
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+def _plant_flight(folder: Path) -> Callable[[], object]:
+    path = crafted.record(folder, world_size=1)
+    os.chown(path, STRANGER, -1)
+    return lambda: flight.read(path)
+
+
+def _plant_lock(folder: Path) -> Callable[[], object]:
+    (folder / "lock").write_text("")
+    os.chown(folder / "lock", STRANGER, -1)
+    return lambda: RunLock(folder / "lock")
+
+
+def _plant_owner(folder: Path) -> Callable[[], object]:
+    _plant_lock(folder)
+    return lambda: read_owner(folder / "lock")
+
+
+def _plant_copies(folder: Path) -> Callable[[], object]:
+    step_folder(folder / "copies", 3).mkdir(parents=True)
+    os.chown(folder / "copies", STRANGER, -1)
+    return lambda: whole_parts(folder / "copies", 2)
+
+
+def _plant_address(folder: Path) -> Callable[[], object]:
+    """In the folder above that of the cluster."""
+    (folder / "ray").mkdir()
+    os.chown(folder / "ray", STRANGER, -1)
+    return lambda: local_cluster(ClusterConfig(temp_dir=folder / "ray"), ranks=1).__enter__()
+
+
+def _plant_token(folder: Path) -> Callable[[], object]:
+    (folder / "token").write_text("a" * 64)
+    (folder / "token").chmod(0o600)
+    os.chown(folder / "token", STRANGER, -1)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(folder / "token")
+    return lambda: check_token("auto")
+
+
+@AS_ROOT
+@pytest.mark.parametrize(
+    "plant", [_plant_flight, _plant_lock, _plant_owner, _plant_copies, _plant_address, _plant_token]
+)
+def test_what_a_stranger_has_planted_is_not_believed(
+    plant: Callable[[Path], Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expected: an error that says whose it is; by hand."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "")  # is restored
+    with tempfile.TemporaryDirectory(prefix="ls", dir="/tmp") as folder:
+        read = plant(Path(folder))
+        with raises(LockstepError, "not-ours"):
+            read()
+        assert not list(Path(folder).glob("ray/*"))
+
+
+@pytest.mark.parametrize(("mode", "code"), [(0o644, "not-ours"), (0o640, "not-ours"), (0o600, None)])
+def test_a_token_that_others_may_read_is_refused(
+    mode: int, code: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expected: the modes of docs/how-to/cluster.md; what `ray get-auth-token --generate` makes has 0644."""
+    (tmp_path / "token").write_text("a" * 64)
+    (tmp_path / "token").chmod(mode)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    if code is None:
+        check_token("auto")
+    else:
+        with raises(ConfigError, code):
+            check_token("auto")
+
+
+@pytest.mark.parametrize(
+    "user", [pytest.param(STRANGER, marks=AS_ROOT), pytest.param(os.geteuid(), id="ours")]
+)
+def test_auto_finds_only_a_cluster_of_ours(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expected: by hand. Ray itself takes the address from any process that is called so."""
+    real = psutil.process_iter
+    with subprocess.Popen(
+        ["/ray/raylet", "-c", "echo; read _", "--gcs-address=10.9.8.7:6379"],
+        executable="/bin/sh",
+        user=user,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as raylet:
+        assert raylet.stdout is not None and raylet.stdout.readline()
+        monkeypatch.setattr(
+            psutil, "process_iter", lambda attrs: [p for p in real(attrs) if p.pid == raylet.pid]
+        )
+        if user == STRANGER:
+            with raises(ConfigError, "unreachable") as caught:
+                _running_here()
+            assert "10.9.8.7:6379" in str(caught.value)
+        else:
+            assert _running_here() == "10.9.8.7:6379"
+        raylet.kill()
+
+
+def test_a_flight_record_overwrites_nothing_through_a_link(tmp_path: Path) -> None:
+    """Expected: the files that links in its place lead to are as they were; by hand."""
+    (tmp_path / "mine").write_text("mine")
+    for name in ("rank-0.part", "rank-0.stacks"):
+        (tmp_path / name).symlink_to("mine")
+    crafted.record(tmp_path)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert len(flight.read_all(tmp_path)) == 1
+
 
 # end of 26
 

@@ -24,7 +24,9 @@ import importlib.metadata
 import ipaddress
 import logging
 import os
+import re
 import secrets
+import selectors
 import shutil
 import signal
 import sys
@@ -34,14 +36,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from lockstep.cluster.environment import staying, travelling
 from lockstep.cluster.launch import LOOPBACK
 from lockstep.cluster.rank_host import COMPARED, NodeHost, facts
 from lockstep.config.cluster import ClusterConfig, check_temp_dir
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.cache import cache_root
-from lockstep.observe.files import write_atomic
 from lockstep.observe.text import echo
+from lockstep.observe.trust import check_own_folder, distrust, is_own, open_own
 from lockstep.processes.child import Child
 from lockstep.protocols.cluster import Answers, Node, Placement, RankEnded, World
 
@@ -62,6 +66,9 @@ _POLL_SECONDS = 0.1
 """Between two looks for answers of nodes."""
 _FREE_BYTES = 2**30
 _STALE_SECONDS = 60.0
+_LOG, _LOCK, _OF_RAY = "head.log", "lockstep.lock", "r"
+"""In the folder of a local cluster. The last is Ray's own, whose name counts in the paths of its sockets."""
+_ADDRESS = re.compile(rb"^address (127\.0\.0\.1:\d{1,5})\n", re.M)
 _LIMITS = {"RAY_ROTATION_MAX_BYTES": str(8 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "1"}
 """Of each of Ray's own logs."""
 
@@ -113,8 +120,11 @@ def local_cluster(config: ClusterConfig, *, ranks: int) -> Iterator[str]:
     """Run Ray on this machine, on loopback, in a folder of its own, and yield its address. Afterwards no
     process and no file of it is left, whatever ended the driver.
 
+    Ray lets everybody write in its folder (mode 0777). So that folder lies in one of mode 0700, which Ray
+    does not touch, beside the token; and the address comes through a pipe.
+
     Raises:
-        ConfigError: the folder cannot be used, or Ray is not there.
+        ConfigError: the folder cannot be used, or others may change it; Ray is not there.
         ClusterError: Ray did not start.
     """
     _check_installed()
@@ -129,68 +139,98 @@ def local_cluster(config: ClusterConfig, *, ranks: int) -> Iterator[str]:
     environment |= ours | _LIMITS | _PATIENCE
     cpus, gpus = (count * config.layout().per_rank for count in (ranks, config.gpus))
     arguments = [str(folder), str(cpus), str(gpus), str(config.object_store_mb)]
+    command = [sys.executable, "-m", "lockstep.cluster.ray", *arguments]
+    reader, writer = os.pipe()
     try:
-        with (folder / "head.log").open("wb") as output:
-            command = [sys.executable, "-m", "lockstep.cluster.ray", *arguments]
-            head = Child(command, output=output, env=environment, grace=_END_SECONDS)
         try:
-            yield _address_of(head, folder)
+            with (folder / _LOG).open("wb") as output:
+                head = Child(command, output=(writer, output), env=environment, grace=_END_SECONDS)
+        finally:
+            os.close(writer)
+        try:
+            yield _address_of(head, reader, folder=folder)
         finally:
             head.end()
     finally:
+        os.close(reader)
         shutil.rmtree(folder, ignore_errors=True)
         for name in ours:
             os.environ.pop(name, None)
 
 
 def _new_folder(parent: Path) -> Path:
-    folder = parent.expanduser().absolute() / secrets.token_hex(4)
-    check_temp_dir(folder)
+    parent = parent.expanduser().absolute()
+    folder = parent / secrets.token_hex(3)
+    check_temp_dir(folder / _OF_RAY)
     try:
-        folder.mkdir(parents=True, mode=0o700)
+        _make_folders(parent)
+        folder.mkdir(mode=0o700)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise ConfigError(
             f"{folder}: cannot be made ({error.strerror}), and Ray's files lie there; set cluster.temp_dir",
             code="cannot-write",
         ) from error
-    if free < _FREE_BYTES:
-        folder.rmdir()
-        raise ConfigError(
-            f"{parent}: {free >> 20} MiB are free, and {_FREE_BYTES >> 20} are needed for Ray's files; make "
-            "room, or set cluster.temp_dir to a folder on another disk",
-            code="no-space",
+    try:
+        check_own_folder(
+            folder,
+            advice="the token of the cluster lies there; set cluster.temp_dir to a folder that only you may "
+            "write, such as one in your home folder",
         )
-    _remove_stale(folder.parent)
+        if free < _FREE_BYTES:
+            raise ConfigError(
+                f"{parent}: {free >> 20} MiB are free, and {_FREE_BYTES >> 20} are needed for Ray's files; "
+                "make room, or set cluster.temp_dir to a folder on another disk",
+                code="no-space",
+            )
+    except ConfigError:
+        folder.rmdir()
+        raise
+    _remove_stale(parent)
     return folder
+
+
+def _make_folders(folder: Path) -> None:
+    """As Path.mkdir does with parents, but none of them for a group to write in, whatever the umask is."""
+    if not folder.is_dir():
+        _make_folders(folder.parent)
+        folder.mkdir(mode=0o755, exist_ok=True)
 
 
 def _remove_stale(parent: Path) -> None:
     """Remove folders whose head was killed together with its supervisor: nobody holds their lock."""
-    for lock in parent.glob("????????/lock"):
-        with contextlib.suppress(OSError), lock.open("rb") as file:
-            if time.time() - lock.stat().st_mtime > _STALE_SECONDS:
+    for lock in parent.glob(f"{'[0-9a-f]' * 6}/{_LOCK}"):
+        with contextlib.suppress(OSError, ConfigError), open_own(lock, ConfigError) as file:
+            stale = time.time() - os.fstat(file.fileno()).st_mtime > _STALE_SECONDS
+            if stale and lock.parent.lstat().st_uid == os.geteuid():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent)
 
 
-def _address_of(head: Child, folder: Path) -> str:
-    deadline, path = time.monotonic() + START_SECONDS, folder / "address"
-    while not path.exists():
-        if head.wait(0.1) is not None or time.monotonic() > deadline:
-            said = (folder / "head.log").read_text(errors="replace").splitlines()[-8:]
-            why = "ended" if head.poll() is not None else f"said nothing within {START_SECONDS:g} s"
-            raise ClusterError(
-                f"Ray did not start on this machine: it {why}: " + "\n".join(said), code="process-died"
-            )
-    return path.read_text()
+def _address_of(head: Child, reader: int, *, folder: Path) -> str:
+    """What the head says on its pipe."""
+    deadline, said = time.monotonic() + START_SECONDS, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(reader, selectors.EVENT_READ)
+        while (match := _ADDRESS.search(said)) is None:
+            if selector.select(0.1) and (text := os.read(reader, 4096)):
+                said = said[-4096:] + text
+            elif head.wait(0.1) is not None or time.monotonic() > deadline:
+                lines = (folder / _LOG).read_text(errors="replace").splitlines()[-8:]
+                why = "ended" if head.poll() is not None else f"said nothing within {START_SECONDS:g} s"
+                raise ClusterError(
+                    f"Ray did not start on this machine: it {why}: " + "\n".join(lines), code="process-died"
+                )
+    return match[1].decode()
 
 
 def head_main(argv: Sequence[str]) -> int:
     """The process that `local_cluster` starts: Ray's head, until SIGTERM comes."""
     folder, cpus, gpus, megabytes = Path(argv[0]), int(argv[1]), int(argv[2]), int(argv[3])
+    driver = os.dup(sys.stdout.fileno())  # which nothing that is started here inherits
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     ended = threading.Event()
-    with (folder / "lock").open("wb") as lock:
+    with os.fdopen(os.open(folder / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         ray = import_ray()
         ray.init(
@@ -200,11 +240,13 @@ def head_main(argv: Sequence[str]) -> int:
             object_store_memory=megabytes * 10**6,
             include_dashboard=False,
             log_to_driver=False,
-            _temp_dir=str(folder),
+            _temp_dir=str(folder / _OF_RAY),
             _node_ip_address=LOOPBACK,
         )
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
-        write_atomic(folder / "address", ray.get_runtime_context().gcs_address)
+        with contextlib.suppress(BrokenPipeError):  # the driver is gone, and SIGTERM comes
+            os.write(driver, f"\naddress {ray.get_runtime_context().gcs_address}\n".encode())
+        os.close(driver)
         ended.wait()
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)  # the driver may be gone
@@ -218,7 +260,7 @@ class RayProvider:
     """Starts worlds on a Ray cluster; connects at once.
 
     Args:
-        address: host:port of its head, or "auto": what RAY_ADDRESS names, else the one on this machine.
+        address: host:port of its head, or "auto": what RAY_ADDRESS names, else ours on this machine.
         log_dir: on this machine; what ranks write comes here.
 
     Raises:
@@ -228,6 +270,8 @@ class RayProvider:
     def __init__(self, address: str, *, config: ClusterConfig, log_dir: Path) -> None:
         check_token(address)
         ray = import_ray()
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS") or _running_here()
         self._ray, self._config, self.log_dir = ray, config, log_dir
         self._heals = config.peer_copy and config.nodes > 1
         """Whether places, and the copies in their memory, are kept from one world to the next."""
@@ -509,6 +553,37 @@ class RayProvider:
             member.ended = RankEnded(rank=rank, status=status)
 
 
+def _running_here() -> str:
+    """The address of the Ray cluster that runs on this machine, by its own processes. Ray would take the
+    address in a file that everybody may write (/tmp/ray/ray_current_cluster), or of anybody's process, and
+    send our token there.
+
+    Raises:
+        ConfigError: none of ours runs here, or several.
+    """
+    found: set[str] = set()
+    foreign: set[str] = set()
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        words, uids = process.info["cmdline"] or [], process.info["uids"]
+        if words and uids is not None and Path(words[0]).name == "raylet":
+            by = found if is_own(uids.real) else foreign
+            by |= {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        what = f"several Ray clusters run on this machine: {', '.join(sorted(found))}"
+    elif foreign:
+        what = f"the Ray cluster on this machine ({', '.join(sorted(foreign))}) belongs to another user"
+    else:
+        what = "no Ray cluster runs on this machine"
+    raise ConfigError(
+        f"--cluster auto: {what}. Set RAY_ADDRESS to the address of the cluster that may have your token, "
+        "start one (ray start --head), or write --cluster local",
+        code="unreachable",
+        setting="--cluster",
+    )
+
+
 def _awaited(world: World) -> list[concurrent.futures.Future[Any]]:
     """The answers about ranks that have not ended."""
     return [each.answer for each in world.members if each.answer is not None and each.ended is None]
@@ -597,13 +672,24 @@ def check_token(address: str) -> None:
     """Raise ConfigError unless this process has a token to show."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    if not os.environ.get("RAY_AUTH_TOKEN") and not path.is_file():
+    try:
+        found = path.stat()  # links are followed: Kubernetes hands secrets out behind them
+    except OSError as error:
         raise ConfigError(
-            f"--cluster: no token for the Ray cluster at {address!r}: {path} does not exist; copy it there "
-            "from the head (mode 0600), or set RAY_AUTH_TOKEN_PATH to it",
+            f"--cluster: no token for the Ray cluster at {address!r}: {path} cannot be read "
+            f"({error.strerror}); copy it there from the head (mode 0600), or set RAY_AUTH_TOKEN_PATH to it",
             code="not-authenticated",
             setting="--cluster",
+        ) from error
+    if reason := distrust(found, secret=found.st_uid == os.geteuid()):
+        raise ConfigError(
+            f"--cluster: the token of the Ray cluster, {path}, {reason}",
+            code="not-ours",
+            setting="--cluster",
+            path=path,
         )
 
 

@@ -42,6 +42,7 @@ from typing import Any
 from lockstep.errors import DataError
 from lockstep.observe.files import open_plain, parse_json
 from lockstep.observe.holder import stat_fields
+from lockstep.observe.trust import check_own
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes a process that records write its stacks."""
@@ -216,7 +217,7 @@ class FlightRecorder:
         # a new file: a reader may still have that of an earlier process mapped
         part = self.path.with_suffix(".part")
         try:
-            with part.open("w+b") as file:
+            with open(part, "w+b", opener=_anew) as file:
                 file.truncate(_SIZE)
                 # on a full disk this fails here, and not by SIGBUS at the first write
                 if hasattr(os, "posix_fallocate"):
@@ -225,7 +226,9 @@ class FlightRecorder:
         except OSError:
             part.unlink(missing_ok=True)
             raise
-        self._stacks = self.path.with_suffix(".stacks").open("w", encoding="utf-8")
+        self._stacks = open(  # noqa: SIM115 - faulthandler writes to it
+            self.path.with_suffix(".stacks"), "w", encoding="utf-8", opener=_anew
+        )
         # Not chained: the signal's default, which would come next, ends the process.
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         ident = threading.main_thread().ident or 0
@@ -306,6 +309,13 @@ class FlightRecorder:
         faulthandler.unregister(STACKS_SIGNAL)
         self._map.close()
         self._stacks.close()
+
+
+def _anew(path: str, flags: int) -> int:
+    """Open a file of our own, in the place of whatever is there: what others put there stays untouched."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def _cut(text: str, size: int) -> bytes:
@@ -449,6 +459,8 @@ def _files(folder: Path, rank: int | None) -> Iterable[Path]:
 
 
 def _content(path: Path, file: BufferedReader) -> bytes:
+    # Of the folder's owner, who may be another user than the one who looks.
+    check_own(path, file.fileno(), DataError, owners=[path.parent.stat().st_uid])
     data = file.read(_SIZE + 1)
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
         raise DataError(f"{path}: is not a flight record", code="damaged-file", path=path)

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.errors import CheckpointError, ConfigError, TrainError
-from lockstep.observe.files import file_errors, parse_json, read_plain
+from lockstep.observe.files import file_errors, parse_json
 from lockstep.observe.holder import process_start
+from lockstep.observe.trust import check_own, read_own
 
 _MAX_BYTES = 4096
 _FLOCK_SECONDS = 10.0
@@ -106,7 +106,7 @@ def read_owner(path: Path) -> Owner | None:
     """
     if not os.path.lexists(path):
         return None
-    return _parse(read_plain(path, CheckpointError, limit=_MAX_BYTES))
+    return _parse(read_own(path, CheckpointError, owners=[path.parent.stat().st_uid], limit=_MAX_BYTES))
 
 
 @contextlib.contextmanager
@@ -114,10 +114,9 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
     """The lock file, open and under an flock. Links are not followed: its text is overwritten."""
     with file_errors(path.parent, ConfigError, "write", advice="name another folder, or make it writable"):
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(path, flags, 0o666)
+        handle = os.open(path, flags, 0o664)
         with os.fdopen(handle, "r+b", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise ConfigError(f"{path}: is not a regular file; delete it", code="not-a-file", path=path)
+            check_own(path, handle, ConfigError, owners=[path.parent.stat().st_uid])
             _flock(handle, path)
             yield file
 

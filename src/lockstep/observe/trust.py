@@ -29,6 +29,11 @@ _MOST_LINKS = 40
 """Of a path; the kernel follows as many."""
 
 
+def is_own(uid: int) -> bool:
+    """Whether a user is us, or root, who can do everything anyhow."""
+    return uid in (os.geteuid(), _ROOT)
+
+
 def distrust(found: os.stat_result, *, owners: Collection[int] = (), secret: bool = False) -> str | None:
     """Return why somebody else may have written a file; None: nobody else can.
 
@@ -49,6 +54,25 @@ def distrust(found: os.stat_result, *, owners: Collection[int] = (), secret: boo
     return None
 
 
+def check_own(
+    path: Path,
+    handle: int,
+    error: type[LockstepError],
+    *,
+    owners: Collection[int] = (),
+    secret: bool = False,
+) -> None:
+    """Raise unless nobody else can have written an open file (see `distrust`).
+
+    Raises:
+        LockstepError: of type `error`, with code `not-ours`, or `not-a-file`.
+    """
+    found = os.fstat(handle)
+    if reason := distrust(found, owners=owners, secret=secret):
+        code = "not-ours" if stat.S_ISREG(found.st_mode) else "not-a-file"
+        raise error(f"{path}: {reason}", code=code, path=path)
+
+
 @contextlib.contextmanager
 def open_own(
     path: Path, error: type[LockstepError], *, owners: Collection[int] = (), secret: bool = False
@@ -57,7 +81,7 @@ def open_own(
 
     Raises:
         LockstepError: of type `error`: the file is missing, cannot be read, or somebody else may have written
-            it (code `not-ours`).
+            it (code `not-ours`, or `not-a-file`).
     """
     with file_errors(path, error):
         # O_NONBLOCK: opening a fifo that nobody writes would wait for a writer.
@@ -71,8 +95,7 @@ def open_own(
                 ) from None
             raise
     with os.fdopen(handle, "rb") as file:
-        if reason := distrust(os.fstat(handle), owners=owners, secret=secret):
-            raise error(f"{path}: {reason}", code="not-ours", path=path)
+        check_own(path, handle, error, owners=owners, secret=secret)
         with file_errors(path, error):
             yield file
 
@@ -144,7 +167,7 @@ def _parts(path: Path) -> Iterator[Path]:
 
 
 def _foreign(found: os.stat_result, owners: Collection[int]) -> str | None:
-    if found.st_uid in (os.geteuid(), _ROOT, *owners):
+    if is_own(found.st_uid) or found.st_uid in owners:
         return None
     return f"belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}"
 

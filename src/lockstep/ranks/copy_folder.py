@@ -18,13 +18,14 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import ConfigError
-from lockstep.observe.files import write_atomic
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.observe.files import file_errors, write_atomic
 
 PLACE = Path("/dev/shm")
 """Where memory is a folder, on Linux."""
@@ -99,7 +100,7 @@ def _make(place: Path) -> tuple[Path, int]:
 def _remove_leftovers(place: Path) -> None:
     for folder in place.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or gone
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue
             handle = os.open(folder, os.O_RDONLY)
             try:
@@ -174,8 +175,31 @@ def part_files(path: Path, rank: int) -> dict[str, CopiedFile] | None:
     return files if whole else None
 
 
+def check_ours(folder: Path) -> None:
+    """Raise CheckpointError unless only we may write in a folder of copies, as in the one that was made."""
+    with file_errors(folder, CheckpointError):
+        found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return
+    raise CheckpointError(
+        f"{folder}: is not the folder that was made for the copies of this run: others may write in "
+        "it. Go on from the last checkpoint, with cluster.copy_dir set to "
+        "a folder that others cannot write",
+        code="not-ours",
+        path=folder,
+        setting="cluster.copy_dir",
+    )
+
+
 def whole_parts(folder: Path, ranks: int) -> dict[int, list[int]]:
-    """Return which ranks' parts are whole in the folder of each step."""
+    """Return which ranks' parts are whole in the folder of each step.
+
+    Raises:
+        CheckpointError: the folder is somebody else's.
+    """
+    if not os.path.lexists(folder):
+        return {}
+    check_ours(folder)
     matches = [(path, _STEP.fullmatch(path.name)) for path in folder.glob("step-*")]
     return {
         int(match[1]): [rank for rank in range(ranks) if part_files(path, rank) is not None]
