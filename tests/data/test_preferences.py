@@ -66,7 +66,7 @@ def test_what_is_missing_is_named(tokenizer: Any, tmp_path: Path) -> None:
         load(tmp_path, tokenizer, [{"chosen": "b", "rejected": "c"}])
     with raises(DataError, "nothing-left"):
         load(tmp_path, tokenizer, [{**ROW, "rejected": ROW["chosen"]}], equal_answers="drop")
-    with raises(DataError, "wrong-pairs: row 1"):
+    with raises(DataError, "wrong-pairs: line 2"):
         load(tmp_path, tokenizer, [ROW, {**ROW, "rejected": ROW["chosen"]}])
     with raises(ConfigError, "no-tokenizer: tokenizer"):
         load(tmp_path, None, [ROW])
@@ -104,5 +104,5 @@ def test_a_reward_models_document_keeps_its_end(tokenizer: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize("margin", [-0.5, True, "1", float("nan")])
 def test_a_margin_is_a_number(tokenizer: Any, tmp_path: Path, margin: Any) -> None:
-    with raises(DataError, "wrong-row: margin, row 0"):
+    with raises(DataError, "wrong-row: margin, line 1"):
         load_scored(tmp_path, tokenizer, [{**ROW, "margin": margin}])

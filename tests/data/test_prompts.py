@@ -48,7 +48,7 @@ def test_several_turns_and_a_system_prompt(tokenizer: Any, tmp_path: Path) -> No
         "<|im_start|>user\n1 + 1?!<|im_end|>\n<|im_start|>assistant\n"
     )
     source = write(tmp_path / "b.jsonl", [{"messages": turns[:2]}])
-    with raises(DataError, "wrong-row: row 0"):
+    with raises(DataError, "wrong-row: line 1"):
         load_prompts(DataConfig(source=source), tokenizer=tokenizer)
 
 
@@ -61,7 +61,7 @@ def test_a_missing_prompt_column_names_the_nearest(tokenizer: Any, tmp_path: Pat
 def test_overlong_prompts(tokenizer: Any, tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"prompt": "one two three four five six"}, {"prompt": "one two"}])
     settings: dict[str, Any] = {"source": source, "chat_template": "none", "max_prompt_tokens": 3}
-    with raises(DataError, "too-long: row 0", tokens=6):
+    with raises(DataError, "too-long: line 1", tokens=6):
         load_prompts(DataConfig(**settings), tokenizer=tokenizer)
     dropped = load_prompts(DataConfig(**settings, overlong_prompts="drop"), tokenizer=tokenizer)
     assert [(p.index, p.text) for p in dropped] == [(1, "one two")]

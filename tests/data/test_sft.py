@@ -74,7 +74,7 @@ def test_a_template_that_renders_earlier_turns_otherwise(tokenizer: Any, tmp_pat
 
 def test_a_template_that_hides_a_turn_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     only_last = "{{ messages[-1].content }}"
-    with raises(DataError, "unsupported-chat-template: row 0", turn=2):
+    with raises(DataError, "unsupported-chat-template: line 1", turn=2):
         load(tmp_path, tokenizer, [{"messages": TURNS}], chat_template=only_last)
 
 
@@ -112,7 +112,7 @@ def test_train_on_all(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_overlong_documents(bos_tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"text": "a b c a b c"}, {"text": "a b"}]  # 8 and 4 tokens
-    with raises(DataError, "too-long: row 0", tokens=8):
+    with raises(DataError, "too-long: line 1", tokens=8):
         load(tmp_path, bos_tokenizer, rows, max_length=5, overlong_documents="error")
     cut = load(tmp_path, bos_tokenizer, rows, max_length=5)
     assert cut[0].token_ids.tolist() == [1, 3, 4, 5, 3] and not cut[0].loss_mask[-1]
@@ -130,7 +130,7 @@ def test_overlong_documents(bos_tokenizer: Any, tmp_path: Path) -> None:
 
 def test_documents_without_a_trained_token(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"messages": TURNS[:2]}, {"messages": TURNS}]
-    with raises(DataError, "nothing-left: row 0"):
+    with raises(DataError, "nothing-left: line 1"):
         load(tmp_path, tokenizer, rows)
     left = load(tmp_path, tokenizer, rows, untrained_documents="drop")
     assert len(left) == 1 and left.report["dropped_untrained"] == 1

@@ -66,7 +66,7 @@ def test_the_fingerprint_covers_the_labels(tokenizer: Any, tmp_path: Path) -> No
 
 def test_what_is_no_label_is_named(tokenizer: Any, tmp_path: Path) -> None:
     for label in ("yes", 2, None, 0.5):
-        with raises(DataError, "wrong-row: label, row 1"):
+        with raises(DataError, "wrong-row: label, line 2"):
             load(tmp_path, tokenizer, [GOOD, {**BAD, "label": label}])
     with raises(DataError, "wrong-pairs", kind="desirable"):
         load(tmp_path, tokenizer, [GOOD, GOOD])

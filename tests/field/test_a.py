@@ -5,6 +5,7 @@ Each case is a row: input, expected value, and the source of the expected value.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from answers import answer_logprobs, cross_entropy, orpo, rendered, simpo
 
 from lockstep.cli.main import main
 from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.run_history import read_lines
 from lockstep.processes.jobs import JobProcess
 from lockstep.ranks import second_look
 from lockstep.ranks.hang import children_of
@@ -45,6 +48,71 @@ from lockstep.ranks.hang import children_of
 
 
 # 6. Assistant turns of the prompt
+
+EARLIER = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "That is two, I think."},
+    {"role": "user", "content": "And 3 + 4?"},
+]
+CHOSEN, REJECTED = "7", "it may be 8"
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+APART = {"prompt": EARLIER, "chosen": [said(CHOSEN)], "rejected": [said(REJECTED)]}
+WHOLE = {"chosen": [*EARLIER, said(CHOSEN)], "rejected": [*EARLIER, said(REJECTED)]}
+GENERATION = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def loss_of_first_step(folder, row, place, *settings):
+    """The loss of one step on this row alone, in training and on the same row held out."""
+    place.mkdir()
+    data, run = place / "rows.jsonl", place / "run"
+    data.write_text(json.dumps(row))
+    kind, *more = settings
+    words = ["--model.name", str(folder), "--data.source", str(data), "--eval-data.source", str(data), *more]
+    shared = ["--batch-size", "1", "--steps", "1", "--model.dtype", "float32", "--run-dir", str(run)]
+    assert main(["train", kind, *words, *shared]) == 0
+    lines = read_lines(run / "metrics.jsonl")
+    (step,) = [line for line in lines if "evaluation" not in line]
+    (before,) = [line for line in lines if line.get("evaluation") == "before"]
+    return step["loss"], before["eval/loss"]
+
+
+LAST = ("--data.train-on", "last", "--eval-data.train-on", "last")
+# (run, row, loss of the answers' tokens alone: lockstep's tests/common/answers.py, float64)
+ANSWERS = [
+    (("dpo", "--algorithm.name", "simpo"), APART, simpo),
+    (("dpo", "--algorithm.name", "simpo"), WHOLE, simpo),
+    (("dpo", "--algorithm.name", "simpo"), WHOLE | {"prompt": EARLIER}, simpo),
+    (("dpo", "--algorithm.name", "simpo", "--data.chat-template", GENERATION), APART, simpo),
+    (("dpo", "--algorithm.name", "orpo"), APART, orpo),
+    (("sft",), {"prompt": EARLIER, "completion": CHOSEN}, lambda a, b: cross_entropy([a])),
+    (("sft", *LAST), {"messages": WHOLE["chosen"]}, lambda a, b: cross_entropy([a])),
+]
+
+
+@pytest.mark.parametrize(("run", "row", "loss"), ANSWERS)
+def test_the_answer_is_what_comes_after_the_prompt(tiny_folder, tmp_path, run, row, loss):
+    answers = [answer_logprobs(tiny_folder, rendered(EARLIER), text) for text in (CHOSEN, REJECTED)]
+    found = loss_of_first_step(tiny_folder, row, tmp_path / "one", *run)
+    assert found == pytest.approx((loss(*answers),) * 2, rel=1e-5)
+
+
+def test_messages_train_on_every_assistant_turn(tiny_folder, tmp_path):
+    every = [
+        answer_logprobs(tiny_folder, rendered(EARLIER[:1]), EARLIER[1]["content"]),
+        answer_logprobs(tiny_folder, rendered(EARLIER), CHOSEN),
+    ]
+    found = loss_of_first_step(tiny_folder, {"messages": WHOLE["chosen"]}, tmp_path / "one", "sft")
+    assert found == pytest.approx((cross_entropy(every),) * 2, rel=1e-5)
+
 
 # end of 6
 

@@ -184,7 +184,7 @@ def test_a_template_that_fails_is_one_error(template: str, tokenizer: Any, tmp_p
     path.write_text('{"prompt": "a", "completion": "a"}\n')
     for text in (template, template + "{% generation %}{% endgeneration %}"):
         for loader in (load_prompts, load_sft):
-            with raises(DataError, "refused: row 0"):
+            with raises(DataError, "refused: line 1"):
                 loader(DataConfig(source=str(path), chat_template=text), tokenizer=tokenizer)
 
 

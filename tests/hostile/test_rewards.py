@@ -192,7 +192,7 @@ def test_the_worst_reward_is_one_error(name: str, text: str, make: Make) -> None
     with pytest.raises(RewardError) as info:
         rewards.score([sample("abc")])
     said = str(info.value)
-    assert said.startswith(f"reward 'worst:{name}' on row 17 (prompt 'p', ")
+    assert said.startswith(f"reward 'worst:{name}' on row 18 (prompt 'p', ")
     assert re.search(text, said) and said.isprintable() and len(said) < 3000
 
 

@@ -94,7 +94,7 @@ def test_one_reward_of_several_decides() -> None:
     ]
     found = select_pairs(rows, PairChoice(reward="verifier"), source="rows").rows
     assert [(p["chosen"], p["reward_chosen"], p["reward_rejected"]) for p in found] == [("1", 1.0, 0.0)]
-    with raises(DataError, "missing-column: math, row 0"):
+    with raises(DataError, "missing-column: math, row 1"):
         select_pairs(rows, PairChoice(reward="math"), source="rows")
 
 
@@ -118,7 +118,7 @@ def test_rows_of_messages_become_messages() -> None:
 )
 def test_rows_that_are_not_scored_samples_are_named(column: str, what: str) -> None:
     rows = [ROWS[0], {key: value for key, value in ROWS[1].items() if key != column}]
-    with raises(DataError, f"{what}, row 1"):
+    with raises(DataError, f"{what}, row 2"):
         select_pairs(rows, PairChoice(), source="rows")
 
 

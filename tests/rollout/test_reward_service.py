@@ -190,7 +190,7 @@ def test_a_bad_answer_drops_or_fails_every_sample_of_its_request(service: Servic
     assert counts == {"http/failed": 2, "dropped": 2}
     with pytest.raises(RewardError) as info:
         rewards_of(service, **settings).score(samples("bad", "a", "bb", "ccc"))
-    assert message in str(info.value) and "row 0" in str(info.value)
+    assert message in str(info.value) and "row 1" in str(info.value)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_one_bad_score_is_that_sample_s_alone(service: Service, score: str, mess
     assert dropping.take_counts() == {"http/failed": 1, "dropped": 1}
     with pytest.raises(RewardError) as info:
         rewards_of(service).score(samples("a", "b", "c"))
-    assert message in str(info.value) and "row 1" in str(info.value)
+    assert message in str(info.value) and "row 2" in str(info.value)
 
 
 def test_bytes_that_drip_do_not_put_off_the_deadline(service: Service) -> None:

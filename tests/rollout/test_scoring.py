@@ -92,7 +92,7 @@ def test_rows_of_other_files_are_numbered_by_their_prompts():
     ],
 )
 def test_rows_that_cannot_be_scored_are_told(bad, message):
-    with raises(DataError, f"{message}, row 1"):
+    with raises(DataError, f"{message}, row 2"):
         list(samples([ROWS[0], bad], "rows"))
 
 

@@ -52,7 +52,8 @@ def test_what_is_left_out_is_counted_by_its_first_reason():
 def test_rows_become_conversations_or_pairs():
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     assert sft_row(row(0, 1, 1.0, "a", prompt_text="x") | {"prompt": talk}) == {
-        "messages": [*talk, {"role": "assistant", "content": "a"}],
+        "prompt": talk,
+        "completion": [{"role": "assistant", "content": "a"}],
         "index": 0,
         "sample": 1,
         "reward": 1.0,
@@ -71,7 +72,7 @@ def test_rows_become_conversations_or_pairs():
     ],
 )
 def test_rows_that_cannot_be_judged_are_told(bad, message):
-    with raises(DataError, f"{message}, row 1"):
+    with raises(DataError, f"{message}, row 2"):
         select([row(5, 0, 1.0), bad], Choice(top_k=1), source="rows")
 
 

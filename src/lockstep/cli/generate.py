@@ -283,7 +283,7 @@ def sample_work(config: GenerateConfig, maker: PromptMaker) -> SampleWork:
     def conversation(prompt: Prompt) -> Any:
         if maker.chat is None:
             return prompt.text
-        return maker.conversation(prompt.row, f"row {prompt.index}")[1]
+        return maker.conversation(prompt.row, prompt.where)[1]
 
     return SampleWork(
         sampling=sampling_params(config.sampling),
@@ -307,7 +307,7 @@ def identity(config: GenerateConfig, weights: Weights, batches: list[list[Prompt
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prompts = hashlib.blake2b(digest_size=16)
     for prompt in (prompt for batch in batches for prompt in batch):
-        row = encoded(dict(prompt.row), f"row {prompt.index} of the data")
+        row = encoded(dict(prompt.row), prompt.where)
         prompts.update(json.dumps([prompt.index, prompt.token_ids, row]).encode())
     return {
         "settings": to_values(config),

@@ -117,7 +117,7 @@ def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
         text = chat.render(
             chat.with_system([{"role": "user", "content": args.prompt}]), generate=True, where="--prompt"
         )
-        return [Prompt(index=0, token_ids=tuple(chat.encode(text)), text=text)]
+        return [Prompt(index=0, token_ids=tuple(chat.encode(text)), text=text, where="--prompt")]
     if not isinstance(opened.run, GRPORun):
         raise ConfigError(
             f"{opened.source} comes with no held-out prompts; give --prompt TEXT",

@@ -75,8 +75,9 @@ class DataConfig(Config):
     beginning; for a reward model it keeps the end, where the document is scored."""
     untrained_documents: Literal["error", "drop"] = "error"
     """SFT: what happens to a document without a token to train on (truncation may have removed them)."""
-    train_on: Literal["assistant", "all"] = "assistant"
-    """SFT: which tokens carry loss."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Which tokens carry loss. assistant: every assistant turn after the prompt, where a row has one apart;
+    last: only the last assistant turn; all: every token (SFT)."""
     shuffle: bool = True
     """A new order in every epoch, decided by the run's seed."""
     exclude: Name | None = None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lockstep.config.data import DataConfig
-from lockstep.data.chat import ChatFormat
+from lockstep.data.chat import ChatFormat, Message, clean_messages
 from lockstep.data.order import batch_rows
-from lockstep.data.sft import document_format, document_sample, row_content, tokenise_row
+from lockstep.data.sft import Content, Conversation, DocumentMaker, row_content, tokenise
 from lockstep.data.sources import load_rows, missing_column
 from lockstep.data.spans import Document
 from lockstep.errors import DataError
@@ -83,53 +83,62 @@ class PreferenceSet:
         return samples
 
 
-def load_preferences(config: DataConfig, *, tokenizer: Any) -> PreferenceSet:
+def load_preferences(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = None) -> PreferenceSet:
     """Load the preference set of a DataConfig.
 
     Rows have `chosen_column` and `rejected_column`: texts or lists of messages, after the prompt in
-    `prompt_column`; or whole conversations that begin with a user's or system's message. Turns that both
-    conversations share cancel out of the loss.
+    `prompt_column`; or whole conversations that begin with a user's or system's message, whose prompt is what
+    they share. Only the assistant's turns after the prompt are trained on.
+
+    Args:
+        vocab_size: entries of the model's embedding; None: not compared with the token ids.
 
     Raises:
-        DataError: missing or malformed data, a document that is too long under `error`, an answer without a
-            token to train on under `error`, two equal answers under `error`, or nothing left.
+        DataError: missing or malformed data, answers to different prompts, a document that is too long under
+            `error`, an answer without a token to train on under `error`, two equal answers under `error`, a
+            token id beyond `vocab_size`, or nothing left.
         ConfigError: an impossible setting.
     """
-    return _load(config, tokenizer=tokenizer, kind="DPO", pad_id=None, scored=False)
+    maker = DocumentMaker(config, tokenizer, kind="DPO", vocab_size=vocab_size)
+    pairs = [pair for _, pair, _ in _pairs(maker)]
+    return PreferenceSet(pairs, shuffle=config.shuffle, report=_counted(maker, pairs))
 
 
-def load_scored_pairs(config: DataConfig, *, tokenizer: Any, pad_id: int | None) -> PreferenceSet:
+def load_scored_pairs(
+    config: DataConfig, *, tokenizer: Any, pad_id: int | None, vocab_size: int | None = None
+) -> PreferenceSet:
     """Load the preference set of a reward model: as `load_preferences`, but a document is trained where
     transformers' classifiers read its score, at the last token that is not `pad_id` (None: at the last one).
-    Rows may have a margin in `margin_column`.
+    Rows may have a margin in `margin_column`: all of them, or none.
 
     Raises:
         DataError, ConfigError: as `load_preferences`; and a margin that is no number >= 0.
     """
-    return _load(config, tokenizer=tokenizer, kind="RM", pad_id=pad_id, scored=True)
+    maker = DocumentMaker(config, tokenizer, kind="RM", vocab_size=vocab_size)
+    found = list(_pairs(maker, scored=True))
+    pairs = [(_scored(a, pad_id, where), _scored(b, pad_id, where)) for where, (a, b), _ in found]
+    margins = [_margin(row, config, where) for where, _, row in found]
+    report = _counted(maker, pairs)
+    return PreferenceSet(pairs, shuffle=config.shuffle, report=report, margins=margins)
 
 
-def _load(
-    config: DataConfig, *, tokenizer: Any, kind: str, pad_id: int | None, scored: bool
-) -> PreferenceSet:
-    chat = document_format(config, tokenizer, kind=kind)
-    tokenise = _as_a_reward_reads_it if scored else tokenise_row
-    margins: list[float] = []
-    counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, dropped_equal=0, truncated=0)
-    pairs: list[Pair] = []
-    for index, row in enumerate(load_rows(config), start=config.skip):
-        where = f"{config.source}, row {index}"
-        both = [
-            document_sample(
-                tokenise(as_sft(row, column, config, where), config, chat, f"{where}, {column}"),
-                config,
-                counts,
-                f"{where}, {column}",
-                keep_end=scored,
-            )
-            for column in (config.chosen_column, config.rejected_column)
+def _pairs(maker: DocumentMaker, *, scored: bool = False) -> Iterator[tuple[str, Pair, Mapping[str, Any]]]:
+    """Yield (where it stands, the pair, its row).
+
+    Args:
+        scored: as a reward model reads them.
+    """
+    config = maker.config
+    read = _as_a_reward_reads_it if scored else tokenise
+    for row in load_rows(config):
+        where = row.where
+        contents = pair_contents(row, config, maker.chat, where)
+        columns = (config.chosen_column, config.rejected_column)
+        places = [f"{where}, {column}" for column in columns]
+        chosen, rejected = [
+            maker.sample(read(content, config, maker.chat, place), place, keep_end=scored)
+            for content, place in zip(contents, places, strict=True)
         ]
-        chosen, rejected = both
         if chosen is None or rejected is None:
             continue
         if chosen.token_ids.equal(rejected.token_ids):
@@ -141,30 +150,30 @@ def _load(
                     code="wrong-pairs",
                     where=where,
                 )
-            counts["dropped_equal"] += 1
+            maker.counts["dropped_equal"] += 1
             continue
-        if scored:
-            margins.append(_margin(row, config, where))
-            chosen, rejected = (_scored(sample, pad_id, where) for sample in (chosen, rejected))
-        pairs.append((chosen, rejected))
+        yield where, (chosen, rejected), row
+
+
+def _counted(maker: DocumentMaker, pairs: Sequence[Pair]) -> Mapping[str, int]:
+    counts = maker.counts
+    counts["dropped_equal"] += 0
     if not pairs:
         raise DataError(
-            f"no preference pairs left of data.source = {config.source!r}: {dict(counts)}",
+            f"no preference pairs left of data.source = {maker.config.source!r}: {dict(counts)}",
             code="nothing-left",
         )
     counts["pairs"] = len(pairs)
     counts["tokens"] = sum(len(sample) for pair in pairs for sample in pair)
-    return PreferenceSet(pairs, shuffle=config.shuffle, report=counts, margins=margins if scored else None)
+    return counts
 
 
-def _as_a_reward_reads_it(
-    row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str
-) -> Document:
-    """The row's text as lockstep.models.reward tokenises it when it scores: no eos is added to it."""
-    content = row_content(row, config, chat, where)
-    text = (
-        "".join(content) if isinstance(content, tuple) else chat.render(content, generate=False, where=where)
-    )
+def _as_a_reward_reads_it(content: Content, config: DataConfig, chat: ChatFormat, where: str) -> Document:
+    """The text as lockstep.models.reward tokenises it when it scores: no eos is added to it."""
+    if isinstance(content, tuple):
+        text = "".join(content)
+    else:
+        text = chat.render(content.messages, generate=False, where=where)
     ids = chat.encode(text)
     return Document(ids=ids, trained=[True] * len(ids))
 
@@ -198,19 +207,80 @@ def _margin(row: Mapping[str, Any], config: DataConfig, where: str) -> float:
     return float(value)
 
 
-def as_sft(row: Mapping[str, Any], column: str, config: DataConfig, where: str) -> dict[str, Any]:
-    """Return the row of an SFT set that holds the prompt and this answer of a pair. Raises DataError when
-    there is none."""
+def pair_contents(
+    row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str
+) -> tuple[Content, Content]:
+    """Return the contents of the chosen and of the rejected answer of a row.
+
+    Raises:
+        DataError: one of them is missing or malformed, or they answer different prompts.
+    """
+    chosen, rejected = (
+        row_content(_as_sft(row, column, config, where), config, chat, f"{where}, {column}")
+        for column in (config.chosen_column, config.rejected_column)
+    )
+    if isinstance(chosen, tuple) or isinstance(rejected, tuple):
+        return chosen, rejected
+    prompt = _shared_prompt(chosen, rejected, where)
+    return dataclasses.replace(chosen, prompt=prompt), dataclasses.replace(rejected, prompt=prompt)
+
+
+def _shared_prompt(chosen: Conversation, rejected: Conversation, where: str) -> int:
+    """The number of messages before the answers. Raises DataError where they are not the same."""
+    both = (chosen.messages, rejected.messages)
+    shared = next((n for n, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+    following = [messages[shared]["role"] if len(messages) > shared else None for messages in both]
+    prompt = 0
+    if given := max(chosen.prompt, rejected.prompt):
+        prompt = given
+    elif following == ["assistant", "assistant"]:
+        prompt = shared
+    elif following == [None, None]:  # equal
+        prompt = _last_turn(chosen.messages) or shared
+    elif "tool" in following or (None in following and chosen.messages[shared - 1]["role"] == "assistant"):
+        # A tool answered the same call otherwise, or one conversation goes on where the other ends.
+        prompt = _last_turn(chosen.messages[:shared])
+    if not 0 < prompt <= shared:
+        first, other = (
+            f"{messages[shared]['role']}: {messages[shared]['content'][:60]!r}" if role else "missing"
+            for messages, role in zip(both, following, strict=True)
+        )
+        raise DataError(
+            f"{where}: the answers belong to different prompts: message {shared + 1} is {first} in one and "
+            f"{other} in the other; correct the row, or leave it out",
+            code="wrong-pairs",
+            where=where,
+            turn=shared,
+        )
+    return prompt
+
+
+def _last_turn(messages: Sequence[Message]) -> int:
+    """The number of messages before the last assistant turn; 0 without one."""
+    return max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+
+
+def _as_sft(row: Mapping[str, Any], column: str, config: DataConfig, where: str) -> dict[str, Any]:
+    """The row of an SFT set that holds the prompt and this answer of a pair."""
     answer = row.get(column)
     if answer is None:
         setting = "data.chosen_column" if column == config.chosen_column else "data.rejected_column"
         raise missing_column(column, row, setting=setting, source=where)
-    rest = {key: value for key, value in row.items() if key not in _read_by_sft(config)}
+    read_by_sft = {
+        config.prompt_column,
+        config.messages_column,
+        config.completion_column,
+        config.text_column,
+    }
+    rest = {key: value for key, value in row.items() if key not in read_by_sft}
+    prompt = row.get(config.prompt_column)
     if _is_conversation(answer):
-        return {**rest, config.messages_column: answer}
-    if config.prompt_column not in row:
+        if not isinstance(prompt, list):  # a text beside conversations is a copy of one of their messages
+            return {**rest, config.messages_column: answer}
+        prompt, answer = _split(prompt, answer, f"{where}, {column}")
+    if prompt is None:
         raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
-    return {**rest, config.prompt_column: row[config.prompt_column], config.completion_column: answer}
+    return {**rest, config.prompt_column: prompt, config.completion_column: answer}
 
 
 def _is_conversation(answer: Any) -> bool:
@@ -219,9 +289,20 @@ def _is_conversation(answer: Any) -> bool:
         isinstance(answer, list)
         and answer
         and isinstance(answer[0], Mapping)
-        and answer[0].get("role") in ("user", "system")
+        and answer[0].get("role") in ("user", "system", "developer")
     )
 
 
-def _read_by_sft(config: DataConfig) -> set[str]:
-    return {config.prompt_column, config.messages_column, config.completion_column, config.text_column}
+def _split(prompt: Any, answer: Any, where: str) -> tuple[list[Message], list[Message]]:
+    """(prompt, what follows it) of a whole conversation whose row has the prompt apart, too."""
+    before, whole = clean_messages(prompt, where=where), clean_messages(answer, where=where)
+    if whole[0]["role"] == "system" != before[0]["role"]:
+        before = [whole[0], *before]
+    if before != whole[: len(before)] or len(before) == len(whole):
+        raise DataError(
+            f"{where}: the conversation does not begin with the {len(before)} messages of the row's prompt, "
+            "or ends with them; correct the row, or leave the prompt's column out",
+            code="wrong-pairs",
+            where=where,
+        )
+    return before, whole[len(before) :]

@@ -18,8 +18,10 @@ from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_template
 from lockstep.data.generated import IdRows, ReasoningGymRows, RowGenerator
 from lockstep.data.order import batch_rows
+from lockstep.data.rows import place
 from lockstep.data.sources import load_rows, missing_column
 from lockstep.errors import ConfigError, DataError
+from lockstep.observe.truncation import kept_at_end
 from lockstep.schema.rollout import Prompt
 
 MAX_ATTEMPTS = 1000
@@ -95,7 +97,7 @@ class PromptMaker:
             DataError: a column is missing, the messages are malformed, or the prompt is too long under
                 `error`.
         """
-        where = f"{self.config.source}, row {index}"
+        where = place(row, self.config.source, index)
         if self.chat is None:
             ids = [int(i) for i in row["token_ids"]]
             problem = text = " ".join(map(str, ids))
@@ -120,7 +122,12 @@ class PromptMaker:
                 where=where,
             )
         return Prompt(
-            index=index, token_ids=tuple(ids), text=text, row={**row, "problem": problem}, conversation=talk
+            index=index,
+            token_ids=tuple(ids),
+            text=text,
+            row={**row, "problem": problem},
+            conversation=talk,
+            where=where,
         )
 
     def conversation(self, row: Mapping[str, Any], where: str) -> tuple[str, str | list[Message]]:
@@ -178,9 +185,10 @@ class PromptMaker:
             self._left_out[key] = "dropped_overlong"
             return None
         self._left_out[key] = "truncated"
-        # Kept in front of what is left: models are not trained on texts without it.
-        bos = self.chat.bos if self.chat else []
-        return [*bos, *ids[len(ids) - limit + len(bos) :]]
+        if self.chat is None:
+            return ids[-limit:]
+        first, rest = kept_at_end(ids, limit, tokenizer=self.chat.tokenizer, template=self.chat.template)
+        return ids[:first] + ids[rest:]
 
 
 class FixedPrompts(PromptSet):

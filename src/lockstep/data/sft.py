@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lockstep.data.order import batch_rows
 from lockstep.data.sources import load_rows, missing_column
 from lockstep.data.spans import Document, conversation, text_document, whole_conversation
 from lockstep.errors import ConfigError, DataError
+from lockstep.observe.truncation import kept_at_end
 from lockstep.schema.batch import TrainSample
 
 
@@ -58,26 +60,30 @@ class SFTSet:
         return [dataclasses.replace(self._samples[row], sample_id=i) for i, row in enumerate(rows)]
 
 
-def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
+def load_sft(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = None) -> SFTSet:
     """Load the SFT set of a DataConfig.
 
     Rows with `messages_column` are conversations. Rows with `prompt_column` and `completion_column` are a
-    conversation of two turns where a chat template applies (both may also be lists of messages), else plain
-    text, one after the other. Rows with `text_column` are plain text, every token trained on.
+    conversation of two turns where a chat template applies (both may also be lists of messages; the prompt's
+    are not trained on), else plain text, one after the other. Rows with `text_column` are plain text, every
+    token trained on.
+
+    Args:
+        vocab_size: entries of the model's embedding; None: not compared with the token ids.
 
     Raises:
         DataError: missing or malformed data, a document that is too long under `error`, one without a token
-            to train on under `error`, or nothing left.
+            to train on under `error`, a token id beyond `vocab_size`, or nothing left.
         ConfigError: an impossible setting.
     """
-    chat = document_format(config, tokenizer, kind="SFT")
-    counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, truncated=0)
+    maker = DocumentMaker(config, tokenizer, kind="SFT", vocab_size=vocab_size)
     samples = []
-    for index, row in enumerate(load_rows(config), start=config.skip):
-        where = f"{config.source}, row {index}"
-        sample = document_sample(tokenise_row(row, config, chat, where), config, counts, where)
+    for row in load_rows(config):
+        content = row_content(row, config, maker.chat, row.where)
+        sample = maker.sample(tokenise(content, config, maker.chat, row.where), row.where)
         if sample is not None:
             samples.append(sample)
+    counts = maker.counts
     if not samples:
         raise DataError(
             f"no documents left of data.source = {config.source!r}: {dict(counts)}", code="nothing-left"
@@ -86,6 +92,100 @@ def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
     counts["tokens"] = sum(len(sample) for sample in samples)
     counts["trained_tokens"] = sum(sample.num_trained for sample in samples)
     return SFTSet(samples, shuffle=config.shuffle, report=counts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """A prompt and what answers it."""
+
+    messages: list[Message]
+    prompt: int = 0
+    """Messages that come before the answer: nothing of them is trained on. 0: every assistant turn is an
+    answer."""
+
+
+Content = tuple[str, str] | Conversation
+"""Prompt and completion of plain text, or a conversation."""
+
+
+class DocumentMaker:
+    """Turns documents into TrainSamples according to one DataConfig, and counts those that it left out.
+
+    Args:
+        kind: the run's, for messages.
+        vocab_size: entries of the model's embedding; None: not compared with the token ids.
+
+    Raises:
+        ConfigError: nothing turns the source's rows into documents.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any, *, kind: str, vocab_size: int | None) -> None:
+        self.config = config
+        self.chat = document_format(config, tokenizer, kind=kind)
+        self.vocab_size = vocab_size
+        self.counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, truncated=0)
+
+    def sample(self, document: Document, where: str, *, keep_end: bool = False) -> TrainSample | None:
+        """Return the document as a TrainSample: mask[t] is about predicting token t + 1. None: dropped, and
+        counted.
+
+        Args:
+            keep_end: truncate at the beginning, behind the beginning-of-sequence token.
+
+        Raises:
+            DataError: see `load_sft`.
+        """
+        config, ids = self.config, document.ids
+        trained = [True] * len(ids) if config.train_on == "all" else document.trained
+        if len(ids) > config.max_length:
+            if config.overlong_documents == "error":
+                raise DataError(
+                    f"{where}: the document has {len(ids)} tokens, data.max_length = {config.max_length}; "
+                    "raise it, or set data.overlong_documents = 'truncate' or 'drop'",
+                    code="too-long",
+                    where=where,
+                    tokens=len(ids),
+                )
+            self.counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
+            if config.overlong_documents == "drop":
+                return None
+            ids, trained = self._cut(ids, trained, keep_end=keep_end)
+        mask = [*trained[1:], False]
+        if not any(mask):
+            if config.untrained_documents == "error":
+                raise DataError(
+                    f"{where}: no token of the document is trained on (no assistant turn, an empty one, or "
+                    f"one beyond data.max_length = {config.max_length}); correct the row, or set "
+                    "data.untrained_documents = 'drop'",
+                    code="nothing-left",
+                    where=where,
+                )
+            self.counts["dropped_untrained"] += 1
+            return None
+        self._check_ids(ids, where)
+        return TrainSample(
+            token_ids=torch.tensor(ids, dtype=torch.int64), loss_mask=torch.tensor(mask, dtype=torch.bool)
+        )
+
+    def _cut(self, ids: list[int], trained: list[bool], *, keep_end: bool) -> tuple[list[int], list[bool]]:
+        limit = self.config.max_length
+        if not keep_end:
+            return ids[:limit], trained[:limit]
+        first, rest = kept_at_end(ids, limit, tokenizer=self.chat.tokenizer, template=self.chat.template)
+        return ids[:first] + ids[rest:], trained[:first] + trained[rest:]
+
+    def _check_ids(self, ids: list[int], where: str) -> None:
+        if self.vocab_size is None or max(ids) < self.vocab_size:
+            return
+        token = next(i for i in ids if i >= self.vocab_size)
+        raise DataError(
+            f"{where}: token id {token} ({self.chat.tokenizer.convert_ids_to_tokens(token)!r}) is outside "
+            f"the vocabulary of {self.vocab_size} entries: the tokenizer has tokens for which the model's "
+            "embedding has no row; add rows (transformers' resize_token_embeddings), or leave the token out",
+            code="outside-vocabulary",
+            where=where,
+            token=token,
+        )
 
 
 def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFormat:
@@ -112,85 +212,47 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
     return ChatFormat(config, tokenizer)
 
 
-def tokenise_row(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str) -> Document:
-    """Tokenise one row, see `load_sft`."""
-    content = row_content(row, config, chat, where)
+def tokenise(content: Content, config: DataConfig, chat: ChatFormat, where: str) -> Document:
+    """Tokenise the content of one row, see `load_sft`."""
     if isinstance(content, tuple):
         return text_document(chat, *content)
-    tokenise = conversation if config.train_on == "assistant" else whole_conversation
-    return tokenise(chat, content, where=where)
+    if config.train_on == "all":
+        return whole_conversation(chat, content.messages, where=where)
+    first = content.prompt
+    if config.train_on == "last":
+        turns = [i for i, message in enumerate(content.messages) if message["role"] == "assistant"]
+        first = max([first, *turns[-1:]])
+    return conversation(chat, content.messages, where=where, first=first)
 
 
-def row_content(
-    row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str
-) -> tuple[str, str] | list[Message]:
-    """Return the prompt and the completion of a row of plain text, else its conversation; see `load_sft`."""
-    messages = None
+def row_content(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str) -> Content:
+    """Return the content of a row, see `load_sft`."""
     if row.get(config.messages_column) is not None:
-        messages = clean_messages(row[config.messages_column], where=where)
-    elif row.get(config.completion_column) is not None:
+        return Conversation(
+            messages=chat.with_system(clean_messages(row[config.messages_column], where=where))
+        )
+    if row.get(config.completion_column) is not None:
         if config.prompt_column not in row:
             raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
         prompt, completion = row[config.prompt_column], row[config.completion_column]
         if isinstance(prompt, str) and isinstance(completion, str) and chat.template is None:
             return fill_template(config.prompt_template, {**row, "prompt": prompt}), completion
-        messages = _pair(prompt, completion, row, config, where)
-    elif isinstance(row.get(config.text_column), str):
+        before, answer = _pair(prompt, completion, row, config, where)
+        messages = chat.with_system([*before, *answer])
+        return Conversation(messages=messages, prompt=len(messages) - len(answer))
+    if isinstance(row.get(config.text_column), str):
         return "", row[config.text_column]
-    if messages is None:
-        pair = f"{config.prompt_column} + {config.completion_column}"
-        setting = f"data.messages_column; {pair} or {config.text_column} would do too"
-        raise missing_column(config.messages_column, row, setting=setting, source=where)
-    return chat.with_system(messages)
+    pair = f"{config.prompt_column} + {config.completion_column}"
+    setting = f"data.messages_column; {pair} or {config.text_column} would do too"
+    raise missing_column(config.messages_column, row, setting=setting, source=where)
 
 
 def _pair(
     prompt: Any, completion: Any, row: Mapping[str, Any], config: DataConfig, where: str
-) -> list[Message]:
+) -> tuple[list[Message], list[Message]]:
     if isinstance(prompt, str):
         content = fill_template(config.prompt_template, {**row, "prompt": prompt})
         prompt = [{"role": "user", "content": content}]
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    return [*clean_messages(prompt, where=where), *clean_messages(completion, where=where)]
-
-
-def document_sample(
-    document: Document, config: DataConfig, counts: Counter[str], where: str, *, keep_end: bool = False
-) -> TrainSample | None:
-    """The document as a TrainSample: mask[t] is about predicting token t + 1. None: dropped, and counted.
-
-    Args:
-        keep_end: truncate at the beginning.
-    """
-    ids = document.ids
-    trained = document.trained if config.train_on == "assistant" else [True] * len(ids)
-    if len(ids) > config.max_length:
-        if config.overlong_documents == "error":
-            raise DataError(
-                f"{where}: the document has {len(ids)} tokens, data.max_length = {config.max_length}; raise "
-                "it, or set data.overlong_documents = 'truncate' or 'drop'",
-                code="too-long",
-                where=where,
-                tokens=len(ids),
-            )
-        counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
-        if config.overlong_documents == "drop":
-            return None
-        kept = slice(-config.max_length, None) if keep_end else slice(config.max_length)
-        ids, trained = ids[kept], trained[kept]
-    mask = [*trained[1:], False]
-    if not any(mask):
-        if config.untrained_documents == "error":
-            raise DataError(
-                f"{where}: no token of the document is trained on (no assistant turn, an empty one, or one "
-                f"beyond data.max_length = {config.max_length}); correct the row, or set "
-                "data.untrained_documents = 'drop'",
-                code="nothing-left",
-                where=where,
-            )
-        counts["dropped_untrained"] += 1
-        return None
-    return TrainSample(
-        token_ids=torch.tensor(ids, dtype=torch.int64), loss_mask=torch.tensor(mask, dtype=torch.bool)
-    )
+    return clean_messages(prompt, where=where), clean_messages(completion, where=where)

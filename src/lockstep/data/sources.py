@@ -16,6 +16,7 @@ from lockstep.data.readers import (
     parse_row,
     parse_value,
 )
+from lockstep.data.rows import PlacedRow, place
 from lockstep.errors import ConfigError, DataError, nearest
 from lockstep.observe.files import file_errors, path_problem
 from lockstep.observe.text import printable
@@ -30,7 +31,7 @@ _MEANINGS = (
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def load_rows(config: DataConfig) -> list[dict[str, Any]]:
+def load_rows(config: DataConfig) -> list[PlacedRow]:
     """Load rows [skip, skip + size) of a file, folder or hub dataset, columns renamed by `config.columns`.
 
     Raises:
@@ -39,7 +40,7 @@ def load_rows(config: DataConfig) -> list[dict[str, Any]]:
     """
     stop = None if config.size is None else config.skip + config.size
     rows = [
-        _rename(row, config, index)
+        _rename(row, config, place(row, config.source, index))
         for index, row in enumerate(islice(_read(config), config.skip, stop), start=config.skip)
     ]
     if not rows:
@@ -104,21 +105,18 @@ def column_names(row: Mapping[str, Any]) -> str:
     return ", ".join([*names, *(["..."] if len(row) > len(names) else [])])
 
 
-def _rename(row: dict[str, Any], config: DataConfig, index: int) -> dict[str, Any]:
+def _rename(row: Mapping[str, Any], config: DataConfig, where: str) -> PlacedRow:
     for new, old in config.columns.items():
         if old not in row:
-            raise missing_column(
-                old, row, setting=f"data.columns.{new}", source=f"{config.source}, row {index}"
-            )
+            raise missing_column(old, row, setting=f"data.columns.{new}", source=where)
     renamed = set(config.columns.values())
     kept = {name: value for name, value in row.items() if name not in renamed}
     kept.update({new: row[old] for new, old in config.columns.items()})
     if config.answer_column != "answer":
         if config.answer_column not in kept:
-            where = f"{config.source}, row {index}"
             raise missing_column(config.answer_column, kept, setting="data.answer_column", source=where)
         kept["answer"] = kept[config.answer_column]
-    return kept
+    return PlacedRow(kept, where=where)
 
 
 def _read(config: DataConfig) -> Iterator[dict[str, Any]]:
@@ -150,7 +148,7 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 # Half a pair stands in a line as an escape or, as json.loads takes it, as bytes from ED.
                 if b"\\u" in line or b"\xed" in line:
                     check_surrogates(row, where)
-                yield row
+                yield PlacedRow(row, where=where)
 
 
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:
@@ -160,13 +158,13 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     if not isinstance(value, list):
         raise DataError(f"{path}: expected a list of objects, got {type(value).__name__}", code="wrong-type")
     check_surrogates(value, str(path))
-    for index, row in enumerate(value):
+    for number, row in enumerate(value, start=1):
         if not isinstance(row, dict):
             kind, excerpt = type(row).__name__, str(row)[:80]
             raise DataError(
-                f"{path}, entry {index}: a row must be a JSON object, got {kind}: {excerpt!r}",
+                f"{path}, row {number}: a row must be a JSON object, got {kind}: {excerpt!r}",
                 code="wrong-row",
-                where=f"{path}, entry {index}",
+                where=f"{path}, row {number}",
             )
         yield row
 

@@ -18,8 +18,8 @@ class Document:
     """Per token: whether the policy is to learn to write it. The loss mask is this, one slot earlier."""
 
 
-def conversation(chat: ChatFormat, messages: list[Message], *, where: str) -> Document:
-    """Tokenise a rendered conversation, with the assistant's tokens marked.
+def conversation(chat: ChatFormat, messages: list[Message], *, where: str, first: int = 0) -> Document:
+    """Tokenise a rendered conversation, with the assistant's tokens marked from message `first` on.
 
     A template with {% generation %} marks the assistant's text itself. Otherwise the text is located by
     rendering the conversation turn by turn: what turn i adds to the header that opens it, up to and including
@@ -31,9 +31,9 @@ def conversation(chat: ChatFormat, messages: list[Message], *, where: str) -> Do
             their text cannot be located.
     """
     if chat.template is not None and "{% generation" in chat.template.replace("{%-", "{%"):
-        document = _by_template(chat, messages, where)
+        document = _by_template(chat, messages, where, first)
     else:
-        document = _by_rendering(chat, messages, where)
+        document = _by_rendering(chat, messages, where, first)
     return document if messages[-1]["role"] != "assistant" else _ended(chat, document)
 
 
@@ -49,15 +49,17 @@ def text_document(chat: ChatFormat, prompt: str, completion: str) -> Document:
     return _ended(chat, Document(ids=ids, trained=trained))
 
 
-def _by_template(chat: ChatFormat, messages: list[Message], where: str) -> Document:
+def _by_template(chat: ChatFormat, messages: list[Message], where: str, first: int) -> Document:
     rendered = chat.rendered(messages, generate=False, where=where)
-    ids, trained = _encode_spans(chat, rendered.text, list(rendered.spans))
+    # By number: where a template rewrites earlier turns, their text is elsewhere without those that follow.
+    before = chat.rendered(messages[:first], generate=False, where=where).spans if first else ()
+    ids, trained = _encode_spans(chat, rendered.text, list(rendered.spans)[len(before) :])
     return Document(ids=ids, trained=trained)
 
 
-def _by_rendering(chat: ChatFormat, messages: list[Message], where: str) -> Document:
+def _by_rendering(chat: ChatFormat, messages: list[Message], where: str, first: int) -> Document:
     text = chat.render(messages, generate=False, where=where)
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     spans = [_turn_span(chat, messages, number, text=text, where=where) for number in turns]
     ids, trained = _encode_spans(chat, text, spans)
     return Document(ids=ids, trained=_end_at_special(chat.tokenizer, ids, trained))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat
-from lockstep.data.preferences import as_sft
-from lockstep.data.sft import SFTSet, document_format, document_sample, tokenise_row
+from lockstep.data.preferences import pair_contents
+from lockstep.data.rows import PlacedRow
+from lockstep.data.sft import Content, DocumentMaker, SFTSet, row_content, tokenise
 from lockstep.data.sources import load_rows, missing_column
-from lockstep.data.spans import Document
 from lockstep.errors import DataError
 from lockstep.schema.batch import UnpairedSample
 
@@ -29,29 +28,31 @@ class UnpairedSet(SFTSet):
         return hashlib.blake2b(super().fingerprint.encode() + labels, digest_size=16).hexdigest()
 
 
-def load_unpaired(config: DataConfig, *, tokenizer: Any) -> UnpairedSet:
+def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = None) -> UnpairedSet:
     """Load the answers of a DataConfig.
 
     Rows have `prompt_column`, `completion_column` and `label_column`, TRL's unpaired form; or they are the
     pairs of `load_preferences`, each of which is a desirable and an undesirable answer. Only what follows the
     prompt is trained on.
 
+    Args:
+        vocab_size: entries of the model's embedding; None: not compared with the token ids.
+
     Raises:
         DataError: missing or malformed data, a label that is neither true nor false, all labels equal, a
-            document that is too long or has nothing to train on under `error`, or nothing left.
+            document that is too long or has nothing to train on under `error`, a token id beyond
+            `vocab_size`, or nothing left.
         ConfigError: an impossible setting.
     """
-    chat = document_format(config, tokenizer, kind="KTO")
-    counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, truncated=0)
+    maker = DocumentMaker(config, tokenizer, kind="KTO", vocab_size=vocab_size)
     samples: list[UnpairedSample] = []
-    for index, row in enumerate(load_rows(config), start=config.skip):
-        where = f"{config.source}, row {index}"
-        for answer, desirable, place in _answers(row, config, where):
-            document = _after_prompt(tokenise_row(answer, config, chat, place), answer, config, chat)
-            sample = document_sample(document, config, counts, place)
+    for row in load_rows(config):
+        for content, desirable, place in _answers(row, config, maker.chat):
+            sample = maker.sample(tokenise(content, config, maker.chat, place), place)
             if sample is not None:
                 fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
                 samples.append(UnpairedSample(**fields, desirable=desirable))
+    counts = maker.counts
     if not samples:
         raise DataError(
             f"no answers left of data.source = {config.source!r}: {dict(counts)}", code="nothing-left"
@@ -71,10 +72,9 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any) -> UnpairedSet:
     return UnpairedSet(samples, shuffle=config.shuffle, report=counts)
 
 
-def _answers(
-    row: Mapping[str, Any], config: DataConfig, where: str
-) -> Iterator[tuple[dict[str, Any], bool, str]]:
-    """(row of an SFT set, whether it is desirable, where it stands) for each answer of a row."""
+def _answers(row: PlacedRow, config: DataConfig, chat: ChatFormat) -> Iterator[tuple[Content, bool, str]]:
+    """Yield (content, whether it is desirable, where it stands) for each answer of a row."""
+    where = row.where
     if config.label_column in row:
         label = row[config.label_column]
         if isinstance(label, str | float) or label not in (True, False):
@@ -91,27 +91,11 @@ def _answers(
         ):
             if row.get(column) is None:
                 raise missing_column(column, row, setting=setting, source=where)
-        yield {k: v for k, v in row.items() if k != config.messages_column}, bool(label), where
+        alone = {k: v for k, v in row.items() if k != config.messages_column}
+        yield row_content(alone, config, chat, where), bool(label), where
         return
     if config.chosen_column not in row and config.rejected_column not in row:
         raise missing_column(config.label_column, row, setting="data.label_column", source=where)
-    for column in (config.chosen_column, config.rejected_column):
-        place = f"{where}, {column}"
-        yield as_sft(row, column, config, where), column == config.chosen_column, place
-
-
-def _after_prompt(
-    document: Document, row: Mapping[str, Any], config: DataConfig, chat: ChatFormat
-) -> Document:
-    """The document, trained on nothing of its prompt: earlier answers in it have no label."""
-    prompt = row.get(config.prompt_column)
-    if prompt is None:  # a whole conversation: the last answer has the label
-        prompt = row[config.messages_column][:-1]
-    if isinstance(prompt, str) or config.train_on == "all":
-        return document
-    earlier = sum(message.get("role") == "assistant" for message in prompt if isinstance(message, Mapping))
-    trained = list(document.trained)
-    starts = [i for i, on in enumerate(trained) if on and not (i and trained[i - 1])]
-    if earlier and len(starts) > earlier:
-        trained[: starts[earlier]] = [False] * starts[earlier]
-    return dataclasses.replace(document, trained=trained)
+    chosen, rejected = pair_contents(row, config, chat, where)
+    yield chosen, True, f"{where}, {config.chosen_column}"
+    yield rejected, False, f"{where}, {config.rejected_column}"

@@ -241,6 +241,7 @@ def _read_by_models(sample: RewardInput) -> RewardInput:
         completion_token_ids=(),
         finish_reason=sample.finish_reason,
         index=sample.index,
+        where=sample.where,
         conversation=sample.conversation,
     )
 

@@ -39,6 +39,7 @@ from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.quiet import quiet_transformers
 from lockstep.models.rest import Rest
 from lockstep.observe.templates import render_chat
+from lockstep.observe.truncation import kept_at_end
 
 _LENGTHS = (5, 9, 20, 70)
 """Tokens of the documents that are scored at load."""
@@ -144,6 +145,17 @@ class RewardModel:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise DataError(f"{where}: prompt and completion are empty", code="empty")
+        if max(ids) >= self._vocab_size:
+            token = next(i for i in ids if i >= self._vocab_size)
+            raise DataError(
+                f"{where}: token id {token} ({self.tokenizer.convert_ids_to_tokens(token)!r}) is outside "
+                f"the vocabulary of {self._vocab_size} entries of reward model {self.config.name!r}: its "
+                "tokenizer has tokens for which its embedding has no row; choose another model, or leave the "
+                "row out",
+                code="outside-vocabulary",
+                where=where,
+                token=token,
+            )
         if len(ids) <= self.max_length:
             return Document(ids=tuple(ids), truncated=False)
         if self.config.overlong == "error":
@@ -152,7 +164,8 @@ class RewardModel:
                 f"{self.max_length}; leave the row out, or set reward_model.overlong = 'truncate_left'",
                 code="too-long",
             )
-        return Document(ids=tuple(ids[-self.max_length :]), truncated=True)
+        first, rest = kept_at_end(ids, self.max_length, tokenizer=self.tokenizer, template=self.template)
+        return Document(ids=(*ids[:first], *ids[rest:]), truncated=True)
 
     def score(self, documents: Sequence[Document]) -> list[float]:
         """Return the logit of each document, in float32; batched by length under `token_budget`."""

@@ -19,7 +19,9 @@ class RewardInput:
     completion_token_ids: tuple[int, ...]
     finish_reason: FinishReason
     index: int | None = None
-    """Prompt.index, by which an error names the row."""
+    """Prompt.index."""
+    where: str = ""
+    """Prompt.where, by which an error names the row."""
     conversation: str | Sequence[Mapping[str, Any]] | None = None
     """Prompt.conversation: the prompt before its chat template; None where the caller has none."""
 

@@ -98,7 +98,7 @@ def check_prompts(
     """
     longest = 0
     for prompt in (prompt for batch in batches for prompt in batch):
-        where = f"row {prompt.index} of the data"
+        where = prompt.where
         text = str(prompt.row.get("problem", prompt.text))
         if not prompt.token_ids or not text.strip():
             raise DataError(f"{where}: the prompt is empty; fill it, or leave the row out", code="empty")
@@ -108,6 +108,8 @@ def check_prompts(
                 f"{where}: token id {outside[0]} is outside the vocabulary of {vocab_size} entries; the "
                 "prompt was made for another model",
                 code="outside-vocabulary",
+                where=where,
+                token=outside[0],
             )
         length = len(prompt.token_ids) + max_tokens
         if length > context:
@@ -274,5 +276,5 @@ def sample_row(prompt: Prompt, sample: int, completion: Completion, work: Sample
         "seed": completion.seed,
         **{name: numbers[name] for name in work.columns},
         "prompt_text": prompt.text,
-        "row": encoded(dict(prompt.row), f"row {prompt.index} of the data"),
+        "row": encoded(dict(prompt.row), prompt.where),
     }

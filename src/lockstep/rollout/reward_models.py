@@ -133,4 +133,4 @@ def _prompt(sample: RewardInput) -> Any:
 
 
 def _where(sample: RewardInput) -> str:
-    return "a row" if sample.index is None else f"row {sample.index} of the data"
+    return sample.where or "a row"

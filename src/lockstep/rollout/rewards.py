@@ -413,9 +413,9 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 
 def _name_row(sample: RewardInput) -> str:
-    row = "" if sample.index is None else f"row {sample.index} "
+    row = sample.where or ("" if sample.index is None else f"row {sample.index + 1}")
     prompt = str(sample.row.get("problem") or sample.prompt)
-    return f"{row}(prompt {prompt[:80]!r}, completion {sample.completion[:80]!r})"
+    return f"{row} (prompt {prompt[:80]!r}, completion {sample.completion[:80]!r})"
 
 
 def _bare_input(row: Mapping[str, Any], completion: str) -> RewardInput:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data.readers import parse_row
+from lockstep.data.rows import PlacedRow
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import check_writable, file_errors, read_json, sync_folder, write_json
 from lockstep.rollout.rows_parquet import read_parquet, write_parquet
@@ -306,7 +307,8 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with file_errors(path, DataError), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield parse_row(line, f"{path}, line {number}")
+                where = f"{path}, line {number}"
+                yield PlacedRow(parse_row(line, where), where=where)
 
 
 def _scan(fd: int, path: Path) -> dict[Key, int]:

@@ -407,6 +407,7 @@ def _reward_inputs(prompt: Prompt, completions: Sequence[Completion]) -> list[Re
             completion_token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,
             index=prompt.index,
+            where=prompt.where,
             conversation=prompt.conversation,
         )
         for completion in completions

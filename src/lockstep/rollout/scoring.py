@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, TypeGuard, get_args
 
 from lockstep.config.batch import ScoreConfig
+from lockstep.data.rows import place
 from lockstep.data.sources import column_names
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.reward import RewardModel
@@ -76,7 +77,7 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
     counts: Counter[int] = Counter()
     seen: set[tuple[int, int]] = set()
     for position, row in enumerate(rows):
-        where = f"{source}, row {position}"
+        where = place(row, source, position)
         prompt, completion = _texts(row, where)
         index, sample = row.get("index"), row.get("sample")
         if index is None:
@@ -106,6 +107,7 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
                 completion_token_ids=_ids(row, "token_ids", where),
                 finish_reason=_finish_reason(row, where),
                 index=index,
+                where=where,
             ),
         )
 

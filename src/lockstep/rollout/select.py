@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.data.rows import place
 from lockstep.errors import ConfigError, DataError
 
 Row = Mapping[str, Any]
@@ -114,7 +115,7 @@ def by_prompt(
     left_out: Counter[str] = Counter()
     groups: dict[int, list[dict[str, Any]]] = {}
     for position, row in enumerate(rows):
-        sample = check(row, f"{source}, row {position}")
+        sample = check(row, place(row, source, position))
         group = groups.setdefault(sample["index"], [])
         if (reason := unusable(sample, group)) is not None:
             left_out[reason] += 1
@@ -178,10 +179,11 @@ def checked_sample(row: Row, where: str, *, index: Any, reward: Any, use: str) -
 
 
 def sft_row(row: Row) -> dict[str, Any]:
-    """Return the row for `lockstep train sft`: `messages` where a chat template was applied to messages, else
-    `prompt` and `completion`; and its origin."""
+    """Return the row for `lockstep train sft`: `prompt` and `completion`, lists of messages where a chat
+    template was applied to messages, else texts; and its origin. (As one conversation, answers within the
+    prompt would be trained on.)"""
     origin = {name: row[name] for name in ("index", "sample", "reward")}
     if isinstance(row["prompt"], str):
         return {"prompt": row["prompt"], "completion": row["completion"], **origin}
     answer = {"role": "assistant", "content": row["completion"]}
-    return {"messages": [*row["prompt"], answer], **origin}
+    return {"prompt": row["prompt"], "completion": [answer], **origin}

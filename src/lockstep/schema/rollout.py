@@ -83,7 +83,7 @@ class Prompt:
     """One row of a prompt set, rendered and tokenised."""
 
     index: int
-    """Row number in its source: identifies the prompt across epochs and resumes."""
+    """Row number in its source, from 0: identifies the prompt across epochs and resumes."""
     token_ids: tuple[int, ...]
     text: str
     """The rendered prompt, chat template applied; for id-level sources a readable form of the ids."""
@@ -92,6 +92,8 @@ class Prompt:
     conversation: str | Sequence[Mapping[str, Any]] | None = None
     """The prompt before its chat template, which a reward model renders again in its own: text, or messages;
     None for id-level sources."""
+    where: str = ""
+    """Where the row stands, for messages: its source and its line or row there, from 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
