@@ -10,8 +10,12 @@ import io
 import re
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import matrix_results
 import pytest
+import torch
 from raising import raises
 
 from lockstep.cli.main import main
@@ -20,7 +24,11 @@ from lockstep.config.other_names import OTHER_NAMES, ours
 from lockstep.config.problems import tables
 from lockstep.data.sources import missing_column
 from lockstep.errors import RecordingError
+from lockstep.lab.matrix.inputs import with_signal
+from lockstep.lab.matrix.report import report
+from lockstep.lab.suite.report import markdown, page
 from lockstep.recording import corpus
+from lockstep.schema.batch import PolicyBatch
 
 # 14. LoRA targets
 
@@ -234,5 +242,77 @@ def test_the_shipped_archive_is_unpacked_by_every_python(member, expected, tmp_p
 
 
 # 38. Matrix on inputs without a signal
+
+
+ZERO = dict.fromkeys(("gradient_relative_error", "gradient_cosine", "worst_parameter"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        # A cell that works and agrees is no problem, whatever could not be compared: by hand.
+        ({"comparison": matrix_results.comparison(**ZERO, gradient_note="they are zero")}, False),
+        ({"agrees": False, "disagreement": "too far"}, True),
+        ({"status": "failed", "reason": "it raised"}, True),
+    ],
+)
+def test_a_note_is_no_failure_of_a_matrix(changes: dict[str, Any], shown: bool) -> None:
+    cells = matrix_results.reference(), matrix_results.cell(**changes)
+    described = report(matrix_results.result(*cells))
+    assert bool(described.problems) == shown
+    assert ("What did not pass" in page(described)) == ("What did not pass" in markdown(described)) == shown
+    noted = [note for note in described.notes if "not compared" in note]
+    assert noted == ([] if shown else ["packed: gradients not compared: they are zero"])
+
+
+@pytest.mark.parametrize(
+    ("advantages", "flags", "expected"),
+    [
+        # The inputs that a cell replays; None: as they were. By hand: one of those compared has a signal.
+        ([0, 0, 1], ["--max-inputs", "2"], ["--inputs", "2,0"]),
+        ([0, 0, 1], ["--gradient-inputs", "1"], ["--gradient-inputs", "1", "--inputs", "2,0-1"]),
+        ([0, 0, 1], ["--max-inputs", "1", "--loss", "cross-entropy"], None),
+        ([0, 0, 1], ["--inputs", "0,1"], None),
+        ([0, 0, 1], ["--steps", "0:2", "--max-inputs", "2"], None),
+        ([0, 1, 0], ["--max-inputs", "2"], None),
+        ([0, 0, 0], ["--max-inputs", "2"], None),
+        ([0, 0, 1], [], None),
+    ],
+)
+def test_a_matrix_takes_an_input_with_a_signal(
+    advantages: list[int], flags: list[str], expected: list[str] | None
+) -> None:
+    inputs = [policy_batch(value) for value in advantages]
+    recording = Inputs(inputs)
+    found, notes = with_signal(recording, flags)  # type: ignore[arg-type]
+    assert list(found) == (flags if expected is None else expected)
+    assert bool(notes) == (expected is not None)
+
+
+class Inputs(list[Any]):
+    """What a matrix reads of a recording; input i is of step i."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        super().__init__(SimpleNamespace(batch=batch) for batch in batches)
+        self.metas = [SimpleNamespace(step=index) for index in range(len(batches))]
+
+
+def policy_batch(advantage: float) -> PolicyBatch:
+    """One document of three tokens, of which the last two are trained."""
+    mask = torch.tensor([False, True, True])
+    return PolicyBatch(
+        token_ids=torch.tensor([1, 2, 3]),
+        positions=torch.arange(3),
+        cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
+        max_seqlen=3,
+        labels=torch.tensor([2, 3, 0]),
+        loss_mask=mask,
+        loss_weights=mask.float(),
+        lengths=(3,),
+        sample_ids=(0,),
+        rollout_logprobs=torch.zeros(3),
+        advantages=advantage * mask.float(),
+    )
+
 
 # end of 38

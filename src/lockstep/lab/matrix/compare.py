@@ -132,8 +132,8 @@ def _compare_gradients(
             worst, worst_error = name.removeprefix(GRADIENTS), own
     if norm_a == norm_b == 0:
         return nothing | {
-            "gradient_note": "the gradients are zero in both cells, as where all advantages are 0; take more "
-            "inputs into them with --gradient-inputs"
+            "gradient_note": "they are zero in both cells, as where all advantages are 0; --inputs and "
+            "--gradient-inputs choose others"
         }
     return nothing | {
         "gradient_relative_error": _ratio(error, norm_b),

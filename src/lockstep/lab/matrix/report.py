@@ -116,7 +116,7 @@ def agreement(cell: CellResult) -> str:
 
 
 def problems(result: MatrixResult) -> list[tuple[CellResult, str]]:
-    """Cells with a problem: why they do not work or do not agree, or why gradients were not compared."""
+    """Cells with a problem: why they do not work or do not agree."""
     rows = []
     for cell in result.cells:
         if cell.status == "interrupted":
@@ -125,8 +125,6 @@ def problems(result: MatrixResult) -> list[tuple[CellResult, str]]:
             rows.append((cell, f"{cell.status}: {cell.reason}" if cell.reason else cell.status))
         elif cell.disagreement:
             rows.append((cell, cell.disagreement))
-        elif cell.comparison is not None and cell.comparison.gradient_note:
-            rows.append((cell, cell.comparison.gradient_note))
     return rows
 
 
@@ -138,9 +136,20 @@ def footnotes(result: MatrixResult) -> list[tuple[str, str]]:
     for cell in left_out:
         assert cell.comparison is not None
         lines.append(("-", f"{cell.name}: {cell.comparison.left_out} inputs have no counterpart, left out"))
+    lines += [("-", text) for text in _gradient_notes(result)]
+    lines += [("-", text) for text in result.notes]
     weights = {c.measures.weights for c in result.cells if c.measures is not None and c.measures.weights}
     lines += [("-", text) for text in sorted(weights)]
     return lines
+
+
+def _gradient_notes(result: MatrixResult) -> list[str]:
+    """Why gradients of cells that work were not compared."""
+    cells: dict[str, list[str]] = {}
+    for cell in result.cells:
+        if cell.works and cell.comparison is not None and cell.comparison.gradient_note:
+            cells.setdefault(cell.comparison.gradient_note, []).append(cell.name)
+    return [f"{', '.join(names)}: gradients not compared: {note}" for note, names in cells.items()]
 
 
 def limits_text(result: MatrixResult) -> str:

@@ -34,6 +34,7 @@ from lockstep.lab.matrix.cells import (
     settings,
 )
 from lockstep.lab.matrix.compare import Comparison
+from lockstep.lab.matrix.inputs import with_signal
 from lockstep.lab.matrix.report import write_reports
 from lockstep.lab.matrix.result import (
     CellResult,
@@ -141,6 +142,7 @@ class _Work:
             "framework": recording.header.framework,
             "model": recording.header.model.get("name"),
         }
+        self.replay_flags, self.notes = with_signal(recording, options.replay_flags)
 
     # --- the folder -----------------------------------------------------------------------------------------
 
@@ -196,7 +198,7 @@ class _Work:
 
     def _replay(self, cell: MatrixCell) -> list[str]:
         where = [] if self.path is None else [self.path]
-        return ["replay", *where, *cell.flags, *self.options.replay_flags]
+        return ["replay", *where, *cell.flags, *self.replay_flags]
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -323,7 +325,8 @@ class _Work:
             recording=self.described,
             environment=self.environment,
             axes={axis.name: [value.value for value in axis.values] for axis in self.axes},
-            shared=self.options.replay_flags,
+            shared=self.replay_flags,
+            notes=self.notes,
             limits=limits,
             cells=cells,
             complete=complete,
