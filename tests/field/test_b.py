@@ -16,21 +16,58 @@ from typing import Any
 import matrix_results
 import pytest
 import torch
+import transformers
 from raising import raises
 
 from lockstep.cli.main import main
-from lockstep.config.load import RUN_KINDS
+from lockstep.config.load import RUN_KINDS, load_run
+from lockstep.config.model import LINEAR
 from lockstep.config.other_names import OTHER_NAMES, ours
 from lockstep.config.problems import tables
 from lockstep.data.sources import missing_column
-from lockstep.errors import RecordingError
+from lockstep.errors import ConfigError, RecordingError
 from lockstep.lab.matrix.inputs import with_signal
 from lockstep.lab.matrix.report import report
 from lockstep.lab.suite.report import markdown, page
+from lockstep.models.architectures import SUPPORTED
 from lockstep.recording import corpus
 from lockstep.schema.batch import PolicyBatch
 
 # 14. LoRA targets
+
+
+@pytest.mark.parametrize(
+    ("targets", "code", "said"),
+    [
+        # Refused before anything is loaded or made, with what to choose instead: by hand.
+        (["embed_tokens"], "unknown-name", "'embed_tokens' is the embedding"),
+        (["q_proj", "model.embed_tokens"], "unknown-name", "'embed_tokens' is the embedding"),
+        (["lm_head"], "unknown-name", "'lm_head' is the head"),
+        (["q_proj", "v_prj"], "unknown-name", "did you mean 'v_proj'"),
+        (["norm"], "unknown-name", "unknown linear module 'norm'"),
+        (["c_attn"], "unknown-name", "Known: all-linear, down_proj"),
+        (["q_proj", "all-linear"], "unknown-name", "stands alone"),
+        ([], "nothing-to-do", "names no module"),
+    ],
+)
+@pytest.mark.parametrize(("kind", "section"), [("sft", "model"), ("ppo", "value")])
+def test_every_lora_target_is_checked(
+    targets: list[str], code: str, said: str, kind: str, section: str
+) -> None:
+    with raises(ConfigError, code) as caught:
+        load_run(kind=kind, overrides={f"{section}.lora.target_modules": targets})
+    assert said in str(caught.value) and f"{section}.lora.target_modules" in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_all_linear_is_what_transformers_has(model_type: str) -> None:
+    """Expected: the linear modules of transformers' own module, but the head."""
+    config = transformers.AutoConfig.for_model(model_type, num_hidden_layers=1, hidden_size=64)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    linear = {path for path, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
+    assert {path.rpartition(".")[2] for path in linear} - {"lm_head"} == set(LINEAR)
+
 
 # end of 14
 

@@ -99,9 +99,13 @@ def test_adapters_are_in_the_compute_dtype() -> None:
     assert {p.dtype for p in load(LoraConfig(), dtype="bfloat16").parameters()} == {torch.bfloat16}
 
 
-def test_unknown_target_modules_list_the_known() -> None:
-    with raises(ConfigError, "unknown-name: model.lora.target_modules"):
-        load(LoraConfig(target_modules=("c_attn",)))
+def test_a_target_that_the_model_lacks_is_refused_though_another_is_there() -> None:
+    with raises(ConfigError, "unknown-name: model.lora.target_modules") as caught:
+        load(LoraConfig(target_modules=("q_proj", "layers.7.self_attn.k_proj")))
+    assert caught.value.data["name"] == "layers.7.self_attn.k_proj"
+    module = load(LoraConfig(target_modules=("layers.1.self_attn.q_proj",)))
+    adapted = {name.split(".lora_")[0] for name in module.state_dict() if ".lora_" in name}
+    assert adapted == {"model.layers.1.self_attn.q_proj"}
 
 
 def test_a_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep.config.model import LoraConfig, ModelConfig
-from lockstep.errors import ConfigError, ModelError
+from lockstep.errors import ModelError
 from lockstep.models.export import export_hf
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.scalar import HeadKind
@@ -199,13 +199,6 @@ def test_adapters_are_those_of_a_module_with_weights(shape: str, head: HeadKind)
         assert torch.equal(bare.source.read(name, device=CPU), values)
         part = bare.source.read_part(name, dim=values.ndim - 1, start=1, stop=3, device=CPU)
         assert torch.equal(part, values[..., 1:3])
-
-
-def test_adapters_of_an_embedding_are_refused_where_weights_are_sharded() -> None:
-    pytest.importorskip("peft")
-    lora = LoraConfig(rank=4, target_modules=("embed_tokens",))
-    with raises(ConfigError, "unsupported-combination: model.lora.target_modules"):
-        load("shape:tiny-llama", materialize=False, lora=lora)
 
 
 def test_modules_made_later_have_their_weights() -> None:

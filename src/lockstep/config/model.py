@@ -2,11 +2,25 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lockstep.config.base import Config, Name, PositiveInt, Seed
+from lockstep.errors import ConfigError, unknown_name
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear modules in the layers of every supported architecture."""
+ALL_LINEAR = "all-linear"
+_ELSEWHERE = f"choose of {', '.join(LINEAR)}, or {ALL_LINEAR!r}, which means these"
+_NOT_ADAPTED = {
+    "embed_tokens": "'embed_tokens' is the embedding, and only linear modules of the decoder are adapted; "
+    + _ELSEWHERE,
+    "lm_head": "'lm_head' is the head, whose weight losses and engines use without its module, and which may "
+    "be the embedding's; only linear modules of the decoder are adapted: " + _ELSEWHERE,
+    ALL_LINEAR: f"{ALL_LINEAR!r} stands alone, and means {', '.join(LINEAR)}; leave the others out",
+}
 
 
 class LoraConfig(Config):
@@ -18,16 +32,27 @@ class LoraConfig(Config):
     """The adapters' product is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability of the adapters' input during training."""
-    target_modules: tuple[str, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    """Names of linear modules; ["all-linear"] means every linear module except the head."""
+    target_modules: tuple[str, ...] = LINEAR
+    """Names of linear modules of the decoder, or ends of their paths ("layers.0.self_attn.q_proj"), or
+    ["all-linear"]. Embeddings, norms and the head are not adapted."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _check_targets(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        if targets == (ALL_LINEAR,):
+            return targets
+        if not targets:
+            raise ConfigError(
+                f"names no module; name some of {', '.join(LINEAR)}, or {ALL_LINEAR!r}",
+                code="nothing-to-do",
+                setting="target_modules",
+            )
+        # Checked here, before anything is loaded: all supported architectures have the same linear modules.
+        for target in targets:
+            if (name := target.rpartition(".")[2]) not in LINEAR:
+                why = _NOT_ADAPTED.get(name) or unknown_name("linear module", target, (*LINEAR, ALL_LINEAR))
+                raise ConfigError(why, code="unknown-name", setting="target_modules", name=target)
+        return targets
 
 
 class ModelConfig(Config):

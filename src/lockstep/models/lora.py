@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.model import LoraConfig
+from lockstep.config.model import ALL_LINEAR, LoraConfig
 from lockstep.errors import ConfigError
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.scalar import scalar_head
@@ -31,7 +31,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
     no-op (B = 0).
 
     Raises:
-        ConfigError: peft is not installed, or no linear module has one of the names of `target_modules`.
+        ConfigError: peft is not installed, or one of `target_modules` is no linear module of the decoder.
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
@@ -41,7 +41,8 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         )
     import peft
 
-    every_linear = config.target_modules == ("all-linear",)
+    check_targets(module, config.target_modules)
+    every_linear = config.target_modules == (ALL_LINEAR,)
     adapter = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only multiplies by it
@@ -53,19 +54,46 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
     # A's random start must depend on the seed alone, and must not move the caller's generator.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        try:
-            # Not get_peft_model: its wrapper is another class with another state dict, and code that looks
-            # for a transformers model would find peft's.
-            peft.inject_adapter_in_model(adapter, module, adapter_name=_ADAPTER)
-        except ValueError as error:
-            raise ConfigError(
-                f"model.lora.target_modules = {list(config.target_modules)} does not fit the model "
-                f"({error}); its linear modules are {_linear_names(module)}",
-                code="unknown-name",
-                setting="model.lora.target_modules",
-            ) from error
+        # Not get_peft_model: its wrapper is another class with another state dict, and code that looks
+        # for a transformers model would find peft's.
+        peft.inject_adapter_in_model(adapter, module, adapter_name=_ADAPTER)
     if (scores := scalar_head(module)) is not None:  # a fresh one has everything to learn
         scores.requires_grad_(True)
+
+
+def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
+    """Check that every target names linear modules of the decoder, as peft looks for them: by the whole path,
+    or by its end.
+
+    peft itself ignores a target that it does not find, if it finds another.
+
+    Raises:
+        ConfigError: a target names no module, or one that is not adapted.
+    """
+    if tuple(targets) == (ALL_LINEAR,):
+        return
+    linear = set(_linear_names(module))
+    for target in targets:
+        found = [
+            (path, part)
+            for path, part in module.named_modules()
+            if path == target or path.endswith(f".{target}")
+        ]
+        for path, part in found:
+            if not isinstance(part, nn.Linear) or path.rpartition(".")[2] not in linear:
+                raise _unfit(target, f"is a {type(part).__name__}", linear)
+        if not found:
+            raise _unfit(target, "is no module of this model", linear)
+
+
+def _unfit(target: str, why: str, linear: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"model.lora.target_modules: {target!r} {why}; adapters go beside the linear modules of the decoder: "
+        f"{', '.join(sorted(linear))}",
+        code="unknown-name",
+        setting="model.lora.target_modules",
+        name=target,
+    )
 
 
 def add_lora_without_weights(
@@ -79,7 +107,7 @@ def add_lora_without_weights(
         source: of the weights of the module as it was.
 
     Raises:
-        ConfigError: see `add_lora`; or `target_modules` names a module that is no linear.
+        ConfigError: see `add_lora`.
     """
     own = {part: part.weight for part in module.modules() if isinstance(part, nn.Linear)}
     for part, weight in own.items():  # peft makes an adapter beside the weight; these have no memory
@@ -99,13 +127,6 @@ def add_lora_without_weights(
             path, _, kind = name.rpartition(".")
             empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             module.get_submodule(path)._parameters[kind] = empty
-    if lost := [name for name, values in adapters.items() if values.is_meta]:
-        raise ConfigError(
-            f"model.lora.target_modules = {list(config.target_modules)}: {lost[0]!r} is not beside a linear "
-            f"module, and a backend that shards weights adapts no others; choose of {_linear_names(module)}",
-            code="unsupported-combination",
-            setting="model.lora.target_modules",
-        )
     return _AdaptedSource(source, adapters)
 
 
