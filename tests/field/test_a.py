@@ -7,15 +7,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import transformers
 from answers import answer_logprobs, cross_entropy, orpo, rendered, simpo
+from classifiers import save_classifier
+from raising import raises
 
 from lockstep.cli.main import main
+from lockstep.config.batch import RewardModelConfig
+from lockstep.config.model import LoraConfig, ModelConfig
+from lockstep.errors import ModelError
+from lockstep.models.causal_lm import causal_lm
+from lockstep.models.exported import exported_folder, weights_fingerprint
+from lockstep.models.load import load_model
+from lockstep.models.reward import RewardModel
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.run_history import read_lines
 from lockstep.processes.jobs import JobProcess
@@ -43,6 +56,103 @@ from lockstep.ranks.hang import children_of
 
 
 # 5. Adapter_config.json beside a model's weights
+
+
+@pytest.fixture
+def with_adapter(tiny_folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A folder of a whole model, and a copy with an adapter that moves the logits, as peft writes it."""
+    peft = pytest.importorskip("peft")
+    folder = tmp_path / "merged"
+    shutil.copytree(tiny_folder, folder)
+    adapted = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(tiny_folder),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    adapted.save_pretrained(folder)
+    return tiny_folder, folder
+
+
+IDS = torch.arange(3, 23)[None]
+
+
+def logits_of(folder: Path, **options: Any) -> torch.Tensor:
+    loaded = load_model(
+        ModelConfig(name=str(folder), dtype="float32"),
+        attention="hf:sdpa",
+        device=torch.device("cpu"),
+        **options,
+    )
+    if loaded.source is not None:
+        for name, _ in list(loaded.module.named_parameters()):
+            path, _, kind = name.rpartition(".")
+            values = torch.nn.Parameter(loaded.source.read(name, device=torch.device("cpu")))
+            loaded.module.get_submodule(path)._parameters[kind] = values
+        causal_lm(loaded.module).tie_weights()
+    with torch.no_grad():
+        return loaded.module(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+
+def test_an_adapter_beside_weights_is_not_loaded(
+    with_adapter: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Expected: the logits of transformers for the folder without the adapter's files."""
+    plain, folder = with_adapter
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(plain)(input_ids=IDS).logits
+        over = transformers.AutoModelForCausalLM.from_pretrained(folder)(input_ids=IDS).logits
+    assert (over - expected).abs().max() > 0.1  # or the adapter would show nothing
+    whole, sharded = logits_of(folder), logits_of(folder, materialize=False)
+    torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sharded, whole, atol=0, rtol=0)
+    assert [r.getMessage().split(" is ")[0] for r in caplog.records if "adapter" in r.getMessage()] == [
+        str(folder / "adapter_config.json")
+    ]
+    config = ModelConfig(name=str(folder), dtype="float32")
+    served = exported_folder(config, device=torch.device("cpu"), work_dir=tmp_path / "work")
+    names = {file.name for file in served.folder.iterdir()}
+    assert "model.safetensors" in names and not any(name.startswith("adapter_") for name in names)
+    assert weights_fingerprint(config) == weights_fingerprint(ModelConfig(name=str(plain)))
+    # adapters of our own go over the same weights
+    lora = config.model_copy(update={"lora": LoraConfig(rank=2)})
+    fresh = load_model(lora, attention="hf:sdpa", device=torch.device("cpu")).module
+    with torch.no_grad():
+        torch.testing.assert_close(fresh(input_ids=IDS).logits, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_a_reward_model_with_an_adapter_scores_with_its_own_weights(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Expected: the scores without the adapter's files."""
+    peft = pytest.importorskip("peft")
+    plain, folder = tmp_path / "plain", tmp_path / "adapted"
+    for each in (plain, folder):
+        save_classifier(each, transformers.AutoTokenizer.from_pretrained(tiny_folder))
+    adapted = peft.get_peft_model(
+        transformers.AutoModelForSequenceClassification.from_pretrained(folder),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    adapted.save_pretrained(folder)
+    scores = []
+    for each in (plain, folder):
+        config = RewardModelConfig(name=str(each), dtype="float32")
+        model = RewardModel(config, device=torch.device("cpu"))
+        scores.append(model.score([model.document("short", "a", "row 1")]))
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("kept", [(), ("config.json",)])
+def test_an_adapter_without_weights_is_refused(
+    kept: tuple[str, ...], with_adapter: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Expected: an error that names the file and how to merge it; by hand."""
+    _, folder = with_adapter
+    for file in folder.iterdir():
+        if not file.name.startswith("adapter_") and file.name not in kept:
+            file.unlink()
+    with raises(ModelError, "wrong-kind-of-file: adapter_config.json") as caught:
+        logits_of(folder)
+    assert "merge_and_unload" in str(caught.value)
+
 
 # end of 5
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
+from lockstep.models.adapter_files import ADAPTER, ADAPTER_PREFIX, copy_without_adapter
 from lockstep.models.architectures import check_rope
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.export import export_hf
@@ -77,8 +78,8 @@ def model_facts(config: ModelConfig) -> ModelFacts:
 
 
 def exported_folder(config: ModelConfig, *, device: torch.device, work_dir: Path) -> ExportedModel:
-    """Return a model's folder: its own if an engine can load it unchanged, else one that is written to
-    `work_dir`/model, for random weights (`shape:`) and models of which only some layers are kept.
+    """Return a model's folder: its own if an engine can load it unchanged, else `work_dir`/model: written for
+    random weights (`shape:`) and models of which only some layers are kept, or without an adapter's files.
 
     Raises:
         ModelError: see lockstep.models.load.load_model.
@@ -97,6 +98,8 @@ def exported_folder(config: ModelConfig, *, device: torch.device, work_dir: Path
         getattr(text, "eos_token_id", None),
         None if tokenizer is None else tokenizer.eos_token_id,
     )
+    if (folder / ADAPTER).exists():  # an engine may read every safetensors file of a folder
+        folder = copy_without_adapter(folder, work_dir / "model")
     return ExportedModel(
         folder=folder,
         dtype=str(resolve_dtype(config.dtype, device)).removeprefix("torch."),
@@ -142,6 +145,8 @@ def weights_fingerprint(config: ModelConfig, *, more: Path | None = None) -> str
 
 def _add_folder(digest: Any, folder: Path) -> None:
     for file in sorted(folder.rglob("*")):
+        if file.name.startswith(ADAPTER_PREFIX):  # not loaded
+            continue
         if file.is_file() and file.suffix in (".safetensors", ".json", ".jinja", ".model"):
             digest.update(f"{file.relative_to(folder)} {file.stat().st_size}".encode())
             for piece in _pieces(file):

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lockstep.errors import ModelError
+from lockstep.models.adapter_files import check_adapter
 from lockstep.observe.files import read_json
 
 CONFIG = "config.json"
@@ -58,9 +59,10 @@ def check_folder(folder: Path) -> Path:
     """Check a folder and return it: transformers' tokenizers and models alike begin with config.json.
 
     Raises:
-        ModelError: see `check_files` and `check_limits`.
+        ModelError: see `check_files`, `check_adapter` and `check_limits`.
     """
     check_files(folder)
+    check_adapter(folder)
     if (folder / CONFIG).is_file():
         check_limits(folder)
     generation = folder / "generation_config.json"

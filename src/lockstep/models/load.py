@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import bundled, lora, shapes
+from lockstep.models.adapter_files import without_adapter
 from lockstep.models.architectures import SUPPORTED, check_architecture
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.dtypes import resolve_dtype
@@ -382,9 +383,10 @@ def _read_module(
     head: HeadKind,
 ) -> nn.Module:
     """Load the module with real weights; every weight but a scalar head must come from the files."""
-    with weight_errors(folder, config.name), quiet_transformers():
+    # Where peft is installed, transformers would load an adapter of the folder over its weights.
+    with weight_errors(folder, config.name), quiet_transformers(), without_adapter(folder) as weights:
         loaded: Any = auto_class(head).from_pretrained(
-            folder,
+            weights,
             config=hf_config,
             dtype=dtype,
             attn_implementation=attention,

@@ -31,6 +31,7 @@ from transformers.initialization import no_init_weights
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.model import ModelConfig
 from lockstep.errors import DataError, ModelError
+from lockstep.models.adapter_files import without_adapter
 from lockstep.models.architectures import check_rope
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
@@ -227,9 +228,9 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
                 code="wrong-shape",
             )
         _check_size(folder, hf_config, name=name)
-        with quiet_transformers():
+        with quiet_transformers(), without_adapter(folder) as weights:
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                folder,
+                weights,
                 config=hf_config,
                 dtype=dtype,
                 trust_remote_code=False,
