@@ -39,9 +39,9 @@ def check_adapter(folder: Path) -> None:
         return
     raise ModelError(
         f"{folder}: holds an adapter ({ADAPTER}) and no weights of a model; adapters are not loaded. Merge "
-        "it into the model that it was trained on, and name the merged folder: peft's AutoPeftModelForCausalLM"
-        f".from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(MERGED), and the tokenizer "
-        "beside it",
+        "it into the model that it was trained on, add the tokenizer, and name the merged folder: "
+        f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+        ".save_pretrained(MERGED)",
         code="wrong-kind-of-file",
         path=folder / ADAPTER,
     )
