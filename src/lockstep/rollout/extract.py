@@ -14,7 +14,9 @@ _NUMBER = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]))?"
 )
-_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"[{}]")
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def numbers(text: str) -> list[str]:
@@ -49,19 +51,23 @@ def last_line(text: str) -> str | None:
 
 def boxed(text: str) -> str | None:
     r"""Return the content of the last complete \boxed{...}, braces balanced."""
-    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end].strip()
-    return None
+    starts = {match.end() - 1 for match in _BOXED.finditer(text)}
+    found: tuple[int, int] | None = None
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):  # once over the text: a policy may write any number of \boxed{
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif opened and (start := opened.pop()) in starts and (found is None or start > found[0]):
+            found = start, brace.start()
+    return None if found is None else text[found[0] + 1 : found[1]].strip()
 
 
 def tags(text: str) -> str | None:
     """Return the content of the last <answer>...</answer>, stripped."""
-    contents = _TAGS.findall(text)
-    return contents[-1].strip() if contents else None
+    content, position = None, 0
+    while (start := text.find(_OPEN, position)) >= 0 and (end := text.find(_CLOSE, start)) >= 0:
+        content, position = text[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
+    return content
 
 
 def whole(text: str) -> str | None:
