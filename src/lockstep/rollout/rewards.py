@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from lockstep.errors import ConfigError, RewardError, unknown_name
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.calls import CallThread, LoopThread
 from lockstep.rollout.extract import EXTRACTORS, answer_number, first_number, last_number
-from lockstep.rollout.reward_functions import MATCHES, bind, is_async, own_row, raised, score_of
+from lockstep.rollout.reward_functions import MATCHES, bind, is_async, own_row, raised, score_of, short_repr
 from lockstep.rollout.reward_process import RewardFailure, RewardWorker, close_all
 from lockstep.rollout.reward_service import RewardService
 from lockstep.rollout.sandbox import probe
@@ -264,7 +265,24 @@ class RewardSet:
                 name="answer",
             )
         text = answer if config.answer in ("text", "last_line") else f"${answer}$"
-        return self._process.math(str(row["answer"]), text, timeout=config.timeout_seconds)
+        return self._process.math(_answer_text(row["answer"]), text, timeout=config.timeout_seconds)
+
+
+def _answer_text(value: Any) -> str:
+    """The row's answer as math-verify takes it; a list of one answer is that answer.
+
+    Raises:
+        RewardFailure: it is neither text nor a number: its Python text would match no completion.
+    """
+    one = value[0] if isinstance(value, list) and len(value) == 1 else value
+    number = isinstance(one, int | float | Decimal) and not isinstance(one, bool) and math.isfinite(one)
+    if number or isinstance(one, str):
+        return str(one)
+    keys = f" with the keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
+    raise RewardFailure(
+        f"the row's answer is {short_repr(value)} ({type(value).__name__}{keys}), neither text nor a number; "
+        "write the answer into a column of its own and name it in data.answer_column"
+    )
 
 
 def lenient_correct(row: Mapping[str, Any], completion: str) -> tuple[bool, bool] | None:
