@@ -78,6 +78,17 @@ class RunConfig(Config):
         check_backend(self.train, lora=lora is not None, lora_dropout=dropout)
         return self
 
+    @model_validator(mode="after")
+    def _check_schedule(self) -> RunConfig:
+        if self.train.min_lr_ratio > 0 and self.train.schedule == "constant":
+            raise ConfigError(
+                f"train.min_lr_ratio = {self.train.min_lr_ratio} has no effect with train.schedule = "
+                "'constant'; set train.schedule = 'linear' or 'cosine', or leave it out",
+                code="no-effect",
+                setting="train.min_lr_ratio",
+            )
+        return self
+
     @property
     def worlds(self) -> tuple[tuple[str, ...], ...]:
         """The roles of each world that the policy is not in."""
@@ -274,6 +285,18 @@ OFFLINE_METRICS["rm"] = OFFLINE_METRICS["dpo"]
 """The metrics of an evaluation, written eval/NAME."""
 
 
+def _check_eval_tokens(run: GRPORun) -> None:
+    """Evaluations sample as training does, but for temperature and max_tokens."""
+    least, most = run.rollout.sampling.min_tokens, run.eval.max_tokens
+    if most is not None and most < least and (run.eval.before or run.eval.after or run.eval.every > 0):
+        raise ConfigError(
+            f"eval.max_tokens = {most} is below rollout.sampling.min_tokens = {least}, which evaluations "
+            "have as well; raise eval.max_tokens or lower rollout.sampling.min_tokens",
+            code="contradiction",
+            setting="eval.max_tokens",
+        )
+
+
 def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, ...]) -> None:
     """Refuse keep_best without a metric to go by: it would silently keep nothing."""
     if checkpoint.keep_best == 0:
@@ -394,6 +417,7 @@ class GRPORun(RunConfig):
     @model_validator(mode="after")
     def _check_sizes(self) -> GRPORun:
         _check_best(self.checkpoint, every=self.eval.every, known=RL_METRICS)
+        _check_eval_tokens(self)
         if self.data.size is not None and self.data.size < self.rollout.prompts_per_step:
             raise ConfigError(
                 f"data.size = {self.data.size} is below one rollout batch of rollout.prompts_per_step = "
