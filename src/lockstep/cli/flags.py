@@ -304,7 +304,9 @@ def _overrides(
             overrides |= _overrides(value, inner, nested, saved=table, prefix=f"{path}.")
         elif _is_dict(field):
             if value:
-                overrides[path] = dict(saved.get(name, {})) | dict(_pair(word, path) for word in value)
+                texts = get_args(field.annotation)[1] is str
+                pairs = [_pair(word, path, texts=texts) for word in value]
+                overrides[path] = dict(saved.get(name, {})) | dict(pairs)
         elif many:
             if value:
                 overrides[path] = [_item(word, path) for word in value]
@@ -316,7 +318,8 @@ def _overrides(
     return overrides
 
 
-def _pair(word: str, path: str) -> tuple[str, Any]:
+def _pair(word: str, path: str, *, texts: bool) -> tuple[str, Any]:
+    """Key and value of a word; in a table of `texts`, such as engine.env, 1 and true are texts as well."""
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise ConfigError(
@@ -324,7 +327,8 @@ def _pair(word: str, path: str) -> tuple[str, Any]:
             code="wrong-format",
             setting=f"--{path}",
         )
-    return key, parse_value(text, origin=f"--{path} {key}")
+    value = parse_value(text, origin=f"--{path} {key}")
+    return key, text if texts and not isinstance(value, str) else value
 
 
 def _item(word: str, path: str) -> dict[str, Any]:

@@ -257,12 +257,19 @@ def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
     """Return the user's path within pydantic's, which also names the branch of a union that it tried."""
     path: list[str] = []
     current: type[BaseModel] | None = model
+    free = False
+    """Whether the next part is a key of a table without fields, such as rewards.kwargs."""
     for part in loc:
         if isinstance(part, int) and path:
             path[-1] += f"[{part}]"
         elif current is not None and part in current.model_fields:
             path.append(str(part))
-            current, _ = model_of(current.model_fields[str(part)].annotation)
+            annotation = current.model_fields[str(part)].annotation
+            current, _ = model_of(annotation)
+            free = get_origin(annotation) is dict
+        elif free:
+            path.append(str(part))
+            free = False
         elif current is None:
             break
     return path
