@@ -206,7 +206,7 @@ def parse_toml(data: bytes, *, origin: str) -> dict[str, Any]:
         ConfigError: it is not TOML; names `origin`.
     """
     try:
-        return _parse(data.decode(), origin)
+        return _parse(data.decode("utf-8-sig"), origin)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of thousands of digits
         raise ConfigError(f"{origin}: not a TOML file: {printable(str(error))}", code="not-toml") from error
 

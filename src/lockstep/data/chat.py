@@ -207,7 +207,7 @@ def _resolve_template(setting: str, tokenizer: Any) -> str | None:
         )
     data = read_plain(path, ConfigError)
     with file_errors(path, ConfigError):
-        return data.decode()
+        return data.decode("utf-8-sig")  # a byte order mark would stand in front of every prompt
 
 
 def _leading_ids(tokenizer: Any) -> list[int]:

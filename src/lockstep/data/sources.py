@@ -28,6 +28,17 @@ _MEANINGS = (
     ("messages", "conversation", "conversations"),
 )
 """What published data sets call the same column."""
+_CONVERT = (
+    ", such as with datasets: load_dataset({0!r}, data_files=FILE, split='train').to_json('data.jsonl')"
+)
+_OTHER_FILES = {
+    ".csv": _CONVERT.format("csv"),
+    ".tsv": _CONVERT.format("csv"),
+    ".txt": _CONVERT.format("text"),
+    ".arrow": _CONVERT.format("arrow"),
+    **dict.fromkeys((".gz", ".zst", ".zip", ".xz", ".bz2"), "; unpack it first"),
+}
+"""Suffixes of data that no reader takes, which a hub name does not have, and how to convert it."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -73,6 +84,13 @@ def check_source(config: DataConfig) -> None:
     if path.suffix in FILE_SUFFIXES:
         if not path.is_file():
             raise _no_such_file(path)
+    elif path.is_file() or path.suffix in _OTHER_FILES:
+        raise ConfigError(
+            f"data.source = {config.source!r}: files of this kind are not read; convert it to .jsonl, .json "
+            f"or .parquet{_OTHER_FILES.get(path.suffix, '')}",
+            code="wrong-kind-of-file",
+            setting="data.source",
+        )
     elif ":" in config.source or not _HUB_NAME.fullmatch(config.source):
         raise ConfigError(
             f"data.source = {config.source!r} is not a .jsonl/.json/.parquet file, a folder saved by "
