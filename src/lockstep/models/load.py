@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
 
@@ -135,6 +135,7 @@ def load_model(
         tokenizer = _read_tokenizer(folder, config)
         hf_config = _prepared(read_config(folder, config), config, head)
         admit(hf_config, name=config.name)
+        _check_generation(folder)
         if head == "scalar":
             check_score(folder, name=config.name)
         if materialize:
@@ -371,6 +372,23 @@ def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) 
     if config.num_layers is not None:
         keep_layers(hf_config, config.num_layers)
     return with_one_label(hf_config) if head == "scalar" else hf_config
+
+
+def _check_generation(folder: Path) -> None:
+    """Raise ModelError for a generation_config.json that transformers does not load."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return
+    try:
+        with quiet_transformers():
+            GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (TypeError, ValueError) as error:  # values that contradict each other, or of another type
+        raise ModelError(
+            f"{file}: transformers refuses it: {printable(str(error))[:300]}; correct the file, or remove "
+            "it: a run samples with rollout.sampling",
+            code="refused",
+            path=file,
+        ) from error
 
 
 def _read_module(
