@@ -10,10 +10,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import crafted
@@ -24,7 +27,11 @@ from raising import raises
 from lockstep.cli.main import main
 from lockstep.cluster.ray import _running_here, check_token, local_cluster
 from lockstep.config.cluster import ClusterConfig
+from lockstep.engine.served import server as served
+from lockstep.engine.served.handler import bearer
 from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.loop import copy_keeper as copies
+from lockstep.loop import world_server as worlds
 from lockstep.observe import flight
 from lockstep.observe.holder import process_start
 from lockstep.observe.lock import RunLock, read_owner
@@ -206,6 +213,72 @@ def test_stop_signals_only_the_process_that_holds_the_lock(
 
 
 # 30. Lengths of requests
+
+TOKEN = "a" * 40
+
+
+def engine_server() -> type[BaseHTTPRequestHandler]:
+    return served.handler_of(None, token=TOKEN)
+
+
+def world_server() -> type[BaseHTTPRequestHandler]:
+    return type("Handler", (worlds._Handler,), {"calls": None, "authorization": bearer(TOKEN)})
+
+
+def keeper_of_copies() -> type[BaseHTTPRequestHandler]:
+    return type("Handler", (copies._Handler,), {"folder": None, "authorization": bearer(TOKEN)})
+
+
+SERVERS = [(engine_server, "POST"), (world_server, "POST"), (keeper_of_copies, "PUT")]
+"""Every server of ours, with the method that has a body."""
+# (header, status with the token: RFC 9110 8.6 has 1*DIGIT, and no other length can be acted upon)
+LENGTHS = [
+    ("Content-Length: -1", 400),
+    ("Content-Length: " + "9" * 5000, 400),
+    ("Content-Length: x", 400),
+    ("Content-Length: \u00b2", 400),
+    ("Content-Length: +5", 400),
+    ("Content-Length: 1_0", 400),
+    ("Content-Length: 1\r\nContent-Length: 2", 400),
+    ("Transfer-Encoding: chunked", 400),
+    ("Content-Length: 999999999999999", None),
+]
+
+
+@pytest.mark.parametrize(("server", "method"), SERVERS)
+@pytest.mark.parametrize(("length", "known"), LENGTHS)
+def test_no_server_believes_a_length(monkeypatch, server, method, length, known):
+    """The connection stays open: a server that reads to its end answers nobody."""
+    failed: list[object] = []
+    monkeypatch.setattr(ThreadingHTTPServer, "handle_error", lambda *_: failed.append(sys.exc_info()))
+    with ThreadingHTTPServer(("127.0.0.1", 0), server()) as listening:
+        listening.daemon_threads = True
+        threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        for token, status in ((None, 401), (TOKEN, known)):
+            if status is not None:
+                assert asked(listening.server_address, method, length, token) == status
+        listening.shutdown()
+    assert not failed
+
+
+def asked(address: tuple[str, int], method: str, length: str, token: str | None) -> int:
+    """The status of the answer to a request whose body never ends."""
+    head = f"{method} /abort HTTP/1.1\r\n{length}\r\n"
+    if token is not None:
+        head += f"Authorization: Bearer {token}\r\n"
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(f"{head}\r\n".encode("latin-1") + b"x" * 1000)
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def test_a_body_beyond_the_limit_is_not_read():
+    handler = type("Handler", (worlds._Handler,), {"calls": None, "authorization": bearer(TOKEN)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
+        listening.daemon_threads = True
+        threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        assert asked(listening.server_address, "POST", f"Content-Length: {2**30 + 1}", TOKEN) == 413
+        listening.shutdown()
+
 
 # end of 30
 

@@ -272,7 +272,7 @@ def test_a_server_answers_its_token_alone(host, monkeypatch):
         assert unpacked(ours.post("/call", body, seconds=9.0).body)["value"][0].tolist() == [1.0, 1.0]
         assert ours.post("/calls", body, seconds=9.0).status == 404
         assert unpacked(ours.post("/call", b"{}", seconds=9.0).body)["kind"] == "TrainError"
-        monkeypatch.setattr(world_server, "MOST_BYTES", 9)
+        monkeypatch.setattr(world_server._Handler, "most_bytes", 9)
         assert ours.post("/call", body, seconds=9.0).status == 413
 
 

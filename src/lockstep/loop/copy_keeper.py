@@ -32,7 +32,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.engine.served.handler import STRANGER, TokenHandler, bearer
+from lockstep.engine.served.handler import TokenHandler, bearer
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.processes.supervisor import name_process
 from lockstep.ranks.copy_folder import copy_folder, is_copied_file
@@ -188,9 +188,9 @@ class _Handler(TokenHandler):
     folder: Path
 
     def do_GET(self) -> None:
-        if not self.allowed():
-            self.reply(401, json.dumps({"error": STRANGER}).encode())
-        elif self.path == "/room":
+        if self.body() is None:
+            return
+        if self.path == "/room":
             self.reply(200, json.dumps({"free": shutil.disk_usage(self.folder).free}).encode())
         elif (path := self._file()) is None:
             self.reply(404, b"{}")
@@ -198,11 +198,10 @@ class _Handler(TokenHandler):
             self._send(path)
 
     def do_PUT(self) -> None:
-        sent = self.headers.get("Content-Length", "")
-        length = int(sent) if sent.isdecimal() and len(sent) < 16 else -1
-        if not self.allowed():
-            self.reply(401, json.dumps({"error": STRANGER}).encode())
-        elif (path := self._file()) is None or length < 0:
+        length = self.admitted()
+        if length is None:
+            return
+        if (path := self._file()) is None:
             self.reply(404, b"{}")
         else:
             try:

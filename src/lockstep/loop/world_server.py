@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.engine.remote.server import LOOPBACK
-from lockstep.engine.served.handler import STRANGER, TokenHandler, bearer
+from lockstep.engine.served.handler import TokenHandler, bearer
 from lockstep.errors import LockstepError, TrainError
 from lockstep.loop.world_host import RoleHost
 from lockstep.loop.world_messages import MOST_BYTES, packed, unpacked
@@ -140,26 +140,20 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 class _Handler(TokenHandler):
     calls: Calls
+    most_bytes = MOST_BYTES
 
     def do_GET(self) -> None:
-        if not self.allowed():
-            self.reply(401, json.dumps({"error": STRANGER}).encode())
-        else:
+        if self.body() is not None:
             self.reply(200 if self.path == "/health" else 404, b"{}")
 
     def do_POST(self) -> None:
-        sent = self.headers.get("Content-Length", "")
-        length = int(sent) if sent.isdecimal() and len(sent) < 12 else -1
-        if not self.allowed():
-            # A stranger's is read as far as needed for the answer to reach them.
-            self.rfile.read(min(max(length, 0), 1 << 16))
-            self.reply(401, json.dumps({"error": STRANGER}).encode())
-        elif self.path != "/call":
-            self.reply(404, json.dumps({"error": f"no such path: {self.path}"}).encode())
-        elif not 0 <= length <= MOST_BYTES:
-            self.reply(413, json.dumps({"error": f"a message of {sent[:20]} bytes"}).encode())
+        body = self.body()
+        if body is None:
+            return
+        if self.path != "/call":
+            self.refuse(404, f"no such path: {self.path}")
         else:
-            self.reply(200, self.calls.answer(self.rfile.read(length)), kind="application/octet-stream")
+            self.reply(200, self.calls.answer(body), kind="application/octet-stream")
 
 
 if __name__ == "__main__":
