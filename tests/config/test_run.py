@@ -29,8 +29,8 @@ FILE = {"source": "rows.jsonl"}
         ({"train": {"betas": (0.9, 1.0)}}, "out-of-range: train.betas"),
         ({"train": {"lr": math.inf}}, "out-of-range: train.lr"),
         (
-            # prompts of 1024, and 2 * 128 tokens of the evaluation before training
-            {"engine": {"name": "native", "kv_cache_tokens": 1278}},
+            # prompts of 1024, and 128 tokens
+            {"engine": {"name": "native", "kv_cache_tokens": 1150}},
             "contradiction: engine.kv_cache_tokens",
         ),
         (

@@ -20,6 +20,7 @@ import transformers
 from answers import answer_logprobs, cross_entropy, orpo, rendered, simpo
 from classifiers import save_classifier
 from raising import raises
+from scripted import SCRIPTED, prompts, save_scripted
 
 from lockstep.cli.main import main
 from lockstep.config.batch import RewardModelConfig
@@ -46,6 +47,27 @@ from lockstep.ranks.hang import children_of
 
 
 # 3. Special tokens in the text that rewards and stops see
+
+# (settings of the run, text and rewards of every rollout, worked out by hand)
+TAGS = [
+    ((), "<think>a</think><answer>7</answer>", {"format": 1.0, "math": 1.0}),
+    (("--rollout.sampling.skip-special-tokens", "true"), "a7", {"format": 0.0, "math": 0.0}),
+    (("--rollout.sampling.stop", "</think>"), "<think>a</think>", {"format": 0.0, "math": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("settings", "text", "rewards"), TAGS)
+def test_rewards_and_stop_strings_see_special_tokens(tiny_folder, tmp_path, settings, text, rewards):
+    folder = save_scripted(tiny_folder, tmp_path / "model")
+    config = tmp_path / "run.toml"
+    config.write_text(SCRIPTED.format(model=folder, data=prompts(tmp_path)))
+    assert main(["train", str(config), "--run-dir", str(tmp_path / "run"), *settings]) == 0
+    for name in ("step-000000", "evaluation-before", "evaluation-after"):
+        rows = read_lines(tmp_path / "run" / "rollouts" / f"{name}.jsonl")
+        assert {row["completion"] for row in rows} == {text}
+        assert [row["rewards"] for row in rows] == [rewards] * len(rows)
+        assert {row["skip_special_tokens"] for row in rows} == {"skip" in "".join(settings)}
+
 
 # end of 3
 
@@ -248,6 +270,31 @@ def test_messages_train_on_every_assistant_turn(tiny_folder, tmp_path):
 
 
 # 11. The token budget of evaluations
+
+# (eval.before_max_tokens_factor, longest completion before and after, whether the verdict says so)
+BUDGETS = [(None, 5, 5, False), ("2", 7, 5, True)]
+
+
+@pytest.mark.parametrize(("factor", "before", "after", "told"), BUDGETS)
+def test_evaluations_have_one_budget(tiny_folder, tmp_path, capsys, factor, before, after, told):
+    """A script of 7 tokens under a limit of 5."""
+    folder = save_scripted(tiny_folder, tmp_path / "model")
+    config = tmp_path / "run.toml"
+    config.write_text(SCRIPTED.format(model=folder, data=prompts(tmp_path)))
+    flags = [] if factor is None else ["--eval.before-max-tokens-factor", factor]
+    flags += ["--rollout.sampling.max-tokens", "5", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", str(config), *flags]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    lengths = [summary[name]["mean_completion_tokens"] for name in ("eval_before", "eval_after")]
+    assert lengths == [before, after]
+    assert [summary[name]["max_tokens"] for name in ("eval_before", "eval_after")] == [
+        5 * int(factor or 1),
+        5,
+    ]
+    out = capsys.readouterr().out
+    assert ("evaluated with at most 10 tokens before, 5 after" in out.splitlines()[-1]) == told
+    assert ("evaluation before (0 steps, at most 10 tokens instead of 5)" in out) == told
+
 
 # end of 11
 

@@ -349,10 +349,13 @@ def verdict(summary: Mapping[str, Any]) -> str:
         parts.append(f"{summary['steps']} steps")
     parts.append(f"{summary['wall_seconds']:.0f} s")
     before, after = summary.get("eval_before") or {}, summary.get("eval_after") or {}
+    budgets = before.get("max_tokens"), after.get("max_tokens")
     for key in ("strict_accuracy", "lenient_accuracy", "mean_reward", "loss"):
         if after.get(key) is not None:
             old = f"{before[key]:.3f} -> " if before.get(key) is not None else ""
             parts.append(f"{key.replace('_', ' ')} {old}{after[key]:.3f}")
+    if None not in budgets and budgets[0] != budgets[1]:
+        parts.append(f"evaluated with at most {budgets[0]} tokens before, {budgets[1]} after")
     parts.append(str(summary["run_dir"]))
     if "resume" in summary:
         parts.append(f"go on with: {summary['resume']}")

@@ -40,6 +40,9 @@ class SamplingConfig(Config):
     """Whether the text keeps the stop string; the token ids always do."""
     ignore_eos: bool = False
     """Go on after end of sequence."""
+    skip_special_tokens: bool = False
+    """Whether the text of a completion, which rewards, stop strings and files get, leaves out special tokens,
+    such as <think> in many models. The end-of-sequence token is never in it."""
 
     @model_validator(mode="after")
     def _check(self) -> SamplingConfig:

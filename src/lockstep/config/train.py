@@ -171,9 +171,9 @@ class EvalConfig(Config):
     """0 is greedy."""
     max_tokens: PositiveInt | None = None
     """Longest completion in an evaluation. None: rollout.sampling.max_tokens."""
-    before_max_tokens_factor: PositiveInt = 2
-    """The evaluation before training may use this many times the tokens, so that learning to stop does not
-    count as learning."""
+    before_max_tokens_factor: PositiveInt = 1
+    """The evaluation before training may use this many times the tokens: with 2, learning to stop does not
+    count as learning. Above 1 the lines that compare evaluations say so."""
     kinds: dict[Name, str] = Field(default_factory=dict)
     """Kinds of problems whose lenient accuracy is reported separately, as eval/lenient_accuracy/NAME: for
     each name, a regular expression that is searched for in the rendered prompt."""

@@ -30,6 +30,8 @@ class Evaluation:
     mean_reward: float
     num_prompts: int
     mean_completion_tokens: float
+    max_tokens: int
+    """Longest completion that was allowed."""
     groups: tuple[RolloutGroup, ...]
     lenient_by_kind: Mapping[str, float | None] = field(default_factory=dict)
     """lenient_accuracy of the prompts of each of `eval.kinds`; None where no numbers are asked for."""
@@ -42,6 +44,7 @@ class Evaluation:
             "mean_reward": self.mean_reward,
             "num_prompts": self.num_prompts,
             "mean_completion_tokens": self.mean_completion_tokens,
+            "max_tokens": self.max_tokens,
         } | {f"lenient_accuracy/{name}": value for name, value in self.lenient_by_kind.items()}
 
 
@@ -77,7 +80,7 @@ def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | 
         sampling=sampling,
         group_size=run.eval.samples_per_prompt,
     )
-    return None if sampled.aborted else score(parts, sampled.groups)
+    return None if sampled.aborted else score(parts, sampled.groups, max_tokens=limit)
 
 
 def eval_prompts(parts: OnlineParts) -> Sequence[Prompt]:
@@ -85,9 +88,9 @@ def eval_prompts(parts: OnlineParts) -> Sequence[Prompt]:
     return [parts.eval_prompts[i] for i in range(min(parts.run.eval.num_prompts, len(parts.eval_prompts)))]
 
 
-def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
-    """Return accuracies and mean reward of finished rollouts; with several ranks each scores a share of
-    them."""
+def score(parts: OnlineParts, groups: Sequence[RolloutGroup], *, max_tokens: int) -> Evaluation:
+    """Return accuracies and mean reward of finished rollouts of at most `max_tokens`; with several ranks each
+    scores a share of them."""
     rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     texts = [(prompt, rollout.trajectory.text or "") for prompt, rollout in rollouts]
     share = texts[parts.ranks.rank :: parts.ranks.world_size]
@@ -102,6 +105,7 @@ def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
         mean_reward=statistics.fmean(rollout.reward for _, rollout in rollouts),
         num_prompts=len(groups),
         mean_completion_tokens=statistics.fmean(r.trajectory.policy_tokens for _, r in rollouts),
+        max_tokens=max_tokens,
         groups=tuple(groups),
     )
 

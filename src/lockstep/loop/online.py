@@ -235,7 +235,9 @@ def _evaluate(session: Session, trainer: OnlineTrainer, done: int) -> bool:
     evaluation = trainer.evaluate(max_tokens_factor=factor)
     if evaluation is None:
         return False
-    session.log_evaluation(name, done, evaluation.as_dict(), rollout_rows(done, evaluation.groups))
+    skip = run.rollout.sampling.skip_special_tokens
+    rows = rollout_rows(done, evaluation.groups, skip_special_tokens=skip)
+    session.log_evaluation(name, done, evaluation.as_dict(), rows, budget_factor=factor)
     return True
 
 

@@ -9,8 +9,11 @@ from lockstep.observe.ledger import sample_id
 from lockstep.schema.rollout import RolloutGroup, SampleRecord, Trajectory
 
 
-def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
-    """Return one plain row per rollout, for JSONL. `token_ids` are those after the prompt. With several
+def rollout_rows(
+    step: int, groups: Sequence[RolloutGroup], *, skip_special_tokens: bool
+) -> list[dict[str, Any]]:
+    """Return one plain row per rollout, for JSONL. `skip_special_tokens` says how `completion` was decoded,
+    see SamplingConfig. `token_ids` are those after the prompt. With several
     turns `spans` says how many of them each author wrote, in order; only the policy's have logprobs."""
     return [
         {
@@ -19,6 +22,7 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, An
             "sample": rollout.sample,
             "prompt": group.prompt.text,
             "completion": rollout.trajectory.text,
+            "skip_special_tokens": skip_special_tokens,
             "prompt_token_ids": list(rollout.trajectory.prompt_token_ids),
             "token_ids": [i for span in rollout.trajectory.spans[1:] for i in span.token_ids],
             "rollout_logprobs": [round(p, 6) for span in rollout.trajectory.spans for p in span.logprobs],

@@ -573,12 +573,15 @@ class Session:
         """Begin to write the rollouts of a step, under `save`: in a thread, since a GPU leaves the processor
         idle in forward and backward. `log_rollouts` waits for it."""
 
+        assert isinstance(self.run, GRPORun)
+        skip = self.run.rollout.sampling.skip_special_tokens
+
         def write() -> list[dict[str, Any]]:
             # By default a thread keeps Python for 5 ms: the GPU would wait for the kernels of the other one.
             before = sys.getswitchinterval()
             sys.setswitchinterval(5e-4)
             try:
-                rows = rollout_rows(step, groups)
+                rows = rollout_rows(step, groups, skip_special_tokens=skip)
                 if save:
                     self.dir.write_rollouts(step, rows)
             finally:
@@ -607,9 +610,16 @@ class Session:
                 self.display.note(f"    [{row['reward']:.2f}] {content!r}"[:200])
 
     def log_evaluation(
-        self, name: str, done: int, numbers: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()
+        self,
+        name: str,
+        done: int,
+        numbers: Mapping[str, Any],
+        rows: Sequence[Mapping[str, Any]] = (),
+        *,
+        budget_factor: int = 1,
     ) -> None:
-        """A held-out evaluation of the weights after `done` steps; `name` is before, during or after."""
+        """A held-out evaluation of the weights after `done` steps; `name` is before, during or after.
+        `budget_factor`: how many times the tokens of the others it was allowed."""
         values = {f"eval/{key}": value for key, value in numbers.items()}
         self._write(done, values, evaluation=name)
         if rows:
@@ -618,7 +628,11 @@ class Session:
         self._state["evaluations"][name] = {"step": done, **numbers}
         self._state["evaluated"].append([done, name])
         text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
-        self.display.note(f"evaluation {name} ({done} steps): {text}")
+        budget = ""
+        if budget_factor != 1:
+            most = numbers["max_tokens"]
+            budget = f", at most {most} tokens instead of {most // budget_factor}"
+        self.display.note(f"evaluation {name} ({done} steps{budget}): {text}")
 
     def save(self, done: int, backend: Saved, *, wait: bool = False) -> Path:
         """Save a checkpoint of the state after `done` steps and prune older ones. wait: not in the

@@ -41,6 +41,8 @@ class SamplingParams:
     keep_stop: bool = True
     """Whether the *text* keeps a matched stop string. Token ids always do: they are the policy's actions."""
     ignore_eos: bool = False
+    skip_special_tokens: bool = False
+    """Whether the text leaves out all special tokens, and not the end of sequence alone."""
     logprob_kind: LogprobKind = "temperature_scaled"
 
 
@@ -67,7 +69,8 @@ class Completion:
     stop_reason: int | str | None
     """The id or the string that ended it; None when finish_reason is not "stop"."""
     text: str | None
-    """Decoded completion, special tokens skipped; None for a model without a tokenizer."""
+    """Decoded completion without the end of sequence, see SamplingParams.skip_special_tokens; None for a
+    model without a tokenizer."""
     seed: int
     engine: str
     policy_version: int
