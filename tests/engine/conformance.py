@@ -18,6 +18,7 @@ import dataclasses
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -206,6 +207,11 @@ def test_sampling_follows_the_distribution(subject):
 # where a sample ends
 
 
+def text_of(subject: Subject, token_ids: Sequence[int]) -> str:
+    """The text of a completion, by transformers: everything but the end of sequence."""
+    return str(subject.model.tokenizer.decode([i for i in token_ids if i != EOS], skip_special_tokens=False))
+
+
 def greedy(subject: Subject, count: int) -> tuple[tuple[int, ...], list[int]]:
     """A prompt, and the reference's tokens behind it without end of sequence; those of the engine itself
     where it rounds in another way."""
@@ -255,7 +261,7 @@ def test_a_stop_id_ends_a_sample_and_stays_in_it(subject):
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_stop_string_ends_a_sample_and_only_its_text_may_lose_it(subject, keep):
     ids, wanted = greedy(subject, 10)
-    text = subject.model.tokenizer.decode(wanted, skip_special_tokens=True)
+    text = text_of(subject, wanted)
     stop = text[9:12]  # the end of token 4, token 5: found when token 5 is there
     asked = request(ids, temperature=0.0, stop=(stop,), keep_stop=keep)
     if "stop" in subject.refuses:
@@ -288,7 +294,7 @@ def test_min_tokens_holds_stop_ids_back(subject):
 def test_min_tokens_holds_stop_strings_back(subject, at, ends):
     """A stop string that is there with token `at`, and min_tokens = 6."""
     ids, wanted = greedy(subject, 12)
-    texts = [subject.model.tokenizer.decode(wanted[:n], skip_special_tokens=True) for n in range(13)]
+    texts = [text_of(subject, wanted[:n]) for n in range(13)]
     stop = texts[at][-3:]
     assert [n for n in range(1, 13) if stop in texts[n] and stop not in texts[n - 1]] == [at]
     assert texts[12].count(stop) == 1, "the prompt does not suit the test"
@@ -329,9 +335,7 @@ def test_every_sample_is_reported_once_as_it_finishes(subject):
     results = subject.generate(*asked, on_completion=note)
     assert seen == {(i, j): c for i, row in enumerate(results) for j, c in enumerate(row)}
     assert [[len(c.token_ids) for c in row] for row in results] == [[2] * 3, [5] * 3, [8] * 3]
-    assert results[1][0].text == subject.model.tokenizer.decode(
-        list(results[1][0].token_ids), skip_special_tokens=True
-    )
+    assert results[1][0].text == text_of(subject, results[1][0].token_ids)
 
 
 def test_every_declared_member_is_there(subject):

@@ -5,8 +5,9 @@ import pytest
 from raising import raises
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.engine.requests import StopStrings, check_stop_strings, completion_text, decode
+from lockstep.engine.requests import Decoding, StopStrings, check_stop_strings, completion_text
 from lockstep.errors import EngineError
+from lockstep.schema.rollout import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>")
 
 
+def decode(tokenizer, ids):
+    return decoding_of(tokenizer)(ids)
+
+
+def decoding_of(tokenizer, **sampling):
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return Decoding.of(tokenizer, SamplingParams(max_tokens=1, **sampling), eos_token_ids=ends)
+
+
+def check(tokenizer, *stop, **sampling):
+    ends = [tokenizer.eos_token_id] if tokenizer is not None else []
+    check_stop_strings(tokenizer, SamplingParams(max_tokens=1, stop=stop, **sampling), eos_token_ids=ends)
+
+
 def first_hit(tokenizer, ids, stop):
     """The slow reference: after how many tokens the whole decoded text holds a stop string."""
     for n in range(1, len(ids) + 1):
@@ -35,7 +50,7 @@ def first_hit(tokenizer, ids, stop):
 
 
 def incremental_hit(tokenizer, ids, stop):
-    finder = StopStrings(tokenizer, stop)
+    finder = StopStrings(decoding_of(tokenizer), stop)
     for n in range(1, len(ids) + 1):
         if finder.find(ids[:n]) is not None:
             return n
@@ -69,16 +84,17 @@ def test_stop_strings_across_tokens_and_inside_characters(tokenizer, stop):
 
 def test_text_is_cut_at_the_stop_string_and_ids_are_not_needed_for_it(tokenizer):
     ids = tokenizer.encode("one two three", add_special_tokens=False)
-    assert completion_text(tokenizer, ids, stop="two", keep=True) == "one two"
-    assert completion_text(tokenizer, ids, stop="two", keep=False) == "one "
-    assert completion_text(tokenizer, [*ids, tokenizer.eos_token_id], stop=None, keep=True) == "one two three"
+    decoding = decoding_of(tokenizer)
+    assert completion_text(decoding, ids, stop="two", keep=True) == "one two"
+    assert completion_text(decoding, ids, stop="two", keep=False) == "one "
+    assert completion_text(decoding, [*ids, tokenizer.eos_token_id], stop=None, keep=True) == "one two three"
     assert completion_text(None, ids, stop=None, keep=True) is None
 
 
 def test_impossible_stop_strings_are_refused(tokenizer):
     with raises(EngineError, "unsupported-combination: sampling.stop"):
-        check_stop_strings(tokenizer, ["<|end|>"])
+        check(tokenizer, "<|end|>")
     with raises(EngineError, "empty: sampling.stop"):
-        check_stop_strings(tokenizer, [""])
+        check(tokenizer, "")
     with raises(EngineError, "no-tokenizer: sampling.stop"):
-        check_stop_strings(None, ["x"])
+        check(None, "x")

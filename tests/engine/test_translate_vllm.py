@@ -206,7 +206,7 @@ def test_every_sampling_field_is_sent():
         "ignore_eos": True,
         "logprobs": 0,
         "detokenize": False,
-        "skip_special_tokens": True,
+        "skip_special_tokens": False,
     }
     assert json.loads(json.dumps(found)) == found
 

@@ -87,7 +87,8 @@ def test_rows_say_what_was_sampled(model, data, engine, tmp_path):
     for row in rows:
         assert row["prompt"] == [{"role": "user", "content": QUESTIONS[row["index"]]}]
         assert row["prompt_text"] == f"<|user|>{QUESTIONS[row['index']]}<|end|><|assistant|>"
-        assert row["completion"] == model.tokenizer.decode(row["token_ids"], skip_special_tokens=True)
+        content = [i for i in row["token_ids"] if i not in model.eos_token_ids]
+        assert row["completion"] == model.tokenizer.decode(content, skip_special_tokens=False)
         assert len(row["logprobs"]) == len(row["token_ids"]) and row["row"]["answer"]
     assert len({r["seed"] for r in rows}) == 21
     assert len({tuple(r["token_ids"]) for r in rows}) > 15

@@ -121,6 +121,7 @@ def test_every_setting_reaches_the_engine():
         "stop_token_ids": (4,),
         "keep_stop": False,
         "ignore_eos": True,
+        "skip_special_tokens": True,
     }
     params = sampling_params(SamplingConfig(**values))
     fields = {f.name for f in dataclasses.fields(SamplingParams)} - {"logprob_kind"}

@@ -9,7 +9,7 @@ One line is one turn. /reset forgets the conversation; Ctrl-C stops an answer; C
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,7 +124,9 @@ class Chat:
             sampling=self._sampling,
             seeds=(sample_seed(self._seed, CHAT_STEP, self._turn, 0),),
         )
-        printer = Printer(self._format.tokenizer)
+        decoding = self._engine.decoding(self._sampling)
+        assert decoding is not None, "a model without a tokenizer has no chat format"
+        printer = Printer(decoding)
         try:
             self._engine.on_token = lambda _, __, ids: printer.show(ids)
             completion = self._engine.generate([request])[0][0]
@@ -145,16 +147,14 @@ class Chat:
 class Printer:
     """Prints a growing completion, holding back what could still change."""
 
-    def __init__(self, tokenizer: object) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decoding: Callable[[Sequence[int]], str]) -> None:
+        self._decoding = decoding
         self.text = ""
         """The text printed so far."""
 
     def show(self, token_ids: Sequence[int]) -> None:
         """Print what is new, unless it ends in the middle of a character."""
-        from lockstep.engine.requests import decode
-
-        text = decode(self._tokenizer, token_ids)
+        text = self._decoding(token_ids)
         if not text.endswith("\ufffd"):
             self.finish(text)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.engine.requests import RequestCheck, completion_text
+from lockstep.engine.requests import Decoding, RequestCheck, completion_text
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.streaming import Streaming, Turn
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats
-from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
+from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest, SamplingParams
 from lockstep.schema.weights import UpdateSession
 
 Ending = tuple[FinishReason, int | str | None]
@@ -20,11 +20,22 @@ Ending = tuple[FinishReason, int | str | None]
 class ModelEngine(Streaming):
     """An engine of one model: awake, asleep, closed or broken; it checks requests and counts tokens."""
 
-    def __init__(self, name: str, *, vocab_size: int, max_positions: int, tokenizer: Any | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        vocab_size: int,
+        max_positions: int,
+        tokenizer: Any | None,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
         super().__init__(name)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._check_request = RequestCheck(
-            vocab_size=vocab_size, max_positions=max_positions, tokenizer=tokenizer
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
         )
         self._state = "awake"
         self._policy_version = 0
@@ -62,6 +73,12 @@ class ModelEngine(Streaming):
         if self._state != "awake":
             self._require_awake("generate")
 
+    def decoding(self, sampling: SamplingParams) -> Decoding | None:
+        """How completions sampled with `sampling` become text; None for a model without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return Decoding.of(self._tokenizer, sampling, eos_token_ids=self._eos_token_ids)
+
     def _completion(  # the request, the sample's seed, and what was sampled
         self,
         request: GenerationRequest,
@@ -84,7 +101,7 @@ class ModelEngine(Streaming):
             finish_reason=reason,
             stop_reason=stop,
             text=completion_text(
-                self._tokenizer,
+                self.decoding(request.sampling),
                 token_ids,
                 stop=stop if isinstance(stop, str) else None,
                 keep=request.sampling.keep_stop,
@@ -118,7 +135,11 @@ class ReceivingEngine(ModelEngine):
 
     def __init__(self, name: str, *, spec: EngineSpec) -> None:
         super().__init__(
-            name, vocab_size=spec.vocab_size, max_positions=spec.max_model_len, tokenizer=spec.tokenizer
+            name,
+            vocab_size=spec.vocab_size,
+            max_positions=spec.max_model_len,
+            tokenizer=spec.tokenizer,
+            eos_token_ids=spec.eos_token_ids,
         )
         self._spec = spec
         self._session: UpdateSession | None = None

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.base import Ending, ModelEngine
-from lockstep.engine.requests import StopStrings
+from lockstep.engine.requests import Decoding, StopStrings
 from lockstep.engine.sampling import SampleState
 from lockstep.engine.streaming import Ended, OnToken, Turn
 from lockstep.engine.weights import copy_weights
@@ -42,6 +42,10 @@ class Sample:
     def of(cls, turn: Turn, index: int, *, model: LoadedModel, **own: Any) -> Self:
         """Sample `index` of a turn, before its first token."""
         request, sampling = turn.request, turn.request.sampling
+        stops = None
+        if sampling.stop:
+            decoding = Decoding.of(model.tokenizer, sampling, eos_token_ids=model.eos_token_ids)
+            stops = StopStrings(decoding, sampling.stop)
         ends = (() if sampling.ignore_eos else model.eos_token_ids) + sampling.stop_token_ids
         return cls(
             turn=turn,
@@ -52,7 +56,7 @@ class Sample:
                 prompt_token_ids=request.prompt_token_ids,
                 end_ids=ends,
             ),
-            stops=StopStrings(model.tokenizer, sampling.stop) if sampling.stop else None,
+            stops=stops,
             end=end_of(request, model),
             **own,
         )
@@ -111,7 +115,11 @@ class EmbeddedEngine(ModelEngine):
 
     def __init__(self, name: str, config: EngineConfig, *, model: LoadedModel, vocab_size: int) -> None:
         super().__init__(
-            name, vocab_size=vocab_size, max_positions=model.max_positions, tokenizer=model.tokenizer
+            name,
+            vocab_size=vocab_size,
+            max_positions=model.max_positions,
+            tokenizer=model.tokenizer,
+            eos_token_ids=model.eos_token_ids,
         )
         self._config, self._model = config, model
         self.on_token: OnToken | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import EngineError
@@ -14,8 +15,11 @@ _REMEMBERED = 64
 class RequestCheck:
     """Checks requests against what a model can take. May be called from any thread."""
 
-    def __init__(self, *, vocab_size: int, max_positions: int, tokenizer: Any | None) -> None:
+    def __init__(
+        self, *, vocab_size: int, max_positions: int, tokenizer: Any | None, eos_token_ids: tuple[int, ...]
+    ) -> None:
         self._vocab_size, self._max_positions, self._tokenizer = vocab_size, max_positions, tokenizer
+        self._eos_token_ids = eos_token_ids
         self._good: tuple[SamplingParams, ...] = ()
         """Settings that were checked: the requests of a run have few different ones."""
 
@@ -47,7 +51,7 @@ class RequestCheck:
             )
         if sampling not in self._good:
             _check_sampling(sampling, vocab_size=vocab_size)
-            check_stop_strings(self._tokenizer, sampling.stop)
+            check_stop_strings(self._tokenizer, sampling, eos_token_ids=self._eos_token_ids)
             self._good = (*self._good[1 - _REMEMBERED :], sampling)
         for seed in request.seeds:
             if not 0 <= seed < 1 << 63:
@@ -87,8 +91,11 @@ def _check_sampling(p: SamplingParams, *, vocab_size: int) -> None:
             )
 
 
-def check_stop_strings(tokenizer: Any | None, stop: Sequence[str]) -> None:
+def check_stop_strings(
+    tokenizer: Any | None, sampling: SamplingParams, *, eos_token_ids: Iterable[int]
+) -> None:
     """Raises EngineError for stop strings that could never be found."""
+    stop = sampling.stop
     if not stop:
         return
     if tokenizer is None:
@@ -98,6 +105,8 @@ def check_stop_strings(tokenizer: Any | None, stop: Sequence[str]) -> None:
             code="no-tokenizer",
             setting="sampling.stop",
         )
+    ends = set(tokenizer.convert_ids_to_tokens(sorted(eos_token_ids)))
+    skipped = set(_special_tokens(tokenizer).values()) if sampling.skip_special_tokens else set()
     for text in stop:
         if not text:
             raise EngineError(
@@ -105,10 +114,18 @@ def check_stop_strings(tokenizer: Any | None, stop: Sequence[str]) -> None:
                 code="empty",
                 setting="sampling.stop",
             )
-        if text in tokenizer.all_special_tokens:
+        if text in ends:
             raise EngineError(
-                f"sampling.stop holds the special token {text!r}, and special tokens are not part of the "
-                f"text; set sampling.stop_token_ids = [{tokenizer.convert_tokens_to_ids(text)}]",
+                f"sampling.stop holds the end-of-sequence token {text!r}, which is not part of the text and "
+                "ends a completion by itself; remove it",
+                code="unsupported-combination",
+                setting="sampling.stop",
+            )
+        if text in skipped:
+            raise EngineError(
+                f"sampling.stop holds the special token {text!r}, which sampling.skip_special_tokens = true "
+                "leaves out of the text; set sampling.skip_special_tokens = false, or "
+                f"sampling.stop_token_ids = [{tokenizer.convert_tokens_to_ids(text)}]",
                 code="unsupported-combination",
                 setting="sampling.stop",
             )
@@ -122,8 +139,8 @@ class StopStrings:
     that could hold the beginning of a stop string is searched again.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decoding: Decoding, stop: Sequence[str]) -> None:
+        self._decoding = decoding
         self._stop = tuple(stop)
         self._keep = max(len(s) for s in stop) - 1
         self._tail = ""
@@ -135,8 +152,8 @@ class StopStrings:
 
         Call it with the completion so far, which must grow from call to call.
         """
-        before = decode(self._tokenizer, token_ids[self._start : self._read])
-        after = decode(self._tokenizer, token_ids[self._start :])
+        before = self._decoding(token_ids[self._start : self._read])
+        after = self._decoding(token_ids[self._start :])
         if after.endswith("\ufffd"):  # an incomplete character: wait for the rest of its bytes
             new = ""
         else:
@@ -148,20 +165,61 @@ class StopStrings:
         return min(matches)[1] if matches else None
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text of token ids, special tokens skipped, spaces left as they are."""
-    return str(
-        tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """From the token ids of a completion to the text that rewards, stop strings and files get.
+
+    The text is what the policy wrote, without the tokens that say where it ends: every end-of-sequence id is
+    left out, wherever it stands, and so is a stop id that ends a turn in the tokenizer's chat template, such
+    as the id of <|im_end|> in a base model whose end of sequence is <|endoftext|>. Other special tokens stay
+    unless `skip_special_tokens`; pads too, as a completion has no pads but those that were sampled.
+    """
+
+    tokenizer: Any
+    end_ids: frozenset[int]
+    skip_special_tokens: bool
+
+    @classmethod
+    def of(cls, tokenizer: Any, sampling: SamplingParams, *, eos_token_ids: Iterable[int]) -> Decoding:
+        """Return the decoding of completions sampled with `sampling`."""
+        return cls(
+            tokenizer=tokenizer,
+            end_ids=frozenset((*eos_token_ids, *_turn_ends(tokenizer, sampling.stop_token_ids))),
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, spaces left as they are."""
+        return str(
+            self.tokenizer.decode(
+                [i for i in token_ids if i not in self.end_ids],
+                skip_special_tokens=self.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+
+def _turn_ends(tokenizer: Any, stop_token_ids: Sequence[int]) -> list[int]:
+    """The stop ids that are special tokens of the chat template."""
+    if not stop_token_ids or not tokenizer.chat_template:
+        return []
+    special, template = _special_tokens(tokenizer), str(tokenizer.chat_template)
+    return [i for i in stop_token_ids if i in special and special[i] in template]
+
+
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Those that decoding skips, by id; `all_special_tokens` has only those with a role, such as eos."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {number: token.content for number, token in added if token.special}
 
 
 def completion_text(
-    tokenizer: Any | None, token_ids: Sequence[int], *, stop: str | None, keep: bool
+    decoding: Decoding | None, token_ids: Sequence[int], *, stop: str | None, keep: bool
 ) -> str | None:
     """The decoded completion, cut at the stop string that ended it (after it when `keep`)."""
-    if tokenizer is None:
+    if decoding is None:
         return None
-    text = decode(tokenizer, token_ids)
+    text = decoding(token_ids)
     if stop is None:
         return text
     at = text.find(stop)

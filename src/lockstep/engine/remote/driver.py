@@ -16,7 +16,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply
 from lockstep.engine.remote.reply_fields import number
 from lockstep.engine.remote.server import ServerProcess, masked
-from lockstep.engine.requests import completion_text
+from lockstep.engine.requests import Decoding
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.streaming import Turn
 from lockstep.errors import EngineError
@@ -248,7 +248,7 @@ def check_sample(
             )
         return None
     if params.stop:
-        text = completion_text(spec.tokenizer, ids, stop=None, keep=True) or ""
+        text = Decoding.of(spec.tokenizer, params, eos_token_ids=spec.eos_token_ids)(ids)
         matches = [(text.find(s), s) for s in params.stop if s in text]
         if matches:
             return min(matches)[1]

@@ -44,6 +44,7 @@ from lockstep.engine.sglang.samples import Partial, read_event, request_body, ri
 from lockstep.engine.sglang.translate import sglang_environment, sglang_server_command
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
+from lockstep.schema.rollout import SamplingParams
 
 WAVE = 64
 """Samples of one request: the server's cost of a chunk grows with their number."""
@@ -107,9 +108,6 @@ class SGLangServer(RemoteEngine):
     def in_flight_limit(self) -> int:
         """Samples at the server at a time: a server of our own keeps a wave waiting behind those that run."""
         return self._config.max_batch + (WAVE if self._server is not None else 0)
-
-    def tokenizer(self) -> Any:
-        return self._spec.tokenizer
 
 
 class _Flow:
@@ -184,19 +182,23 @@ class _Flow:
     def _open_wave(self, jobs: list[Job]) -> None:
         driver = self._engine._sglang
         body = request_body(jobs, [self._bodies[j.id] for j in jobs], incremental=driver.incremental)
-        tokenizer = self._engine.tokenizer()
         self._waves[self._opened] = {
             rid(job): Partial(
                 job=job,
                 incremental=driver.incremental,
-                stops=StopStrings(tokenizer, job.request.sampling.stop)
-                if job.request.sampling.stop
-                else None,
+                stops=self._stops(job.request.sampling),
             )
             for job in jobs
         }
         self._streams.open(self._opened, driver.generate_path, body)
         self._opened += 1
+
+    def _stops(self, sampling: SamplingParams) -> StopStrings | None:
+        if not sampling.stop:
+            return None
+        decoding = self._engine.decoding(sampling)
+        assert decoding is not None, "stop strings without a tokenizer are refused"
+        return StopStrings(decoding, sampling.stop)
 
     def _chunk(self, key: int, text: bytes) -> None:
         event = read_event(text, f"engine {NAME}")

@@ -181,7 +181,7 @@ def vllm_sampling(
         "ignore_eos": True,  # ours are stop ids: vLLM would add those of generation_config.json
         "logprobs": 0,  # of the sampled token alone
         "detokenize": bool(params.stop),
-        "skip_special_tokens": True,
+        "skip_special_tokens": params.skip_special_tokens,
     }
 
 
