@@ -123,6 +123,7 @@ def test_overlong_documents(bos_tokenizer: Any, tmp_path: Path) -> None:
         "documents": 2,
         "tokens": 9,
         "trained_tokens": 7,
+        "merged_borders": 0,
     }
     dropped = load(tmp_path, bos_tokenizer, rows, max_length=5, overlong_documents="drop")
     assert len(dropped) == 1 and dropped.report["dropped_overlong"] == 1

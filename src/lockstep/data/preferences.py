@@ -32,12 +32,16 @@ class PreferenceSet:
         shuffle: bool,
         report: Mapping[str, int],
         margins: Sequence[float] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self._pairs = tuple(pairs)
         self._margins = None if margins is None else tuple(margins)
         self._shuffle = shuffle
         self.report = dict(report)
-        """Counts: pairs, tokens, dropped_overlong, dropped_untrained, dropped_equal, truncated."""
+        """Counts: pairs, tokens, dropped_overlong, dropped_untrained, dropped_equal, truncated,
+        merged_borders."""
+        self.notes = tuple(notes)
+        """What to say of the rows at the start, one sentence each."""
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -101,7 +105,7 @@ def load_preferences(config: DataConfig, *, tokenizer: Any, vocab_size: int | No
     """
     maker = DocumentMaker(config, tokenizer, kind="DPO", vocab_size=vocab_size)
     pairs = [pair for _, pair, _ in _pairs(maker)]
-    return PreferenceSet(pairs, shuffle=config.shuffle, report=_counted(maker, pairs))
+    return PreferenceSet(pairs, shuffle=config.shuffle, report=_counted(maker, pairs), notes=maker.chat.notes)
 
 
 def load_scored_pairs(
@@ -119,7 +123,9 @@ def load_scored_pairs(
     pairs = [(_scored(a, pad_id, where), _scored(b, pad_id, where)) for where, (a, b), _ in found]
     margins = [_margin(row, config, where) for where, _, row in found]
     report = _counted(maker, pairs)
-    return PreferenceSet(pairs, shuffle=config.shuffle, report=report, margins=margins)
+    return PreferenceSet(
+        pairs, shuffle=config.shuffle, report=report, margins=margins, notes=maker.chat.notes
+    )
 
 
 def _pairs(maker: DocumentMaker, *, scored: bool = False) -> Iterator[tuple[str, Pair, Mapping[str, Any]]]:
@@ -132,11 +138,12 @@ def _pairs(maker: DocumentMaker, *, scored: bool = False) -> Iterator[tuple[str,
     read = _as_a_reward_reads_it if scored else tokenise
     for row in load_rows(config):
         where = row.where
-        contents = pair_contents(row, config, maker.chat, where)
+        chat = maker.chat.for_row(row, where=where)
+        contents = pair_contents(row, config, chat, where)
         columns = (config.chosen_column, config.rejected_column)
         places = [f"{where}, {column}" for column in columns]
         chosen, rejected = [
-            maker.sample(read(content, config, maker.chat, place), place, keep_end=scored)
+            maker.sample(read(content, config, chat, place), place, keep_end=scored)
             for content, place in zip(contents, places, strict=True)
         ]
         if chosen is None or rejected is None:
@@ -165,6 +172,7 @@ def _counted(maker: DocumentMaker, pairs: Sequence[Pair]) -> Mapping[str, int]:
         )
     counts["pairs"] = len(pairs)
     counts["tokens"] = sum(len(sample) for pair in pairs for sample in pair)
+    counts["merged_borders"] = len(maker.chat.merged_borders)
     return counts
 
 

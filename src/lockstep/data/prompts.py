@@ -61,6 +61,11 @@ class PromptSet(ABC):
     def report(self) -> dict[str, int]:
         """Counts: excluded, dropped_overlong, truncated; for a stream, of the rows generated so far."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to say of the rows at the start, one sentence each."""
+        return ()
+
     def __bool__(self) -> bool:
         return True
 
@@ -85,6 +90,11 @@ class PromptMaker:
         self._left_out: dict[object, str] = {}
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """See PromptSet.notes."""
+        return () if self.chat is None else self.chat.notes
+
+    @property
     def report(self) -> dict[str, int]:
         """See PromptSet.report."""
         counts = Counter(self._left_out.values())
@@ -104,8 +114,9 @@ class PromptMaker:
             talk = None
         else:
             problem, talk = self.conversation(row, where)
-            text = talk if isinstance(talk, str) else self.chat.render(talk, generate=True, where=where)
-            ids = self.chat.encode(text)
+            chat = self.chat.for_row(row, where=where)
+            text = talk if isinstance(talk, str) else chat.render(talk, generate=True, where=where)
+            ids = chat.encode(text)
         if self.exclude and (_normal(problem) in self.exclude or _normal(text) in self.exclude):
             self._left_out[key] = "excluded"
             return None
@@ -217,6 +228,11 @@ class FixedPrompts(PromptSet):
     def report(self) -> dict[str, int]:
         """See PromptSet.report."""
         return {"prompts": len(self._prompts), **self._maker.report}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See PromptSet.notes."""
+        return self._maker.notes
 
     @property
     def texts(self) -> frozenset[str]:

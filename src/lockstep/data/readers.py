@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,47 @@ def foreign_errors(what: str, *more: type[Exception]) -> Iterator[None]:
     except kinds as error:
         text = printable(str(error))[:300]
         raise DataError(f"{what} ({type(error).__name__}: {text})", code="cannot-read") from error
+
+
+def restored(
+    row: Mapping[str, Any], schema: Any, *, rendered: Collection[str], where: str, decoded: bool = False
+) -> dict[str, Any]:
+    """Return a row that Arrow kept as it was before: in the columns `rendered`, without the keys that Arrow
+    adds, as nulls, because another row has them. Arrow does not tell those from nulls that were written, so
+    that these go, too; values of its type for JSON keep theirs, and become what the JSON says.
+
+    Args:
+        schema: the Arrow schema of the row.
+        decoded: values of JSON are no text any more.
+
+    Raises:
+        DataError: a value of the type for JSON is no JSON.
+    """
+    result = dict(row)
+    for name, value in row.items():
+        if value is not None and (position := schema.get_field_index(name)) >= 0:
+            kind = schema.field(position).type
+            result[name] = _restored(value, kind, f"{where}, {name}", (name in rendered, decoded))
+    return result
+
+
+def _restored(value: Any, kind: Any, where: str, how: tuple[bool, bool]) -> Any:
+    import pyarrow.types as types
+
+    drop, decoded = how
+    if isinstance(value, str):
+        is_json = not decoded and getattr(kind, "extension_name", "") == "arrow.json"
+        return parse_value(value.encode(), where) if is_json else value
+    if isinstance(value, dict) and types.is_struct(kind):
+        return {
+            field.name: _restored(value[field.name], field.type, where, how)
+            for field in kind
+            if field.name in value and not (drop and value[field.name] is None)
+        }
+    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if isinstance(value, list) and lists:
+        return [_restored(item, kind.value_type, where, how) for item in value]
+    return value
 
 
 def _deeper(value: Any, limit: int) -> bool:

@@ -24,11 +24,21 @@ from lockstep.schema.batch import TrainSample
 class SFTSet:
     """Tokenised documents; batches are epoch shuffles, a pure function of (step, n, seed)."""
 
-    def __init__(self, samples: Sequence[TrainSample], *, shuffle: bool, report: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        shuffle: bool,
+        report: Mapping[str, int],
+        notes: Sequence[str] = (),
+    ) -> None:
         self._samples = tuple(samples)
         self._shuffle = shuffle
         self.report = dict(report)
-        """Counts: documents, tokens, trained_tokens, dropped_overlong, dropped_untrained, truncated."""
+        """Counts: documents, tokens, trained_tokens, dropped_overlong, dropped_untrained, truncated,
+        merged_borders (of a prompt and its answer, see lockstep.data.spans.conversation)."""
+        self.notes = tuple(notes)
+        """What to say of the rows at the start, one sentence each."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -79,8 +89,9 @@ def load_sft(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = Non
     maker = DocumentMaker(config, tokenizer, kind="SFT", vocab_size=vocab_size)
     samples = []
     for row in load_rows(config):
-        content = row_content(row, config, maker.chat, row.where)
-        sample = maker.sample(tokenise(content, config, maker.chat, row.where), row.where)
+        chat = maker.chat.for_row(row, where=row.where)
+        content = row_content(row, config, chat, row.where)
+        sample = maker.sample(tokenise(content, config, chat, row.where), row.where)
         if sample is not None:
             samples.append(sample)
     counts = maker.counts
@@ -91,7 +102,8 @@ def load_sft(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = Non
     counts["documents"] = len(samples)
     counts["tokens"] = sum(len(sample) for sample in samples)
     counts["trained_tokens"] = sum(sample.num_trained for sample in samples)
-    return SFTSet(samples, shuffle=config.shuffle, report=counts)
+    counts["merged_borders"] = len(maker.chat.merged_borders)
+    return SFTSet(samples, shuffle=config.shuffle, report=counts, notes=maker.chat.notes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +227,7 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
 def tokenise(content: Content, config: DataConfig, chat: ChatFormat, where: str) -> Document:
     """Tokenise the content of one row, see `load_sft`."""
     if isinstance(content, tuple):
-        return text_document(chat, *content)
+        return text_document(chat, *content, where=where)
     if config.train_on == "all":
         return whole_conversation(chat, content.messages, where=where)
     first = content.prompt

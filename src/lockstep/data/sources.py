@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig
+from lockstep.data.columns import rendered_columns
 from lockstep.data.readers import (
     check_surrogates,
     foreign_errors,
     opened_parquet,
     parse_row,
     parse_value,
+    restored,
 )
 from lockstep.data.rows import PlacedRow, place
 from lockstep.errors import ConfigError, DataError, nearest
@@ -134,6 +136,10 @@ def _rename(row: Mapping[str, Any], config: DataConfig, where: str) -> PlacedRow
         if config.answer_column not in kept:
             raise missing_column(config.answer_column, kept, setting="data.answer_column", source=where)
         kept["answer"] = kept[config.answer_column]
+    elif "answer" not in kept:
+        verl = kept.get("reward_model")
+        if isinstance(verl, Mapping) and "ground_truth" in verl:
+            kept["answer"] = verl["ground_truth"]
     return PlacedRow(kept, where=where)
 
 
@@ -142,8 +148,10 @@ def _read(config: DataConfig) -> Iterator[dict[str, Any]]:
     path = Path(config.source).expanduser()
     if path.is_dir():
         return _read_folder(path, config)
+    if path.suffix == ".parquet":
+        return _read_parquet(path, config)
     if path.suffix in FILE_SUFFIXES:
-        return {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[path.suffix](path)
+        return {".jsonl": _read_jsonl, ".json": _read_json}[path.suffix](path)
     return _read_hub(config)
 
 
@@ -187,10 +195,12 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _read_parquet(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
+    rendered = rendered_columns(config)
     with opened_parquet(path) as file:
         for batch in file.iter_batches():
-            yield from batch.to_pylist()
+            for row in batch.to_pylist():
+                yield restored(row, file.schema_arrow, rendered=rendered, where=str(path))
 
 
 def _datasets(source: str) -> Any:
@@ -227,7 +237,7 @@ def _read_folder(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
                 setting="data.split",
             )
         loaded = loaded[config.split]
-    return _rows(loaded, f"data.source = {str(path)!r}")
+    return _rows(loaded, f"data.source = {str(path)!r}", config)
 
 
 def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
@@ -243,9 +253,11 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
             code="refused",
             setting="data.source",
         ) from error
-    return _rows(loaded, f"data.source = {config.source!r}")
+    return _rows(loaded, f"data.source = {config.source!r}", config)
 
 
-def _rows(loaded: Any, what: str) -> Iterator[dict[str, Any]]:
+def _rows(loaded: Any, what: str, config: DataConfig) -> Iterator[dict[str, Any]]:
+    rendered, schema = rendered_columns(config), loaded.features.arrow_schema
     with foreign_errors(f"{what}: a row cannot be read"):
-        yield from loaded
+        for row in loaded:
+            yield restored(row, schema, rendered=rendered, where=what, decoded=True)

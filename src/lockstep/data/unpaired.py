@@ -47,8 +47,9 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None 
     maker = DocumentMaker(config, tokenizer, kind="KTO", vocab_size=vocab_size)
     samples: list[UnpairedSample] = []
     for row in load_rows(config):
-        for content, desirable, place in _answers(row, config, maker.chat):
-            sample = maker.sample(tokenise(content, config, maker.chat, place), place)
+        chat = maker.chat.for_row(row, where=row.where)
+        for content, desirable, place in _answers(row, config, chat):
+            sample = maker.sample(tokenise(content, config, chat, place), place)
             if sample is not None:
                 fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
                 samples.append(UnpairedSample(**fields, desirable=desirable))
@@ -69,7 +70,8 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None 
     counts["documents"] = len(samples)
     counts["tokens"] = sum(len(sample) for sample in samples)
     counts["trained_tokens"] = sum(sample.num_trained for sample in samples)
-    return UnpairedSet(samples, shuffle=config.shuffle, report=counts)
+    counts["merged_borders"] = len(maker.chat.merged_borders)
+    return UnpairedSet(samples, shuffle=config.shuffle, report=counts, notes=maker.chat.notes)
 
 
 def _answers(row: PlacedRow, config: DataConfig, chat: ChatFormat) -> Iterator[tuple[Content, bool, str]]:

@@ -26,6 +26,7 @@ from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
 from lockstep.loop.tasks import OfflineSet, OfflineTask, offline_task
 from lockstep.models.load import LoadedModel
+from lockstep.observe.display import Display
 from lockstep.packing import Planner
 from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch
@@ -58,7 +59,7 @@ def train_offline(
             task = offline_task(run)
             policy = load_policy(run, engine=None, ranks=ranks, total_bytes=total_bytes, head=task.head)
             axes, model = policy.axes, policy.model
-            documents, held_out = _load(run, task, model)
+            documents, held_out = _load(run, task, model, session.display)
         backend = build_backend(run, axes, model, total_steps=run.steps, temperature=1.0, ref=task.needs_ref)
         plan = _planner(run, axes, ranks)
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
@@ -113,14 +114,16 @@ def train_offline(
             return session.finish(run.steps, backend)
 
 
-def _load(run: OfflineRun, task: OfflineTask, model: LoadedModel) -> tuple[OfflineSet, OfflineSet | None]:
+def _load(
+    run: OfflineRun, task: OfflineTask, model: LoadedModel, display: Display
+) -> tuple[OfflineSet, OfflineSet | None]:
     """The documents, and the held-out ones. Raises ConfigError for one that is longer than the positions."""
     documents = task.load(run.data, model)
     check_positions(model, documents.longest, setting="data.max_length")
-    if run.eval_data is None:
-        return documents, None
-    held_out = task.load(run.eval_data, model)
-    check_positions(model, held_out.longest, setting="eval_data.max_length")
+    held_out = None if run.eval_data is None else task.load(run.eval_data, model)
+    if held_out is not None:
+        check_positions(model, held_out.longest, setting="eval_data.max_length")
+    display.notes(documents.notes, () if held_out is None else held_out.notes)
     return documents, held_out
 
 

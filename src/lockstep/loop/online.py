@@ -99,8 +99,7 @@ def train_online(
         of_models = describe_reward_models(
             parts.reward_models, session, policy_tokenizer=parts.model.tokenizer, ranks=ranks
         )
-        for note in [*parts.rewards.notes(), *of_models]:
-            session.display.note(note)
+        session.display.notes(prompts.notes, parts.eval_prompts.notes, parts.rewards.notes(), of_models)
         compiled = CompileMeter(parts.backend, ranks=ranks)
         first_step = session.restore(parts.roles)
         parts = _recorded(parts, session, first_step)

@@ -32,6 +32,7 @@ class OfflineSet(Protocol):
     """Documents, or pairs of them."""
 
     report: dict[str, int]
+    notes: tuple[str, ...]
 
     def __len__(self) -> int: ...
     @property

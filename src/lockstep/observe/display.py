@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TextIO
 
@@ -153,6 +154,11 @@ class Display:
         self._view.line(text)
         if self.log is not None:
             self.log.line(text)
+
+    def notes(self, *texts: Iterable[str]) -> None:
+        """Show each different text once, as `note` does."""
+        for text in dict.fromkeys(chain(*texts)):
+            self.note(text)
 
     def _ticks(self) -> None:
         while not self._stop.wait(0.25):
