@@ -30,7 +30,8 @@ def test_what_limits_the_units_of_a_cpu_travels_as_it_decides_bits() -> None:
 
 
 def test_secrets_are_the_nodes_own() -> None:
-    assert staying(SHELL) == {"PATH": "/bin"}
-    assert staying(SHELL, secrets=["HF_TOKEN"]) == {"PATH": "/bin", "HF_TOKEN": "no"}
+    own = {"PATH": "/bin", "http_proxy": "http://user:no@host"}
+    assert staying(SHELL) == own
+    assert staying(SHELL, secrets=["HF_TOKEN"]) == own | {"HF_TOKEN": "no"}
     with raises(ConfigError, "wrong-environment: cluster.secrets"):
         staying(SHELL, secrets=["WANDB_API_KEY"])

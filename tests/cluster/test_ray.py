@@ -33,6 +33,19 @@ if importlib.util.find_spec("ray") is None:
 
 CANARY = "canary-" + secrets.token_hex(8)
 SECONDS = 400
+SETTINGS = {
+    "WANDB_MODE": "offline",
+    "WANDB_BASE_URL": "http://127.0.0.1:1",
+    "HF_ENDPOINT": "http://127.0.0.1:1",
+    "HF_HUB_DISABLE_XET": "1",
+    "HTTPS_PROXY": "http://127.0.0.1:1",
+    "HTTP_PROXY": "http://127.0.0.1:1",
+    "http_proxy": "http://127.0.0.1:1",
+    "NO_PROXY": "127.0.0.1",
+    "REQUESTS_CA_BUNDLE": "/etc/ssl/certs/ca-certificates.crt",
+    "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt",
+}
+"""What a rank needs to reach the hub and wandb as the shell of the run does."""
 RUN = """
 kind = "{kind}"
 name = "tiny"
@@ -259,11 +272,16 @@ def test_a_killed_rank_is_healed_and_ctrl_c_then_saves_and_leaves_nothing(
     with (
         said.open("wb") as file,
         subprocess.Popen(
-            command("grpo", out, *map(str, flags)), env=environment(cache), stdout=file, stderr=file
+            command("grpo", out, *map(str, flags)),
+            env=environment(cache, **SETTINGS),
+            stdout=file,
+            stderr=file,
         ) as process,
     ):
         try:
-            os.kill(ranks_of(out, process)[1], signal.SIGKILL)
+            ranks = ranks_of(out, process)
+            assert {n: psutil.Process(ranks[0]).environ().get(n) for n in SETTINGS} == SETTINGS
+            os.kill(ranks[1], signal.SIGKILL)
             until = time.monotonic() + SECONDS
             while "restart 1 of 3: " not in said.read_text():
                 assert process.poll() is None and time.monotonic() < until
@@ -389,6 +407,13 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_goes_on(
         ({}, (), "--run-dir with an absolute path"),
         ({}, ("--run-dir", "run"), "--run-dir with an absolute path"),
         ({}, ("--run-dir", "/tmp/run", "--model.name", "./bad"), "--include"),
+        (
+            {},
+            ("--run-dir", "/tmp/run", "--data.source", "data/no.jsonl"),
+            "data.source = 'data/no.jsonl' is a rel",
+        ),
+        ({}, ("--run-dir", "/tmp/run", "--cluster.slots", "3"), "2 CPUs"),
+        ({}, ("--run-dir", "/tmp/run", "--cluster.nodes", "2"), "the cluster has 1 such node"),
         ({}, ("--run-dir", "/tmp/run", "--include", ".."), "below the working directory"),
         ({}, ("--run-dir", "/tmp/run", "--include", "no"), "no such file or folder"),
         (
@@ -404,6 +429,7 @@ def test_what_cannot_be_submitted_is_refused(
 ) -> None:
     (tmp_path / "run.toml").write_text(RUN.format(kind="grpo"))
     (tmp_path / "bad").write_text("no token")
+    (tmp_path / "bad").chmod(0o600)
     status, said = lockstep("submit", "run.toml", *flags, env={**head, **change}, cwd=tmp_path)
     assert status == 2 and wanted in said and "Traceback" not in said
 

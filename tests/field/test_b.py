@@ -6,8 +6,14 @@ Each case is a row: input, expected value, and the source of the expected value.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import json
+import os
 import re
+import struct
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +26,9 @@ import transformers
 from raising import raises
 
 from lockstep.cli.main import main
+from lockstep.cluster.environment import staying, travelling
+from lockstep.cluster.jobs import packed
+from lockstep.cluster.ray import check_token
 from lockstep.config.load import RUN_KINDS, load_run
 from lockstep.config.model import LINEAR
 from lockstep.config.other_names import OTHER_NAMES, ours
@@ -30,8 +39,13 @@ from lockstep.lab.matrix.inputs import with_signal
 from lockstep.lab.matrix.report import report
 from lockstep.lab.suite.report import markdown, page
 from lockstep.models.architectures import SUPPORTED
+from lockstep.observe.flight import FlightRecorder
+from lockstep.ranks.hang import examine
+from lockstep.ranks.recorded_hang import name_recording
 from lockstep.recording import corpus
 from lockstep.schema.batch import PolicyBatch
+
+ROOT = Path(__file__).parents[2]
 
 # 14. LoRA targets
 
@@ -232,7 +246,132 @@ def test_a_run_that_does_not_exist_is_not_looked_for_on_the_hub(argv, tmp_path, 
 # end of 24
 
 
-# 25. Submit, the environment of ranks, and cluster.md
+# 25. Submit, the environment of ranks, and cluster.md: with a real cluster in tests/cluster/test_ray.py
+
+
+@pytest.mark.parametrize(
+    ("names", "travels", "stays"),
+    [
+        # What every rank gets of the driver's shell, and what is the node's own: docs/how-to/cluster.md.
+        (["WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT"], True, False),
+        (
+            ["HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_IMPLICIT_TOKEN"],
+            True,
+            False,
+        ),
+        (["TOKENIZERS_PARALLELISM", "TORCH_LOGS", "TORCHINDUCTOR_FX_GRAPH_CACHE"], True, False),
+        (["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"], False, True),
+        (["http_proxy", "https_proxy", "no_proxy", "all_proxy"], False, True),
+        (["REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"], False, True),
+        (["TORCH_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"], False, True),
+        (["HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "WANDB_DIR"], False, True),
+        (["HF_TOKEN", "WANDB_API_KEY", "HF_TOKEN_PATH", "OF_MINE"], False, False),
+    ],
+)
+def test_a_rank_gets_what_the_page_says(names: list[str], travels: bool, stays: bool) -> None:
+    shell = dict.fromkeys(names, "1")
+    assert travelling(shell) == (shell if travels else {})
+    assert staying(shell) == (shell if stays else {})
+    with_password = dict.fromkeys(names, "https://me:secret@host/path")
+    assert travelling(with_password) == {}, "a password would stand in the job's record"
+
+
+_SUBMITTED: dict[str, Any] = {"run_dir": "/data/run"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "include", "refused"),
+    [
+        # A job runs in a folder of Ray's that has what was sent along: by hand.
+        ({"data.source": "data/rows.jsonl"}, [], "data.source"),
+        ({"data.source": "rows.parquet"}, [], "data.source"),
+        ({"data.source": "here.jsonl"}, [], "data.source"),
+        ({"model.name": "./model"}, [], "model.name"),
+        ({"model.name": "../model"}, [], "model.name"),
+        ({"cluster.temp_dir": "ray"}, [], "cluster.temp_dir"),
+        ({"eval_data.source": "data/rows.jsonl"}, [], "eval_data.source"),
+        ({"data.source": "here.jsonl"}, ["here.jsonl"], None),
+        ({"data.source": "/data/rows.jsonl"}, [], None),
+        ({"data.source": "~/rows.jsonl"}, [], None),
+        ({"data.source": "openai/gsm8k", "model.name": "org/model-1.5"}, [], None),
+    ],
+)
+def test_a_file_that_a_job_would_not_have_is_refused(
+    settings: dict[str, Any],
+    include: list[str],
+    refused: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    Path("here.jsonl").write_text("{}")
+    run = load_run(kind="grpo", overrides={"rewards": [{"name": "exact_match"}]} | _SUBMITTED | settings)
+    extra = [Path(name) for name in include]
+    if refused is None:
+        with packed(run, extra=extra) as folder:
+            assert {path.name for path in folder.iterdir()} == {"run.toml", *include}
+    else:
+        with raises(ConfigError, f"no-such-file: {refused}"), packed(run, extra=extra):
+            pass
+
+
+@pytest.mark.parametrize("groups", [[["policy"]], [["policy", "value"]]])
+def test_colocate_names_every_role(groups: list[list[str]]) -> None:
+    """Expected: docs/how-to/cluster.md, "Every role of the run belongs to exactly one group"."""
+    overrides = {"algorithm.kl.coef": 0.1, "cluster.colocate": groups}
+    with raises(ConfigError, "missing-setting: cluster.colocate, ref"):
+        load_run(kind="ppo", overrides=overrides)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_the_token_of_the_page_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of docs/how-to/cluster.md, as they stand there."""
+    page = (ROOT / "docs/how-to/cluster.md").read_text()
+    steps = re.findall(
+        r"^\| `(ray get-auth-token --generate)`, then `(chmod 600 ~/.ray/auth_token)`", page, re.M
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    for command in steps[0]:
+        subprocess.run(command, shell=True, check=True, capture_output=True)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    check_token("auto")
+
+
+def _hung(folder: Path, *, outcome: str, step: int) -> str:
+    """What `lockstep hang` says of a run that stands in the micro-batch 1 of step 3, by its record; its
+    recording has inputs of a step.
+
+    Args:
+        outcome: of the inputs.
+    """
+    recorder = FlightRecorder(folder / "logs/flight", rank=0, world_size=1)
+    recorder.note(step=3, phase="forward_backward", micro_batch=1, inputs=[5, 6])
+    recorder.close()
+    rank = folder / "recordings/rank-0000"
+    rank.mkdir(parents=True)
+    inputs = [{"meta": {"step": step, "micro_batch": at, "outcome": outcome}} for at in (0, 1)]
+    header = json.dumps({"__metadata__": {"inputs": json.dumps(inputs)}}).encode()
+    (rank / "open-000003.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return name_recording(examine(folder / "logs/flight")).text()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "step", "named"),
+    [("pending", 3, True), ("finished", 3, False), ("pending", 2, False)],
+)
+def test_hang_names_the_recording_to_replay(outcome: str, step: int, named: bool, tmp_path: Path) -> None:
+    """Expected: docs/how-to/hangs.md; the command is the one that replays inputs of step 3 alone."""
+    folder = tmp_path / "the run"
+    said = _hung(folder, outcome=outcome, step=step)
+    line = f"the inputs of rank 0, micro-batch 1 of step 3, are in {folder}/recordings; "
+    command = f"lockstep replay '{folder}' --steps 3:4"
+    assert (line in said) == named and (command in said) == named
+
 
 # end of 25
 

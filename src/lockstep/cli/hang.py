@@ -13,6 +13,7 @@ from lockstep.cli import arguments as values
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 from lockstep.ranks.hang import find_records
+from lockstep.ranks.recorded_hang import name_recording
 from lockstep.ranks.second_look import PROGRESS, SECONDS, examine_twice
 
 
@@ -23,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
     report = examine_twice(
         find_records(arguments.run), seconds=arguments.seconds, stacks=not arguments.no_stacks
     )
+    if report.cause != PROGRESS:
+        report = name_recording(report)
     echo(report.text())
     if arguments.json is not None:
         write_json(arguments.json, report.as_dict())

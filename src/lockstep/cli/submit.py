@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from lockstep.cli import arguments as values
 from lockstep.cli.train import check_cluster, parse
+from lockstep.config.cluster import ClusterConfig
 from lockstep.errors import ConfigError
 from lockstep.observe.text import echo
 
@@ -60,9 +61,12 @@ def main(argv: Sequence[str]) -> int:
             setting="run_dir",
         )
     from lockstep.cluster.jobs import RUN_FILE, Jobs, packed
+    from lockstep.cluster.launch import check_nodes
+    from lockstep.cluster.train import placement_of
 
     with packed(command.run, extra=own.include) as folder:
         jobs = Jobs(own.cluster)
+        check_nodes(jobs, placement_of(command.run.cluster or ClusterConfig()))
         if command.resume is not None:
             words = ["--resume", str(run_dir), *_without(rest, "--resume")]
         else:

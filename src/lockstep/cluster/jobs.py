@@ -35,10 +35,12 @@ from lockstep.cluster.rank_host import submitter
 from lockstep.cluster.ray import ClusterError, check_token, import_ray
 from lockstep.config.load import dump_toml, to_values
 from lockstep.config.run import RunConfig
+from lockstep.data.sources import FILE_SUFFIXES
 from lockstep.errors import ConfigError, DataError, TrainError
 from lockstep.observe.cache import cache_root
 from lockstep.observe.files import file_errors
 from lockstep.observe.text import printable
+from lockstep.protocols.cluster import Node
 
 RUN_FILE = "run.toml"
 """In the folder that travels."""
@@ -48,6 +50,7 @@ _HEAD_SECONDS = 10.0
 _REQUEST_SECONDS = 60.0
 """For an answer, an upload of a job's folder included, to begin."""
 _POLL_SECONDS = 1.0
+_MOST_NODES = 10_000
 _STATES = {
     "PENDING": "pending",
     "RUNNING": "running",
@@ -56,6 +59,8 @@ _STATES = {
     "STOPPED": "stopped",
 }
 _LIVES = ("pending", "running")
+_PATHS = ("temp_dir", "copy_dir")
+"""Settings that name folders of the nodes."""
 _OWN = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 """module:Class"""
 
@@ -161,6 +166,27 @@ class Jobs:
             for each in found
             if each.metadata and "lockstep_run_dir" in each.metadata
         ]
+
+    def nodes(self) -> list[Node]:
+        """The nodes of the cluster that are alive."""
+        reply = self._ask("_do_request", "GET", f"/api/v0/nodes?detail=1&limit={_MOST_NODES}")
+        try:
+            found = reply.json()["data"]["result"]["result"]
+            return [
+                Node(
+                    name=str(node["node_name"]),
+                    address=str(node["node_ip"]),
+                    cpus=int(node["resources_total"].get("CPU", 0)),
+                    gpus=int(node["resources_total"].get("GPU", 0)),
+                )
+                for node in found
+                if node["state"] == "ALIVE"
+            ]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ClusterError(
+                f"{self.address}: the reply about its nodes is not what Ray writes: {reply.text[:200]!r}",
+                code="bad-reply",
+            ) from error
 
     def find(self, name: str) -> Job:
         """A job by its id, or the newest by its run directory.
@@ -280,38 +306,55 @@ def _copy(path: Path, folder: Path) -> None:
 
 def _modules(run: RunConfig) -> list[Path]:
     """Files and packages of the working directory that settings name as module:Class."""
-    names = {match[1] for text in _texts(to_values(run)) if (match := _OWN.fullmatch(text))}
+    names = {match[1] for _, text in _texts(to_values(run)) if (match := _OWN.fullmatch(text))}
     places = [path for name in sorted(names) for path in (Path(f"{name}.py"), Path(name))]
     return [path for path in places if path.is_file() or (path.is_dir() and any(path.glob("*.py")))]
 
 
 def _check_files(run: RunConfig, extra: Sequence[Path]) -> None:
-    """Raise ConfigError for a relative path that is here and would not be there."""
+    """Raise ConfigError for a relative path that would not be there."""
     taken = [Path(os.path.relpath(path)) for path in extra]
-    for text in _texts(to_values(run)):
+    for setting, text in _texts(to_values(run)):
         path = Path(text)
-        if path.is_absolute() or not ("/" in text or path.suffix):
+        if path.is_absolute() or text.startswith("~") or setting == "run_dir":  # of the nodes
             continue
-        if not os.path.exists(path):  # unlike Path.exists also of text that is too long for a name
+        here = _is_path(text) and os.path.exists(path)  # unlike Path.exists also of text too long for a name
+        if not here and not _names_file(setting, text):
             continue
-        if not any(path == each or each in path.parents for each in taken):
-            raise ConfigError(
-                f"{text!r} is a file of this working directory, which the cluster does not have; send it "
-                f"along with --include {shlex.quote(text)}, or write the absolute path that it has on every "
-                "node",
-                code="no-such-file",
-            )
+        if any(path == each or each in path.parents for each in taken):
+            continue
+        where = "a file of this working directory" if here else "a relative path, and nothing is there"
+        along = f"send it along with --include {shlex.quote(text)}" if here else "write it, and --include it"
+        raise ConfigError(
+            f"{setting} = {text[:200]!r} is {where}; a job runs in a folder of its own on the cluster, which "
+            f"does not have it: {along}, or name the absolute path that it has on every node",
+            code="no-such-file",
+            setting=setting,
+        )
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _is_path(text: str) -> bool:
+    return "/" in text or bool(Path(text).suffix)
+
+
+def _names_file(setting: str, text: str) -> bool:
+    """Whether a relative path can only be that of a file or a folder, wherever it is."""
+    last = setting.rpartition(".")[2]
+    if last in _PATHS or (last == "python" and "/" in text):
+        return True
+    return "://" not in text and (text.startswith(("./", "../")) or Path(text).suffix in FILE_SUFFIXES)
+
+
+def _texts(value: Any, setting: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in it, with the setting that it is the value of."""
     if isinstance(value, str):
-        yield value
+        yield setting, value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _texts(each)
+        for name, each in value.items():
+            yield from _texts(each, f"{setting}.{name}".lstrip("."))
     elif isinstance(value, Sequence):
-        for each in value:
-            yield from _texts(each)
+        for number, each in enumerate(value):
+            yield from _texts(each, f"{setting}[{number}]")
 
 
 def _check_address(address: str) -> None:

@@ -9,12 +9,12 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from lockstep.cluster.environment import travelling
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.text import echo
-from lockstep.protocols.cluster import Placement, Provider, World
+from lockstep.protocols.cluster import Node, Placement, Provider, World
 from lockstep.ranks.environment import RESERVE
 from lockstep.ranks.hang import HangReport, diagnose, rank_states
 from lockstep.ranks.heal import HealingRules, launch_healing
@@ -167,7 +167,15 @@ class _ProviderLaunch(Launch):
         return travelling(os.environ) | environment
 
 
-def check_nodes(provider: Provider, placement: Placement) -> None:
+class HasNodes(Protocol):
+    """A cluster that says which nodes it has."""
+
+    def nodes(self) -> list[Node]:
+        """Those that are alive."""
+        ...
+
+
+def check_nodes(provider: HasNodes, placement: Placement) -> None:
     """Raise unless the cluster has nodes enough that are large enough.
 
     Raises:

@@ -33,8 +33,8 @@ class ClusterConfig(Config):
     slots: PositiveInt = 1
     """Ranks on each node where there are no GPUs (gpus = 0)."""
     colocate: tuple[tuple[str, ...], ...] = ()
-    """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. Several groups name
-    every role of the run: each without the policy is a world of its own, with a process beside each rank.
+    """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. The groups name every
+    role of the run: each without the policy is a world of its own, with a process beside each rank.
     As a flag it is one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
     world_gpus: Literal["shared", "own"] = "shared"
     """GPU of the process of such a world. shared: its rank's. own: one of its own, on the rank's node. On
@@ -116,8 +116,9 @@ class ClusterConfig(Config):
             )
 
     def check_roles(self, roles: Sequence[str]) -> None:
-        """Raise ConfigError unless several groups name the roles of a run, all of them and no others."""
-        if not self.worlds:
+        """Raise ConfigError unless the groups, if there are any, name the roles of a run, all of them and no
+        others."""
+        if not self.colocate:
             return
         named = [role for group in self.colocate for role in group]
         for role in named:
@@ -132,8 +133,8 @@ class ClusterConfig(Config):
         for role in roles:
             if role not in named:
                 raise ConfigError(
-                    f"cluster.colocate gives {role!r} no place: with several groups every role of the run is "
-                    f"in one (it has {', '.join(roles)}); add it to one of them",
+                    f"cluster.colocate gives {role!r} no place: every role of the run is in one of its "
+                    f"groups (it has {', '.join(roles)}); add it to one of them",
                     code="missing-setting",
                     setting="cluster.colocate",
                     name=role,

@@ -101,9 +101,11 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_worlds(self) -> RunConfig:
-        if not self.apart:
+        if self.cluster is None or not self.cluster.colocate:
             return self
         if not isinstance(self, GRPORun):
+            if not self.apart:
+                return self
             raise ConfigError(
                 f"cluster.colocate has several groups with kind = {self.kind!r}: the roles of such a run are "
                 "in one process; leave it out",
@@ -111,8 +113,9 @@ class RunConfig(Config):
                 setting="cluster.colocate",
                 name=self.kind,
             )
-        assert self.cluster is not None
         self.cluster.check_roles(self.roles)
+        if not self.apart:
+            return self
         if self.train.backend not in ("local", "fsdp2"):
             raise ConfigError(
                 f"cluster.colocate has several groups with train.backend = {self.train.backend!r}: roles "

@@ -34,6 +34,7 @@ from lockstep.observe.text import echo
 from lockstep.processes.child import AT_ONCE, Child, describe_status, end
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET
 from lockstep.ranks.hang import OUT_OF_STEP, HangReport, examine
+from lockstep.ranks.recorded_hang import name_recording
 from lockstep.ranks.reserve import Reserve
 from lockstep.ranks.watchdog import Counts, Signs, Watchdog, signs
 
@@ -391,7 +392,7 @@ class Launch:
         if self._watchdog is None:
             return
         with contextlib.suppress(DataError):  # none has come so far as to keep a record
-            self._hang = self.report()
+            self._hang = name_recording(self.report())
             text = json.dumps(self._hang.as_dict(), indent=2)
             write_atomic(self.log_dir / HANG_FILE, text + "\n")
 
