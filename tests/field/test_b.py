@@ -6,15 +6,19 @@ Each case is a row: input, expected value, and the source of the expected value.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import importlib.util
 import io
 import json
 import os
 import re
+import resource
 import struct
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +27,7 @@ import matrix_results
 import pytest
 import torch
 import transformers
+from pydantic import BaseModel
 from raising import raises
 
 from lockstep.cli.main import main
@@ -30,20 +35,28 @@ from lockstep.cluster.environment import staying, travelling
 from lockstep.cluster.jobs import packed
 from lockstep.cluster.ray import check_token
 from lockstep.config.load import RUN_KINDS, load_run
-from lockstep.config.model import LINEAR
+from lockstep.config.model import LINEAR, ModelConfig
 from lockstep.config.other_names import OTHER_NAMES, ours
 from lockstep.config.problems import tables
 from lockstep.data.sources import missing_column
-from lockstep.errors import ConfigError, RecordingError
+from lockstep.errors import ConfigError, ModelError, RecordingError
 from lockstep.lab.matrix.inputs import with_signal
 from lockstep.lab.matrix.report import report
+from lockstep.lab.replay.results import ReplayFiles, ReplayRow
+from lockstep.lab.suite.job_files import Job
 from lockstep.lab.suite.report import markdown, page
+from lockstep.lab.suite.worker import append_rows
 from lockstep.models.architectures import SUPPORTED
+from lockstep.models.export import export_hf, export_tensors
+from lockstep.models.load import load_model
+from lockstep.observe.files import naming, write_atomic
 from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.tensor_file import save_tensors
 from lockstep.ranks.hang import examine
 from lockstep.ranks.recorded_hang import name_recording
 from lockstep.recording import corpus
 from lockstep.schema.batch import PolicyBatch
+from lockstep.train.local import LocalBackend
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,6 +105,128 @@ def test_all_linear_is_what_transformers_has(model_type: str) -> None:
 
 
 # 16. Full disks, own functions and huge rewards
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes: what a full disk does, by EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of 200 KiB at `folder`."""
+    folder.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def tiny_module() -> torch.nn.Module:
+    config = ModelConfig(name="shape:tiny-llama", dtype="float32")
+    return load_model(config, attention="hf:sdpa", device=torch.device("cpu")).module
+
+
+def whole_export(folder: Path) -> None:
+    export_hf(tiny_module(), None, folder / "export")
+
+
+def export_of_parts(folder: Path) -> None:
+    module = tiny_module()
+    weights = module.state_dict().items()
+    export_tensors(module, weights, tokenizer=None, directory=folder / "export", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("full", ["limit", "disk"])
+@pytest.mark.parametrize("write", [whole_export, export_of_parts])
+def test_an_export_on_a_full_disk_names_the_file(
+    write: Callable[[Path], None], full: str, tmp_path: Path
+) -> None:
+    """Expected: one error with the file's name and the system's reason, and no trace; by hand."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with largest_file(100_000) if full == "limit" else small_disk(folder):
+        with raises(ModelError, "cannot-write: export") as caught:
+            write(folder)
+        assert list(folder.iterdir()) == []
+    reason = os.strerror(errno.EFBIG if full == "limit" else errno.ENOSPC)
+    assert reason in str(caught.value) and f"{folder}/export/" in str(caught.value)
+    assert ".safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.safetensors", lambda path: save_tensors({"x": torch.zeros(1000)}, path)),
+        ("a.json", lambda path: write_atomic(path, "x" * 4000)),
+        ("a.jsonl", lambda path: append_rows(path, [Row(text="x" * 4000)])),
+        ("job.json", lambda path: Work(out=path.parent, text="x" * 4000).write()),
+        ("results.jsonl", lambda path: replay_row(path.parent)),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named(
+    name: str, write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Expected: the system's error with the file's name, which the command line prints; by hand."""
+    with largest_file(1000), pytest.raises(OSError) as caught:
+        write(tmp_path / name)
+    assert caught.value.errno == errno.EFBIG
+    assert Path(caught.value.filename).name == name
+
+
+def test_a_tokenizer_that_cannot_be_written_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    """Expected: as above; the package tokenizers raises a plain Exception."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.chat_template = None  # or its file would be the first
+    with largest_file(1000), pytest.raises(OSError) as caught, naming(tmp_path):
+        tokenizer.save_pretrained(tmp_path)
+    assert caught.value.errno == errno.EFBIG
+    assert Path(caught.value.filename) == tmp_path / "tokenizer.json"
+
+
+class Row(BaseModel):
+    text: str
+
+
+class Work(Job):
+    text: str
+
+
+def replay_row(folder: Path) -> None:
+    files = ReplayFiles(folder / "replay", echo=lambda _: None)
+    rows = {field.name: "x" * 4000 for field in dataclasses.fields(ReplayRow)}
+    files.row(ReplayRow(**rows))  # type: ignore[arg-type]
+
+
+def test_a_run_whose_export_fails_says_how_to_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Expected: exit status 1 and one line; the command that it names makes the export; by hand."""
+    run, real = tmp_path / "run", LocalBackend.export
+
+    def on_full_disk(self: LocalBackend, directory: Path) -> None:
+        with largest_file(10_000):
+            real(self, directory)
+
+    words = ["train", "grpo", "--recipe", "tiny", "--steps", "1", "--eval.no-before", "--eval.no-after"]
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "export", on_full_disk)
+        assert main([*words, "--run-dir", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert f"{run}/export/model.safetensors cannot be written (File too large)" in error
+    assert f"lockstep train --resume {run}" in error and "Traceback" not in error
+    assert main(["train", "--resume", str(run)]) == 0
+    assert (run / "export/model.safetensors").is_file()
+
 
 # end of 16
 

@@ -177,7 +177,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(export, "save_tensors", full)
     module = load("tiny-llama")
     with raises(ModelError, "cannot-write"):
         export_tensors(

@@ -52,7 +52,7 @@ COMMANDS = {
 INTERRUPTED = 130
 _MACHINE = frozenset(
     {
-        *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE),
         *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP),
     }
 )

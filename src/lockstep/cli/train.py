@@ -31,7 +31,7 @@ from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import dump_toml, load_resumed, override, recipes
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
 from lockstep.errors import ConfigError, ModelError, TrainError
-from lockstep.observe.files import check_writable, file_errors
+from lockstep.observe.files import check_writable, file_errors, write_atomic
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import no_search_for_garbage
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         if command.json is not None:
             with file_errors(command.json, TrainError, "write"):
-                command.json.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+                write_atomic(command.json, json.dumps(summary, indent=2, default=str) + "\n")
         echo(verdict(summary))
     status = TERMINATED if summary.get("signal") == "SIGTERM" else EXIT[summary["outcome"]]
     if in_launcher() and summary["outcome"] == "interrupted":

@@ -19,7 +19,7 @@ import torch
 
 from lockstep import attention
 from lockstep.config.run import GRPORun, RunConfig
-from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError, ModelError, TrainError
 from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.distributed import (
@@ -710,10 +710,21 @@ class Session:
         self._checkpoints.finish()
         self._close_recorders()
         if self.run.checkpoint.export_at_end:
-            with self.spans("export"):
+            with self.spans("export"), self._saying_how_to_go_on(done):
                 backend.export(self.dir.path / "export")
             extra["export"] = str(self.dir.path / "export")
         return self._summary("finished", **extra)
+
+    @contextlib.contextmanager
+    def _saying_how_to_go_on(self, done: int) -> Iterator[None]:
+        """After a failed export: only that is left to do, if the last step has a checkpoint."""
+        try:
+            yield
+        except ModelError as error:
+            saved = (
+                f". All {done} steps are saved; then export with `lockstep train --resume {self.dir.path}`"
+            )
+            raise TrainError(f"{error}{saved if self._saved == done else ''}", **error.data) from error
 
     def _close_recorders(self) -> None:
         """End the recordings, of which nothing more comes, and bring what the ranks have written together."""

@@ -52,6 +52,7 @@ from lockstep.loop.axes import Axes
 from lockstep.loop.devices import gpus_of_world
 from lockstep.loop.distributed import resume_command
 from lockstep.loop.world_messages import packed, unpacked
+from lockstep.observe.files import write_atomic
 from lockstep.observe.text import printable_lines
 from lockstep.ranks.context import RankContext, local_ranks
 from lockstep.ranks.environment import LAUNCHER_PID, SECRET
@@ -397,7 +398,7 @@ def _server(name: str, config: ClusterConfig, work_dir: Path, *, gpus: dict[str,
     carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
     work_dir.mkdir(parents=True, exist_ok=True)
     path = work_dir.resolve() / "world.json"
-    path.write_text(json.dumps({"port": port}), encoding="utf-8")
+    write_atomic(path, json.dumps({"port": port}))
     return ServerProcess(
         ServerSpec(
             name=name,

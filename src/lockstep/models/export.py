@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import modeling_utils
@@ -23,6 +21,8 @@ from lockstep.models.load import skeleton
 from lockstep.models.lora import merged_state_dict
 from lockstep.models.quiet import quiet_transformers
 from lockstep.models.source import aliases
+from lockstep.observe.files import naming, write_atomic
+from lockstep.observe.tensor_file import save_tensors
 from lockstep.ranks.objects import broadcast_object
 
 FILE_BYTES = 2 * 1024**3
@@ -36,20 +36,25 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
     a reader sees the old folder, none, or the whole new one. The module itself is not changed.
 
     Raises:
-        ModelError: `directory` is there and is neither empty nor a model folder, so it is not replaced.
+        ModelError: `directory` is there and is neither empty nor a model folder, so it is not replaced; or a
+            file cannot be written, as on a full disk. An older export in its place stays.
     """
     directory = Path(directory)
-    temporary = _folder_beside(directory)
+    temporary: Path | None = None
     try:
+        temporary = _folder_beside(directory)
         # A bare skeleton is saved in the module's place: save_pretrained writes into what it saves' config.
         bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation))
-        with quiet_transformers(), _never_wrapped():
+        with naming(temporary), quiet_transformers(), _never_wrapped():
             bare.save_pretrained(temporary, state_dict=merged_state_dict(module))
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
         _replace(temporary, directory)
+    except OSError as error:
+        raise _not_exported(directory, _reason(error, temporary, directory)) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def export_tensors(
@@ -83,9 +88,24 @@ def export_tensors(
             writer.add(name, tensor)
     failure = None if writer is None else writer.finish(tokenizer)
     if (message := _from_first(failure)) is not None:
-        raise ModelError(
-            f"the model was not exported to {directory}: {message}", code="cannot-write", reason=message
-        )
+        raise _not_exported(directory, message)
+
+
+def _not_exported(directory: Path, reason: str) -> ModelError:
+    return ModelError(
+        f"the model was not exported to {directory}: {reason}",
+        code="cannot-write",
+        reason=reason,
+        path=directory,
+    )
+
+
+def _reason(error: OSError, temporary: Path | None, directory: Path) -> str:
+    """What cannot be written, by the name that it would have had, and why."""
+    file = Path(error.filename or directory)
+    if temporary is not None and file.is_relative_to(temporary):
+        file = directory / file.relative_to(temporary)
+    return f"{file} cannot be written ({error.strerror}); free some space there, or make it writable"
 
 
 def _is_first() -> bool:
@@ -132,7 +152,10 @@ class _Writer:
             return
         try:
             action()
-        except (OSError, SafetensorError, ModelError) as error:
+        except OSError as error:
+            self._failure = _reason(error, self._temporary, self._directory)
+            self._waiting.clear()
+        except ModelError as error:
             self._failure = str(error)
             self._waiting.clear()
 
@@ -159,9 +182,8 @@ class _Writer:
 
     def _write(self) -> None:
         assert self._temporary is not None
-        save_file(
-            self._waiting, self._temporary / f"part-{len(self._files)}.safetensors", metadata={"format": "pt"}
-        )
+        part = self._temporary / f"part-{len(self._files)}.safetensors"
+        save_tensors(self._waiting, part, metadata={"format": "pt"})
         self._files.append([*self._waiting])
         self._waiting, self._total, self._bytes = {}, self._total + self._bytes, 0
 
@@ -174,7 +196,7 @@ class _Writer:
             )
         if self._waiting:
             self._write()
-        with quiet_transformers(), _never_wrapped():
+        with naming(self._temporary), quiet_transformers(), _never_wrapped():
             self._bare.save_pretrained(self._temporary, state_dict={})  # configs, and nothing else
             if tokenizer is not None:
                 tokenizer.save_pretrained(self._temporary)
@@ -192,7 +214,7 @@ class _Writer:
             places |= dict.fromkeys(names, final)
         if count > 1:
             content = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(places.items()))}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+            write_atomic(folder / "model.safetensors.index.json", json.dumps(content, indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -136,6 +137,44 @@ def file_errors(
 
 
 _PAST = {"write": "written", "remove": "removed"}
+
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust quote an error of the system."""
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raise the system's errors inside as OSErrors that name a file.
+
+    A write that fails names none, and the libraries of safetensors and tokenizers, in Rust, raise errors of
+    their own, with the system's in the text.
+
+    Args:
+        path: the file, or a model folder: then its file that the library writes, or that was written last.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(_written_last(path))
+        raise
+    except Exception as error:  # tokenizers raises plain Exception
+        quoted = type(error).__name__ in ("Exception", "SafetensorError")
+        found = _OS_ERROR.search(str(error)) if quoted else None
+        if found is None:
+            raise
+        number = int(found[1])
+        if path.is_dir():
+            path /= "tokenizer.json" if type(error) is Exception else "model.safetensors"
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _written_last(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    files = [file for file in path.iterdir() if file.is_file()]
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=path)
 
 
 def check_inside(path: Path, error: type[LockstepError], *, root: Path) -> None:
@@ -289,9 +328,11 @@ def write_atomic(path: Path, text: str) -> None:
         # mkstemp makes a file that only its owner may read.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError):  # a write that fails names no file
+            error.filename, error.filename2 = str(path), None
         raise
     sync_folder(path.parent)
 

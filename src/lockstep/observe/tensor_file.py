@@ -1,7 +1,7 @@
 """The safetensors format as checkpoints and recordings write it: dtypes, the header, a tensor's bytes.
 
 safetensors.torch.save_file takes a copy of all tensors of a file at once; both write them one after the
-other, and hash what they write.
+other, and hash what they write. `save_tensors` is save_file for small files, with the system's errors.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+
+from lockstep.observe.files import naming
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -61,3 +65,15 @@ def tensor_bytes(tensor: Tensor | np.ndarray[Any, Any]) -> memoryview:
         tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     flat: Any = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     return memoryview(flat)
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors into a safetensors file.
+
+    Raises:
+        OSError: it cannot be written; names `path`.
+    """
+    with naming(path):
+        save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
-from safetensors.torch import save_file
 
 from lockstep.errors import EngineError
+from lockstep.observe.tensor_file import save_tensors
 from lockstep.protocols.engine import ReceivesWeights
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.transfer.pack import Packed
@@ -144,7 +144,7 @@ class DiskCarrier:
         path = self._folder(packed.num_bytes) / f"bucket-{packed.index}.safetensors"
         try:
             try:
-                save_file(dict(unpack(packed.data, packed.specs)), path)
+                save_tensors(dict(unpack(packed.data, packed.specs)), path)
             except OSError as error:
                 raise EngineError(
                     f"weights cannot be written to {path}: {error}; free {packed.num_bytes} bytes there, "

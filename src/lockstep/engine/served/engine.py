@@ -40,6 +40,7 @@ from lockstep.engine.served.driver import ServedDriver
 from lockstep.engine.served.host import request_json
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
+from lockstep.observe.files import write_atomic
 from lockstep.observe.text import printable
 from lockstep.schema.contract import KernelContract
 from lockstep.wire.server_token import TOKEN
@@ -177,7 +178,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
         )
     spec.work_dir.mkdir(parents=True, exist_ok=True)
     path = spec.work_dir.resolve() / f"{config.name}-server.json"
-    path.write_text(json.dumps(describe_server(config, spec, port=port), indent=1), encoding="utf-8")
+    write_atomic(path, json.dumps(describe_server(config, spec, port=port), indent=1))
     needed = own_program() | {
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": own_gpus(config, spec),

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
@@ -27,6 +26,7 @@ from lockstep.lab.bisect.divergence import HEAD, Finding
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.forward import head_of
 from lockstep.observe.files import jsonable, write_atomic
+from lockstep.observe.tensor_file import save_tensors
 from lockstep.schema.batch import PackedBatch
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
@@ -103,7 +103,7 @@ def write_repro(finding: Finding, batch: PackedBatch, directory: Path) -> Path:
         },
         **arms[0].shared,
     }
-    save_file(tensors, directory / TENSORS)
+    save_tensors(tensors, directory / TENSORS)
     body = (
         f"Cell a: {finding.arms[0].label}\nCell b: {finding.arms[1].label}\n"
         f"{finding.description}.\ntorch {torch.__version__}."

@@ -51,7 +51,7 @@ from lockstep.lab.suite.machine import machine
 from lockstep.lab.suite.process import ProcessRunner
 from lockstep.lab.suite.run import make_folder
 from lockstep.loop.interrupt import Interrupt, Interrupted
-from lockstep.observe.files import write_json
+from lockstep.observe.files import write_atomic, write_json
 from lockstep.observe.lock import RunLock
 from lockstep.recording import Recording
 
@@ -259,7 +259,7 @@ class _Work:
             return self._saved(replace(result, status="refused", reason=why))
         arguments = [*self._replay(cell), "--out", str(folder / "replay"), "--keep-outputs", "--quiet"]
         log = folder / "log.txt"
-        log.write_text(f"$ {shlex.join(['python', '-m', 'lockstep', *arguments])}\n", encoding="utf-8")
+        write_atomic(log, f"$ {shlex.join(['python', '-m', 'lockstep', *arguments])}\n")
         argv = [sys.executable, "-m", "lockstep", *arguments]
         exit_status = self.runner.run(argv, log=log, timeout=self.options.timeout)
         return self._saved(

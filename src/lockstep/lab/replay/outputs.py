@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from lockstep.observe.tensor_file import save_tensors
 from lockstep.schema.batch import PackedBatch
 
 FILE = "outputs.safetensors"
@@ -76,7 +76,7 @@ class KeptOutputs:
         """Write OUT/outputs.safetensors."""
         tensors = {f"logprobs/{index}": value for index, value in self.logprobs.items()}
         tensors |= {f"gradients/{name}": value for name, value in self.gradients.items()}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / FILE)
+        save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / FILE)
 
 
 def gradient_places(name: str, numel: int, entries: int = GRADIENT_ENTRIES) -> Tensor | None:

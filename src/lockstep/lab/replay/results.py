@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 
 from lockstep.errors import ConfigError
 from lockstep.lab.suite.run import make_folder
-from lockstep.observe.files import check_above, jsonable, write_atomic, write_json
+from lockstep.observe.files import check_above, jsonable, naming, write_atomic, write_json
 from lockstep.observe.text import printable_lines
 
 Status = Literal["ok", "failed", "oom", "skipped", "desync"]
@@ -98,8 +98,9 @@ class ReplayFiles:
     def line(self, text: str, *, show: bool = True) -> None:
         """Write one line to the log."""
         log = self._files()[1]
-        log.write(printable_lines(text) + "\n")
-        log.flush()
+        with naming(self.out / "replay.log"):
+            log.write(printable_lines(text) + "\n")
+            log.flush()
         if show:
             self.echo(printable_lines(text))
 
@@ -107,8 +108,9 @@ class ReplayFiles:
         """Write one input's row to the results and to the log."""
         text = json.dumps(jsonable(dataclasses.asdict(row)), ensure_ascii=False, allow_nan=False)
         results = self._files()[0]
-        results.write(text + "\n")
-        results.flush()
+        with naming(self.out / "results.jsonl"):
+            results.write(text + "\n")
+            results.flush()
         self.line(row_text(row), show=False)
 
     def traceback(self, index: int, error: BaseException) -> str:
@@ -116,7 +118,8 @@ class ReplayFiles:
         text = "".join(traceback.format_exception(error))
         name = f"tracebacks/{index:06d}.txt"
         (self.out / "tracebacks").mkdir(parents=True, exist_ok=True)
-        (self.out / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        with naming(self.out / name):
+            (self.out / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         return name
 
     def summary(self, summary: Mapping[str, Any], *, copy: Path | None = None) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from lockstep.config.base import Record, Seconds
 from lockstep.config.problems import first_data
 from lockstep.errors import ConfigError
-from lockstep.observe.files import read_plain, write_json
+from lockstep.observe.files import read_plain, write_atomic, write_json
 
 RESULT, RANK_LOGS = "result.json", "ranks"
 """How a worker ended; the folder of what its ranks print."""
@@ -44,7 +44,7 @@ class Job(Record):
     def write(self) -> Path:
         """Write OUT/FILE."""
         path = self.out / self.FILE
-        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write_atomic(path, self.model_dump_json(indent=2) + "\n")
         return path
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from lockstep.errors import ConfigError, LockstepError, ModelError
 from lockstep.lab.suite.job_files import RANK_LOGS, RESULT, Job, WorkerOutcome, read_job_file
 from lockstep.lab.suite.process import error_line, is_out_of_memory
-from lockstep.observe.files import jsonable
+from lockstep.observe.files import jsonable, naming
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import search_rarely
 from lockstep.ranks.launch import in_launcher, launch_command, leave, without_local_rank
@@ -166,6 +166,6 @@ def leave_with(main: Callable[[], int], name: str) -> NoReturn:
 
 def append_rows(path: Path, rows: Iterable[BaseModel]) -> None:
     """Append a line of JSON per row."""
-    with path.open("a", encoding="utf-8") as file:
+    with naming(path), path.open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n")

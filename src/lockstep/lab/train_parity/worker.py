@@ -135,11 +135,11 @@ class Stack(Worker[ParityJob]):
 
     def _keep_gradients(self, step: int) -> None:
         """Gather the gradients (collective); rank 0 writes the file."""
-        from safetensors.torch import save_file
+        from lockstep.observe.tensor_file import save_tensors
 
         gradients: dict[str, Tensor] = self.backend.gradients()  # type: ignore[attr-defined]
         if self.is_first:
-            save_file(
+            save_tensors(
                 {name: g.contiguous() for name, g in gradients.items()},
                 self.job.out / f"gradients-{step:06d}.safetensors",
             )
@@ -158,10 +158,10 @@ class Stack(Worker[ParityJob]):
 
     def end(self, status: str, reason: str = "", **facts: Any) -> None:
         """Write the outcome and the logprobs."""
-        from safetensors.torch import save_file
-
         if self.logprobs:
-            save_file(self.logprobs, self.job.out / LOGPROBS)
+            from lockstep.observe.tensor_file import save_tensors
+
+            save_tensors(self.logprobs, self.job.out / LOGPROBS)
         super().end(status, reason, **facts)
 
     def facts(self) -> dict[str, Any]:
