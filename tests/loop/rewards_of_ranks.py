@@ -10,6 +10,7 @@ the run is started again.
 from __future__ import annotations
 
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from lockstep.protocols.reward import RewardInput
 
 
 class EvenShare:
-    """The share of even token ids."""
+    """The share of even token ids, with noise: a resumed run must draw the same."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -26,7 +27,7 @@ class EvenShare:
         self.calls += 1
         self.act()
         ids = sample.completion_token_ids
-        return sum(token % 2 == 0 for token in ids) / max(1, len(ids))
+        return sum(token % 2 == 0 for token in ids) / max(1, len(ids)) + random.random()
 
     def act(self) -> None:
         rank, call, action = os.environ.get("AT", "-1:0:none").split(":")

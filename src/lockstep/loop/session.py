@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import signal
 import sys
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep import attention
 from lockstep.config.run import GRPORun, RunConfig
@@ -51,12 +53,25 @@ from lockstep.recording.recorder import Recorder, RecorderSettings
 from lockstep.recording.storage.shards import rank_folder
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup, SampleRecord
+from lockstep.train.state.rng import generators_at, rng_state
 
 _SINGLE_PROCESS = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
 _BETWEEN = ("time/evaluate", "time/save", "time/peer_copy")
 """Of what happens between two steps."""
 FAILED_TOGETHER_SECONDS = 10.0
 """How long a rank that failed waits to hear that all others failed with it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Boundary:
+    """The state between two steps, or after an evaluation there: what any later save of this boundary
+    writes, so that a step that is cut short leaves nothing in it."""
+
+    done: int
+    """Steps."""
+    generators: dict[str, Tensor]
+    state: dict[str, Any]
+    """`Session._state`."""
 
 
 class Session:
@@ -106,6 +121,8 @@ class Session:
         self._axes: Axes | None = None
         self._recorders: dict[str, Recorder] = {}
         """By role: policy, value."""
+        self._boundary: _Boundary | None = None
+        """The last one; set by `restore`."""
         self._saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
         # One thread: steps are written in order.
@@ -385,10 +402,16 @@ class Session:
             )
         with self.ranks.together("opening the metrics"):
             self._open_metrics(done)
+        self._pass_boundary(done)
         if self._copies is not None and self._source != "memory":
             state = {"inputs_seen": 0} | self._state | {"wall_seconds": self._wall()}
             self._copies.begin(done, backend, state)
         return done
+
+    def _pass_boundary(self, done: int) -> None:
+        """Take the state after `done` steps."""
+        generators = rng_state(all_devices=self.ranks.world_size == 1)
+        self._boundary = _Boundary(done=done, generators=generators, state=copy.deepcopy(self._state))
 
     def _open_metrics(self, done: int) -> None:
         """Open the metrics, on rank 0, for the steps after the first `done`."""
@@ -541,6 +564,7 @@ class Session:
         if self._restart is not None and "step" not in self._restart.phases:
             self._restart.mark("step")
             self.display.note(str(self._restart))
+        self._pass_boundary(step + 1)
 
     def _memory(self) -> dict[str, float]:
         """The largest use of all ranks: that rank would run out first."""
@@ -627,6 +651,7 @@ class Session:
         # Last: what could not be written is evaluated again.
         self._state["evaluations"][name] = {"step": done, **numbers}
         self._state["evaluated"].append([done, name])
+        self._pass_boundary(done)
         text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
         budget = ""
         if budget_factor != 1:
@@ -636,10 +661,14 @@ class Session:
 
     def save(self, done: int, backend: Saved, *, wait: bool = False) -> Path:
         """Save a checkpoint of the state after `done` steps and prune older ones. wait: not in the
-        background, whatever checkpoint.background says; so is that of the last step."""
+        background, whatever checkpoint.background says; so is that of the last step.
+
+        In the middle of the next step, the generators go back to where they were after `done` steps."""
+        boundary = self._boundary
+        assert boundary is not None and boundary.done == done, "only the last boundary can be saved"
         with self.spans("save"):
             metric = self.run.checkpoint.metric.removeprefix("eval/")
-            evaluations = self._state["evaluations"].values()
+            evaluations = boundary.state["evaluations"].values()
             current = [e[metric] for e in evaluations if e["step"] == done and e.get(metric) is not None]
             if self._metrics is not None:
                 # Before the checkpoint: a resume can cut lines that
@@ -647,13 +676,14 @@ class Session:
                 self._metrics.sync()
             if self._copies is not None:
                 self._copies.wait()  # both use the backend's buffers
-            path = self._checkpoints.save(
-                done,
-                backend,
-                self._run_state(),
-                metric=current[0] if current else None,
-                wait=wait or done == self.run.steps,
-            )
+            with generators_at(boundary.generators):
+                path = self._checkpoints.save(
+                    done,
+                    backend,
+                    self._run_state(boundary.state),
+                    metric=current[0] if current else None,
+                    wait=wait or done == self.run.steps,
+                )
         self._saved = done
         return path
 
@@ -664,11 +694,11 @@ class Session:
             with self.spans("peer_copy"):
                 if self._metrics is not None and self._copies.on_nodes:
                     self._metrics.sync()  # as before a checkpoint
-                self._copies.save(done, backend, self._run_state(), busy=self._checkpoints.busy)
+                self._copies.save(done, backend, self._run_state(self._state), busy=self._checkpoints.busy)
 
-    def _run_state(self) -> dict[str, Any]:
+    def _run_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         seen = {seen_field(role): recorder.inputs_seen for role, recorder in self._recorders.items()}
-        return self._state | {"wall_seconds": self._wall(), "inputs_seen": 0, **seen}
+        return {**state, "wall_seconds": self._wall(), "inputs_seen": 0, **seen}
 
     @contextlib.contextmanager
     def keeping(self, done: int, backend: Saved) -> Iterator[None]:

@@ -24,6 +24,9 @@ class RewardInput:
     """Prompt.where, by which an error names the row."""
     conversation: str | Sequence[Mapping[str, Any]] | None = None
     """Prompt.conversation: the prompt before its chat template; None where the caller has none."""
+    seed: int | None = None
+    """A number below 2**63 that belongs to this sample: the same in every run of the config, after a resume
+    and on any number of ranks. None: the caller has none."""
 
 
 class RewardFunction(Protocol):

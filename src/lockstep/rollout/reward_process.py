@@ -7,6 +7,7 @@ that it started, when a call takes too long, when the rewards are closed and whe
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 import sys
@@ -87,8 +88,8 @@ class RewardWorker:
         close_all([self])
 
     def _scores(self, samples: Sequence[RewardInput], *, seconds: float, **more: Any) -> list[Any]:
-        # One seed for each sample from the run's generator: the same in every run, and after a resume.
-        job = {"samples": [sent(s) for s in samples], "seeds": [random.getrandbits(63) for _ in samples]}
+        seeds = [self._seed(sample) for sample in samples]
+        job = {"samples": [sent(s) for s in samples], "seeds": seeds}
         # One exchange at a time: the process serves its jobs in order, and a reply must name the last one.
         with self._lock:
             process = self._running()
@@ -104,6 +105,13 @@ class RewardWorker:
                 self._ended()
                 raise RewardFailure("its process replied something that is no reply to the job")
         return [_received(outcome) for outcome in outcomes]
+
+    def _seed(self, sample: RewardInput) -> int:
+        """The seed of what the reward draws for a sample: the same whenever and wherever it is scored, and
+        another one for each reward."""
+        own = random.getrandbits(63) if sample.seed is None else sample.seed
+        text = f"lockstep reward {self._config.name} {own}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def _running(self) -> JobProcess:
         """The process, started if there is none."""
@@ -175,6 +183,7 @@ def sent(sample: RewardInput) -> Message:
         "completion_token_ids": list(sample.completion_token_ids),
         "finish_reason": sample.finish_reason,
         "index": sample.index,
+        "seed": sample.seed,
     }
 
 

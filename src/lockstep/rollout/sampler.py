@@ -409,6 +409,7 @@ def _reward_inputs(prompt: Prompt, completions: Sequence[Completion]) -> list[Re
             index=prompt.index,
             where=prompt.where,
             conversation=prompt.conversation,
+            seed=completion.seed,
         )
         for completion in completions
     ]

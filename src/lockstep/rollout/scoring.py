@@ -23,6 +23,7 @@ from lockstep.rollout.reward_models import MODEL
 from lockstep.rollout.rewards import RewardSet
 from lockstep.rollout.row_values import decoded
 from lockstep.rollout.rows import RowFile
+from lockstep.rollout.sampler import sample_seed
 from lockstep.schema.rollout import FinishReason
 
 _KEY = ("index", "sample")
@@ -108,6 +109,7 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
                 finish_reason=_finish_reason(row, where),
                 index=index,
                 where=where,
+                seed=row["seed"] if _is_number(row.get("seed")) else sample_seed(0, 0, index, sample),
             ),
         )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ from torch import Tensor
 from lockstep.errors import CheckpointError
 
 _CUDA = "torch_cuda"
+_HELD: ContextVar[Mapping[str, Tensor] | None] = ContextVar("held", default=None)
+"""Set inside `generators_at`."""
 
 
 def rng_state(*, all_devices: bool = True) -> dict[str, Tensor]:
@@ -56,6 +60,24 @@ def restore_rng_state(state: Mapping[str, Tensor]) -> None:
         for index in range(torch.cuda.device_count()):
             if f"{_CUDA}_{index}" in state:
                 torch.cuda.set_rng_state(state[f"{_CUDA}_{index}"], index)
+
+
+@contextlib.contextmanager
+def generators_at(state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put the generators back into an earlier state. A save inside writes that state (`saved_rng_state`),
+    whatever other threads draw meanwhile."""
+    restore_rng_state(state)
+    token = _HELD.set(state)
+    try:
+        yield
+    finally:
+        _HELD.reset(token)
+
+
+def saved_rng_state(*, all_devices: bool = True) -> dict[str, Tensor]:
+    """Return the states that a save has to write: those of `generators_at`, else as `rng_state`."""
+    held = _HELD.get()
+    return rng_state(all_devices=all_devices) if held is None else dict(held)
 
 
 def derived_rng_state(state: Mapping[str, Tensor], *, stream: int) -> dict[str, Tensor]:

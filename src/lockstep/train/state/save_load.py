@@ -56,7 +56,7 @@ from lockstep.train.state.rng import (
     derived_rng_state,
     read_rng,
     restore_rng_state,
-    rng_state,
+    saved_rng_state,
 )
 
 _MARGIN = 1 << 20  # headers, JSON, rng
@@ -113,7 +113,7 @@ def save_state(
             files.put(name, tensor)
     files.copied()
     # Now, not in `finish`: while a save in the background is written the loop draws on.
-    files.rng = rng_state(all_devices=ranks.size == 1)
+    files.rng = saved_rng_state(all_devices=ranks.size == 1)
     if ranks.rank == 0:
         files.document = {
             "format": FORMAT,
