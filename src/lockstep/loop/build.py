@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import platform
 import random
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +44,7 @@ from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.scalar import HeadKind
+from lockstep.observe.owned_folder import OwnedFolder
 from lockstep.observe.versions import library_versions
 from lockstep.packing import Planner
 from lockstep.protocols import (
@@ -257,7 +257,7 @@ def _connect_engine(
         engine = make_engine(run.engine, model=engine_model(run, axes, model, backend))
         return engine, make_transfer(run.engine, engine, device=axes.device)
     run = with_own_gpus(run, axes.device, ranks=ranks)
-    work_dir = _rank_folder(work_dir or Path(tempfile.mkdtemp(prefix="lockstep-engine-")), ranks)
+    work_dir = _rank_folder(work_dir or OwnedFolder("engine").path, ranks)
     started: InferenceEngine | None = None
     try:
         with ranks.together("starting the engine"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from lockstep.loop.sleep import put_to_sleep
 from lockstep.loop.value_role import ValueRole, build_value
 from lockstep.loop.world import World
 from lockstep.models.load import LoadedModel
+from lockstep.observe.owned_folder import OwnedFolder
 from lockstep.observe.spans import Spans
 from lockstep.packing import Planner
 from lockstep.protocols.reward import RewardInput
@@ -155,7 +155,7 @@ class OtherRoles:
     value: ValueRole | WorldValue | None
     worlds: tuple[World, ...]
     """Of those that are not in this process."""
-    temporary: tempfile.TemporaryDirectory[str] | None = None
+    temporary: OwnedFolder | None = None
     """For the worlds' files, where there is no run's folder."""
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class OtherRoles:
         for world in self.worlds:
             world.close()
         if self.temporary is not None:
-            self.temporary.cleanup()
+            self.temporary.close()
 
 
 def build_others(
@@ -218,14 +218,14 @@ def build_others(
 
 def _worlds(
     run: GRPORun, axes: Axes, *, ranks: RankContext, folder: Path | None
-) -> tuple[tuple[World, ...], tempfile.TemporaryDirectory[str] | None]:
+) -> tuple[tuple[World, ...], OwnedFolder | None]:
     """The worlds, not started, and a temporary folder of their files, where there is no run's folder."""
     if not run.worlds:
         return (), None
     temporary, files = None, folder
     if files is None:  # removed when the process ends, if nobody closes
-        temporary = tempfile.TemporaryDirectory(prefix="lockstep-world-")
-        files = Path(temporary.name)
+        temporary = OwnedFolder("world")
+        files = temporary.path
     files /= "world"
     worlds = (World(roles, run, axes, ranks=ranks, work_dir=files, folder=folder) for roles in run.worlds)
     return tuple(worlds), temporary

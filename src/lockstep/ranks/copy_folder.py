@@ -26,9 +26,9 @@ from pathlib import Path
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.observe.files import file_errors, write_atomic
+from lockstep.observe.owned_folder import SHARED_MEMORY
 
-PLACE = Path("/dev/shm")
-"""Where memory is a folder, on Linux."""
+PLACE = SHARED_MEMORY
 LEAST_BYTES = 2**24
 """Free at the start, at least; how much is needed is known once the model is loaded."""
 _PREFIX = "lockstep-copies-"
@@ -45,7 +45,7 @@ def copy_folder(place: Path) -> Iterator[Path]:
         ConfigError: `place` is no folder, cannot be written, or is full.
     """
     _check_place(place)
-    _remove_leftovers(place)
+    remove_leftovers(place)
     folder, handle = _make(place)
     try:
         yield folder
@@ -97,7 +97,8 @@ def _make(place: Path) -> tuple[Path, int]:
         os.close(handle)
 
 
-def _remove_leftovers(place: Path) -> None:
+def remove_leftovers(place: Path) -> None:
+    """Remove the folders of launchers that were killed."""
     for folder in place.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or gone
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import shutil
 import socket
-import tempfile
 import threading
 import time
 import uuid
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 import torch
 
 from lockstep.errors import EngineError
+from lockstep.observe.owned_folder import SHARED_MEMORY, OwnedFolder
 from lockstep.observe.tensor_file import save_tensors
 from lockstep.protocols.engine import ReceivesWeights
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
@@ -26,7 +26,6 @@ from lockstep.wire.buckets import unpack
 from lockstep.wire.groups import Group, GroupError, Rendezvous, connect_group, host_store
 from lockstep.wire.ipc import export_handle
 
-SHARED_MEMORY = Path("/dev/shm")
 _GRACE_SECONDS = 2.0
 """Seconds for the trainer's side of a collective to end, once the engine's side has failed."""
 
@@ -124,7 +123,7 @@ class DiskCarrier:
 
     def __init__(self, work_dir: Path) -> None:
         self._work_dir = work_dir
-        self._folders: dict[Path, tempfile.TemporaryDirectory[str]] = {}
+        self._folders: dict[Path, OwnedFolder] = {}
 
     def send(self, target: ReceivesWeights, packed: Packed, session: UpdateSession) -> None:
         packed.wait()
@@ -162,16 +161,15 @@ class DiskCarrier:
             parent = self._work_dir
         if parent not in self._folders:
             parent.mkdir(parents=True, exist_ok=True)
-            # Goes with this object, or at the process's exit, if nobody calls `close`.
-            self._folders[parent] = tempfile.TemporaryDirectory(prefix="lockstep-weights-", dir=parent)
-        return Path(self._folders[parent].name)
+            self._folders[parent] = OwnedFolder("weights", parent)
+        return self._folders[parent].path
 
     def reset(self) -> None:
         self.close()
 
     def close(self) -> None:
         for folder in self._folders.values():
-            folder.cleanup()
+            folder.close()
         self._folders.clear()
 
 
