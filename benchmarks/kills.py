@@ -44,8 +44,10 @@ DEADLINE = 300.0
 MEASURED = ("time/", "memory/", "throughput/", "timestamp", "engine/")
 """What a metric's name begins with that is about the machine."""
 REWARD = """
+import random
+
 def score(prompt, completion, row, **more):
-    return float(len(completion) % 7) / 7.0
+    return float(len(completion) % 7) / 7.0 + random.random()
 """
 
 
@@ -176,14 +178,13 @@ def resumed(train: Sequence[Any], run: Path, log: Path, *, saved: bool, done: in
     if saved or not done:
         wait(start(again, log), log)
         return run
-    # Steps without a checkpoint: --resume refuses, and says to begin anew beside it. Ranks whose command was
-    # killed may have saved one since.
+    # Steps without a checkpoint: --resume refuses, and says to begin again. Ranks whose command was killed
+    # may have saved one since.
     if not ended(start(again, log), log):
         return run
-    if "holds no checkpoint" not in log.read_text():
+    if f"train --restart {run}" not in log.read_text():
         raise SystemExit(f"resumed without a checkpoint: {log.read_text()[-2000:]}")
-    run = run.with_name(f"{run.name}-anew")
-    wait(start([*train, "--run-dir", run], log), log)
+    wait(start([*train[:4], "--restart", run, *ranks], log), log)
     return run
 
 

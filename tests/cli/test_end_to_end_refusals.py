@@ -105,7 +105,7 @@ REFUSED = {
     "a run directory that is a file": ((*GRPO, *IDS, "--run-dir", "row.jsonl"), ["'row.jsonl' is a file"]),
     "a run directory that is taken": (
         (*GRPO, *IDS, "--run-dir", "taken"),
-        ["'taken' already holds a run", "lockstep train --resume taken"],
+        ["'taken' already holds a run", "lockstep train --restart taken"],
     ),
     "resume without a run": (("train", "--resume", "empty"), ["holds no config.toml"]),
     "resume of a folder that is not there": (("train", "--resume", "absent"), ["holds no config.toml"]),
@@ -134,6 +134,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, bo
         "two.toml": 'kind = "grpo"\nsteps = 0\n[train]\nlr = -1\n',
         "broken.toml": "kind = grpo\n",
         "row.jsonl": '{"prompt": "1 + 1", "completion": "2"}\n',
+        "taken/config.toml": 'kind = "grpo"\n',
         "taken/metrics.jsonl": '{"step": 0}\n',
         "empty/readme": "",
     }.items():

@@ -156,12 +156,12 @@ def test_a_flight_record_overwrites_nothing_through_a_link(tmp_path: Path) -> No
 # end of 26
 
 
-# 27. The state of a step's boundary
+# 27. The state of a step's boundary: tests/field/test_c_resume.py
 
 # end of 27
 
 
-# 28. Restarting a run that cannot be resumed
+# 28. Restarting a run that cannot be resumed: tests/field/test_c_resume.py
 
 # end of 28
 
@@ -283,7 +283,7 @@ def test_a_body_beyond_the_limit_is_not_read():
 # end of 30
 
 
-# 31. Ledger, metrics and rollouts
+# 31. Ledger, metrics and rollouts: tests/field/test_c_resume.py
 
 # end of 31
 

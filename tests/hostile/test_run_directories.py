@@ -31,7 +31,7 @@ from lockstep.observe.lock import RunLock
 from lockstep.observe.run_history import Line, check_lines, metric_lines
 from lockstep.train.local import LocalBackend
 
-SECONDS = 60
+SECONDS = 300
 """Only what waits for ever takes so long."""
 STEPS = 4
 TINY = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from typing import Any
 
 import pytest
@@ -56,9 +58,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(phase, lockstep, straig
     "order", [kill(FILE, step=1, call=5), kill(PUT, step=1), kill("tempfile:mkstemp", step=1, when="after")]
 )
 def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_begun_again(
-    order, lockstep, tiny_toml, tmp_path
+    order, lockstep, straight, tiny_toml, tmp_path
 ):
-    """Its steps are done, and there is nothing to go on from: what it has written stays."""
+    """Its steps are done, and there is nothing to go on from: what it has written stays, also when the
+    command of the message begins it again."""
     run = tmp_path / "run"
     lockstep("train", tiny_toml, "--run-dir", run, cwd=tmp_path, signals=[order], code=-9)
     before = {f: f.read_bytes() for f in [run / "metrics.jsonl", *sorted((run / "rollouts").glob("[!.]*"))]}
@@ -67,6 +70,12 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_begun_again(
     assert "holds no checkpoint, but" in ended.err and "steps that are done" in ended.err
     assert {f: f.read_bytes() for f in before} == before
     assert not list(run.rglob(".step-*")), "leftovers of a killed write"
+    command = re.search(r"`lockstep (train --restart [^`]+)`", ended.err)
+    assert command is not None and shlex.split(command[1]) == ["train", "--restart", str(run)]
+    lockstep(*shlex.split(command[1]), cwd=tmp_path)
+    assert everything(run) == straight()
+    kept = {f: run / "before-restart-1" / f.relative_to(run) for f in before}
+    assert {f: kept[f].read_bytes() for f in before} == before
 
 
 VARIANTS = {

@@ -17,7 +17,7 @@ from lockstep.observe.text import echo
 
 USAGE = """usage: lockstep submit RUN.toml [OPTIONS] --cluster http://HEAD:8265 --run-dir FOLDER
        lockstep submit grpo|ppo|sft|dpo|rm [OPTIONS] --cluster http://HEAD:8265 --run-dir FOLDER
-       lockstep submit --resume RUN_DIR [OPTIONS] --cluster http://HEAD:8265
+       lockstep submit --resume|--restart RUN_DIR [OPTIONS] --cluster http://HEAD:8265
 
 Takes everything that `lockstep train` takes, and:
   --cluster URL     the dashboard of the cluster's head; RAY_AUTH_TOKEN_PATH names the file with its token
@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
             "--json and --print-config belong to lockstep train; omit them", code="unsupported-combination"
         )
     check_cluster(command)
-    run_dir = command.run.run_dir if command.resume is None else command.resume.absolute()
+    again = "--restart" if command.restart else None if command.resume is None else "--resume"
+    run_dir = command.run.run_dir if again is None else (command.resume or command.run.run_dir)
+    run_dir = run_dir if run_dir is None or again is None else run_dir.absolute()
     if run_dir is None or not run_dir.is_absolute():
         raise ConfigError(
             f"run_dir = {None if run_dir is None else str(run_dir)!r}: a job runs in a folder of Ray's that "
@@ -67,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     with packed(command.run, extra=own.include) as folder:
         jobs = Jobs(own.cluster)
         check_nodes(jobs, placement_of(command.run.cluster or ClusterConfig()))
-        if command.resume is not None:
-            words = ["--resume", str(run_dir), *_without(rest, "--resume")]
+        if again is not None:
+            words = [again, str(run_dir), *_without(rest, again)]
         else:
             patience = () if command.rank_timeout is None else ("--rank-timeout", str(command.rank_timeout))
             words = [RUN_FILE, *patience]

@@ -4,6 +4,7 @@ lockstep train grpo --recipe demo --train.lr 1e-6
 lockstep train sft --data.source conversations.jsonl
 lockstep train run.toml
 lockstep train --resume runs/demo-20260101-120000
+lockstep train --restart runs/demo-20260101-120000
 lockstep train sft --train.backend fsdp2 --ranks 2 --data.source conversations.jsonl
 """
 
@@ -17,7 +18,6 @@ import gc
 import importlib
 import json
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
@@ -28,14 +28,16 @@ from lockstep.cli.arguments import leading_word
 from lockstep.cli.common_model import check_heads
 from lockstep.cli.flags import named_run, parse_flags
 from lockstep.config.cluster import ClusterConfig
-from lockstep.config.load import dump_toml, load_resumed, override, recipes
+from lockstep.config.load import dump_toml, load_restarted, load_resumed, override, recipes
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import check_writable, file_errors, write_atomic
+from lockstep.observe.owned_folder import SHARED_MEMORY, remove_left
 from lockstep.observe.run_dir import new_path
+from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import no_search_for_garbage
-from lockstep.ranks.copy_folder import PLACE
+from lockstep.ranks.copy_folder import PLACE, remove_leftovers
 from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS
 from lockstep.ranks.heal import HealingRules, launch_healing_ranks
 from lockstep.ranks.launch import end_process, in_launcher, launch_ranks
@@ -49,10 +51,12 @@ USAGE = """usage: lockstep train grpo|ppo|sft|dpo|rm [--recipe NAME] [OPTIONS]
        lockstep train RUN.toml [OPTIONS]
        lockstep train --recipe NAME [OPTIONS]
        lockstep train --resume RUN_DIR [--checkpoint STEP] [OPTIONS]
+       lockstep train --restart RUN_DIR [OPTIONS]
 
 Recipes: {recipes}
 Every setting is a flag as well: `lockstep train grpo --help` lists them, with the values they have
-(also after a recipe, a file or --resume). `--print-config` prints the resolved TOML and starts nothing."""
+(also after a recipe, a file, --resume or --restart). `--print-config` prints the resolved TOML and starts
+nothing. --restart begins the run in a folder again, at its first step, and keeps what is there beside."""
 
 
 EXIT = {"finished": 0, "failed": 1, "interrupted": 130}
@@ -69,6 +73,14 @@ class General(TypedDict):
         int | None,
         tyro.conf.arg(
             name="checkpoint", help="With --resume: the step to go back to; None: the last.", metavar="STEP"
+        ),
+    ]
+    restart: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="Begin the run in this folder again, at its first step. What it has written is kept in "
+            "RUN_DIR/before-restart-N.",
+            metavar="RUN_DIR",
         ),
     ]
     json: Annotated[Path | None, tyro.conf.arg(help="Write the run's summary to this file.", metavar="FILE")]
@@ -98,6 +110,15 @@ class General(TypedDict):
     ]
 
 
+class Start(TypedDict):
+    """How a run is started: arguments of `train_online` and `train_offline`."""
+
+    resume: Path | None
+    checkpoint: int | None
+    restart: bool
+    ranks: RankContext
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainCommand:
     """A parsed command line."""
@@ -105,6 +126,8 @@ class TrainCommand:
     run: RunConfig
     resume: Path | None
     checkpoint: int | None
+    restart: bool = False
+    """Begin the run in `run.run_dir` again."""
     json: Path | None
     print_config: bool
     ranks: int | None = None
@@ -123,6 +146,8 @@ def main(argv: Sequence[str]) -> int:
     if command.print_config:
         echo(dump_toml(command.run), end="")
         return 0
+    if not in_launcher():
+        _remove_left()
     if in_launcher():
         _check_launcher(command)
     elif command.cluster is not None:
@@ -164,6 +189,8 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     )
     if early.resume is not None:
         run = load_resumed(early.resume, overrides)
+    elif early.restart is not None:
+        run = load_restarted(early.restart, overrides)
     else:
         run = override(run, overrides, origin=f"lockstep train {_origin(source, early)}")
     if values["rank_timeout"] is not None and not values["rank_timeout"] > 0:
@@ -179,6 +206,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         run=run,
         resume=early.resume,
         checkpoint=early.checkpoint,
+        restart=early.restart is not None,
         json=values["json"],
         print_config=bool(values["print_config"]),
         ranks=values["ranks"],
@@ -201,8 +229,7 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
     log_dir, own = folder / "logs" / "ranks" / started, ["train", *argv, *flags]
     watch = command.rank_timeout or WAIT_SECONDS
     again = f"--ranks {command.ranks}" if command.cluster is None else f"--cluster {command.cluster}"
-    again = f"lockstep train --resume {shlex.quote(str(folder))} {again}"
-    healing = _healing(command, run_dir=folder, again=again)
+    healing = _healing(command, run_dir=folder, flags=again)
     if command.cluster is not None:
         status = _launch_on_cluster(command, own, log_dir=log_dir, healing=healing)
     else:
@@ -212,15 +239,23 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
             status = launch_ranks(own, ranks=ranks, timeout=None, log_dir=log_dir, graceful=True, watch=watch)
         else:
             status = launch_healing_ranks(own, ranks=ranks, log_dir=log_dir, watch=watch, rules=healing)
+    _remove_left()
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
-        resume = f"go on with: {again}"
-        if not (folder / "config.toml").exists():
-            resume = "nothing had begun: start it again by the same command"
+        resume = "nothing had begun: start it again by the same command"
+        if (folder / "config.toml").exists():
+            resume = f"go on with: {way_on(folder, again)}"
         echo(f"train: interrupted, stopped at once, {folder}, {resume}")
     return status
 
 
-def _healing(command: TrainCommand, *, run_dir: Path, again: str) -> HealingRules | None:
+def _remove_left() -> None:
+    """Remove from memory what killed processes of runs left there."""
+    if SHARED_MEMORY.is_dir():
+        remove_left(SHARED_MEMORY)
+        remove_leftovers(SHARED_MEMORY)
+
+
+def _healing(command: TrainCommand, *, run_dir: Path, flags: str) -> HealingRules | None:
     """What is done about a rank that dies; None: the run ends."""
     config = command.run.cluster
     if config is None or not config.peer_copy:
@@ -231,7 +266,8 @@ def _healing(command: TrainCommand, *, run_dir: Path, again: str) -> HealingRule
         run_dir=run_dir.absolute(),
         each_node=command.cluster is not None and config.nodes > 1,
         standby=config.standby,
-        resume=again,
+        flags=flags,
+        restart=command.restart,
     )
 
 
@@ -271,7 +307,9 @@ def _is_finished(command: TrainCommand) -> bool:
     """Whether the run is finished already. Raises ConfigError, DataError, ModelError if it cannot start."""
     from lockstep.loop.preflight import preflight
 
-    finished = preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)
+    finished = preflight(
+        command.run, resume=command.resume, checkpoint=command.checkpoint, restart=command.restart
+    )
     return finished is not None
 
 
@@ -304,9 +342,12 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         await_turn()
     restart = recovery()
     if restart is not None and restart.resume is not None and command.resume is None:
-        command = dataclasses.replace(command, resume=restart.resume)
+        command = dataclasses.replace(command, resume=restart.resume, restart=False)
 
-    if (summary := preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)) is not None:
+    summary = preflight(
+        command.run, resume=command.resume, checkpoint=command.checkpoint, restart=command.restart
+    )
+    if summary is not None:
         if os.environ.get("RANK", "0") == "0":
             echo(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
@@ -331,15 +372,18 @@ def _import_loop(run: RunConfig) -> None:
 
 
 def _train(command: TrainCommand, ranks: RankContext) -> Mapping[str, Any]:
-    run, resume, checkpoint = command.run, command.resume, command.checkpoint
+    run, how = (
+        command.run,
+        Start(resume=command.resume, checkpoint=command.checkpoint, restart=command.restart, ranks=ranks),
+    )
     if isinstance(run, GRPORun):
         from lockstep.loop.online import train_online
 
-        return train_online(run, resume=resume, checkpoint=checkpoint, ranks=ranks)
+        return train_online(run, **how)
     from lockstep.loop.offline import train_offline
 
     assert isinstance(run, OfflineRun)
-    return train_offline(run, resume=resume, checkpoint=checkpoint, ranks=ranks)
+    return train_offline(run, **how)
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
@@ -367,6 +411,7 @@ def _early(flags: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--restart", type=Path)
     parser.add_argument("--checkpoint", type=int)
     return parser.parse_known_args(flags)[0]
 
@@ -379,13 +424,27 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
                 code="contradiction",
                 setting="--resume",
             )
+        if early.restart is not None:
+            raise ConfigError(
+                "--resume goes on with a run, --restart begins it again; give one of them",
+                code="contradiction",
+                setting="--restart",
+            )
         return load_resumed(early.resume)
+    if early.restart is not None and (source is not None or early.recipe is not None):
+        raise ConfigError(
+            "--restart takes its config from the run's folder; leave the recipe, file or kind out",
+            code="contradiction",
+            setting="--restart",
+        )
     if early.checkpoint is not None:
         raise ConfigError(
             f"--checkpoint {early.checkpoint} says where to continue from; it needs --resume RUN_DIR",
             code="missing-setting",
             setting="--resume",
         )
+    if early.restart is not None:
+        return load_restarted(early.restart)
     nothing = "nothing to train: name grpo, ppo, sft, dpo, rm, a TOML file, --recipe NAME or --resume RUN_DIR"
     return named_run(source, early.recipe, nothing=nothing)
 
@@ -393,4 +452,6 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
 def _origin(source: str | None, early: argparse.Namespace) -> str:
     if early.resume is not None:
         return f"--resume {early.resume}"
+    if early.restart is not None:
+        return f"--restart {early.restart}"
     return " ".join(word for word in (source, early.recipe and f"--recipe {early.recipe}") if word)

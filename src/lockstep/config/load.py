@@ -119,6 +119,16 @@ def load_resumed(run_dir: str | Path, overrides: Mapping[str, Any] | None = None
     return override(changed, {"run_dir": str(folder)})
 
 
+def load_restarted(run_dir: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Load the config of an existing run, to begin it again in its folder, with any other settings.
+
+    Raises:
+        ConfigError: the folder holds no run, or the settings are wrong.
+    """
+    folder = Path(run_dir)
+    return override(_saved_run(folder, verb="restart"), {**(overrides or {}), "run_dir": str(folder)})
+
+
 def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
     """Raise unless `run` may go on with the run in `run_dir`; the path of the folder may differ.
 
@@ -151,11 +161,11 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
         )
 
 
-def _saved_run(folder: Path) -> RunConfig:
+def _saved_run(folder: Path, *, verb: str = "resume") -> RunConfig:
     file = folder / "config.toml"
     if not file.is_file():
         raise ConfigError(
-            f"cannot resume {str(folder)!r}: it holds no config.toml; give the folder of an earlier run",
+            f"cannot {verb} {str(folder)!r}: it holds no config.toml; give the folder of an earlier run",
             code="no-such-file",
             name="config.toml",
             path=folder,

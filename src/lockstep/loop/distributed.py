@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import os
 import platform
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config.load import check_resumable, dump_toml, override, to_values
-from lockstep.config.run import RunConfig, check_ranks
+from lockstep.config.run import GRPORun, RunConfig, check_ranks
 from lockstep.errors import ConfigError
 from lockstep.observe.files import file_errors, write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
+from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, way_on
 from lockstep.observe.versions import library_versions
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.ranks.environment import BACKSTOP_SECONDS, FLIGHT_DIR, WAIT_SECONDS
@@ -112,7 +112,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flattened
 
 
-def open_run_dir(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> tuple[RunDir, NodeFolders]:
+def open_run_dir(
+    run: RunConfig, ranks: RankContext, *, resume: Path | None, restart: bool = False
+) -> tuple[RunDir, NodeFolders]:
     """Open the run's folder: locked and written by rank 0, read by the others. A node that does not see it
     has a folder of its own under the same path.
 
@@ -122,7 +124,7 @@ def open_run_dir(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> 
     opened: RunDir | None = None
     with ranks.together("opening the run directory"):
         if ranks.is_first:
-            opened = _create(run) if resume is None else _reopen(run, resume)
+            opened = _create(run, ranks, restart=restart) if resume is None else _reopen(run, resume)
     path = ranks.broadcast(
         None if opened is None else opened.path, Path | None, what="opening the run directory"
     )
@@ -146,8 +148,14 @@ def _read_by_all(folder: RunDir) -> dict[str, str]:
         return {file.name: file.read_text(encoding="utf-8") for file in (folder.config, folder.manifest)}
 
 
-def _create(run: RunConfig) -> RunDir:
-    return RunDir.create(run.run_dir or new_path(run.name), config_toml=dump_toml(run), manifest=manifest())
+def _create(run: RunConfig, ranks: RankContext, *, restart: bool) -> RunDir:
+    online = isinstance(run, GRPORun)
+    return RunDir.create(
+        run.run_dir or new_path(run.name),
+        config_toml=dump_toml(run),
+        manifest=manifest() | {FLAGS: resume_flags(ranks)} | ({LEDGER_SINCE: 0} if online else {}),
+        restart=restart,
+    )
 
 
 def _reopen(run: RunConfig, folder: Path) -> RunDir:
@@ -175,11 +183,15 @@ def manifest() -> dict[str, Any]:
     }
 
 
-def resume_command(folder: Path, ranks: RankContext) -> str:
-    """Return the command that resumes the run in `folder`."""
-    command = f"lockstep train --resume {shlex.quote(str(folder))}"
+def resume_flags(ranks: RankContext) -> str:
+    """Return what the command that goes on with a run needs, to have as many ranks again."""
     if ranks.world_size == 1:
-        return command
+        return ""
     if ranks.on_one_machine:
-        return f"{command} --ranks {ranks.world_size}"
-    return f"{command} (on {ranks.world_size} ranks, under the launcher that started them)"
+        return f"--ranks {ranks.world_size}"
+    return f"(on {ranks.world_size} ranks, under the launcher that started them)"
+
+
+def resume_command(folder: Path, ranks: RankContext) -> str:
+    """Return the command that goes on with the run in `folder`; see `way_on`."""
+    return way_on(folder, resume_flags(ranks))

@@ -12,6 +12,7 @@ from lockstep.config.run import OfflineRun
 from lockstep.loop.axes import Axes, as_started, total_device_bytes
 from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
+    Policy,
     build_backend,
     data_parallel,
     load_policy,
@@ -37,6 +38,7 @@ def train_offline(
     *,
     resume: Path | None = None,
     checkpoint: int | None = None,
+    restart: bool = False,
     ranks: RankContext | None = None,
 ) -> dict[str, Any]:
     """Fine-tune a policy on documents; returns the run's summary (see `Session.finish`).
@@ -44,20 +46,19 @@ def train_offline(
     Args:
         resume: a run directory to go on from; `run` is its config.
         checkpoint: the step of the checkpoint to go on from; None is the last.
+        restart: begin the run in `run.run_dir` again; what it has written is kept beside.
         ranks: every one of them makes this call; None: those of this process's launcher, if it has one.
     """
-    if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
+    if (summary := preflight(run, resume=resume, checkpoint=checkpoint, restart=restart)) is not None:
         return summary
     with (
         deterministic(run.train),
         connect_ranks(run, ranks) as ranks,
-        Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks) as session,
+        Session(run, resume=resume, checkpoint=checkpoint, restart=restart, ranks=ranks) as session,
     ):
         run = as_started(run, session.dir.read_manifest())
-        total_bytes = total_device_bytes(run.train, ranks)
         with ranks.together("loading model and data"):
-            task = offline_task(run)
-            policy = load_policy(run, engine=None, ranks=ranks, total_bytes=total_bytes, head=task.head)
+            task, policy = _policy(run, ranks)
             axes, model = policy.axes, policy.model
             documents, held_out = _load(run, task, model, session.display)
         backend = build_backend(run, axes, model, total_steps=run.steps, temperature=1.0, ref=task.needs_ref)
@@ -112,6 +113,11 @@ def train_offline(
                 session.log_step(done, metrics, weights_hash=weights)
                 session.copy(done + 1, backend)
             return session.finish(run.steps, backend)
+
+
+def _policy(run: OfflineRun, ranks: RankContext) -> tuple[OfflineTask, Policy]:
+    task, total_bytes = offline_task(run), total_device_bytes(run.train, ranks)
+    return task, load_policy(run, engine=None, ranks=ranks, total_bytes=total_bytes, head=task.head)
 
 
 def _load(

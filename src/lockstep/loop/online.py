@@ -62,6 +62,7 @@ def train_online(
     *,
     resume: Path | None = None,
     checkpoint: int | None = None,
+    restart: bool = False,
     rewards: Sequence[Callable[..., Any]] = (),
     ranks: RankContext | None = None,
 ) -> dict[str, Any]:
@@ -70,16 +71,19 @@ def train_online(
     Args:
         resume: a run directory to go on from; `run` is its config.
         checkpoint: the step of the checkpoint to go on from; None is the last.
+        restart: begin the run in `run.run_dir` again; what it has written is kept beside.
         rewards: Python callables that replace `run.rewards`, called as f(prompt=, completion=, row=).
         ranks: every one of them makes this call; None: those of the launcher that started this process, if
             one did.
     """
-    if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
+    if (summary := preflight(run, resume=resume, checkpoint=checkpoint, restart=restart)) is not None:
         return summary
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(deterministic(run.train))
         ranks = cleanup.enter_context(connect_ranks(run, ranks))
-        session = cleanup.enter_context(Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks))
+        session = cleanup.enter_context(
+            Session(run, resume=resume, checkpoint=checkpoint, restart=restart, ranks=ranks)
+        )
         run, hold_out = as_started(run, session.dir.read_manifest()), _holds_out(session)
         parts = build_online(
             run,
@@ -96,10 +100,7 @@ def train_online(
         )
         session.dir.update_manifest({"held_out": hold_out})
         _describe_engine(session, parts)
-        of_models = describe_reward_models(
-            parts.reward_models, session, policy_tokenizer=parts.model.tokenizer, ranks=ranks
-        )
-        session.display.notes(prompts.notes, parts.eval_prompts.notes, parts.rewards.notes(), of_models)
+        _describe_rewards(session, parts)
         compiled = CompileMeter(parts.backend, ranks=ranks)
         first_step = session.restore(parts.roles)
         parts = _recorded(parts, session, first_step)
@@ -119,11 +120,9 @@ def train_online(
                     break
                 session.begin_step(done)
                 with session.keeping(done, roles):
-                    sampled = trainer.sample(done)
-                if session.stopping():  # generation was cut short: this step never happened
+                    sampled = _sample(session, trainer, done)
+                if sampled is None:  # generation was cut short: this step never happened
                     return session.interrupted(done, roles)
-                if sampled.aborted:
-                    raise _aborted(done, run.engine.name)
                 begin = partial(session.begin_rollouts, done, save=run.rollout.save)
                 result = trainer.update(sampled.groups, step=done, on_groups=begin)
                 metrics = result.metrics | sampled.counts | pushed
@@ -138,10 +137,20 @@ def train_online(
             return session.finish(run.steps, roles)
 
 
+def _sample(session: Session, trainer: OnlineTrainer, step: int) -> SampledStep | None:
+    """Sample a step; None: the run is to stop here. Raises EngineError: another abort."""
+    sampled = trainer.sample(step)
+    if session.stopping():
+        return None
+    if sampled.aborted:
+        raise _aborted(step, trainer.parts.run.engine.name)
+    return sampled
+
+
 def _aborted(step: int, engine: str) -> EngineError:
     return EngineError(
         f"step {step}: engine {engine!r} ended samples by abort, which this run has not asked for; does "
-        "another client use the server? Go on with --resume",
+        "another client use the server? Give the run an engine of its own, and resume it",
         code="unrequested-abort",
     )
 
@@ -183,6 +192,15 @@ def _describe_engine(session: Session, parts: OnlineParts) -> None:
     session.dir.update_manifest({"worlds": list(worlds.values())})
     for name, world in worlds.items():
         session.display.note(f"{name}: in processes of its own, log {world['log']}")
+
+
+def _describe_rewards(session: Session, parts: OnlineParts) -> None:
+    """Write the reward models to the manifest, and the notes on prompts and rewards to the display."""
+    of_models = describe_reward_models(
+        parts.reward_models, session, policy_tokenizer=parts.model.tokenizer, ranks=parts.ranks
+    )
+    prompts, held_out = parts.prompts.notes, parts.eval_prompts.notes
+    session.display.notes(prompts, held_out, parts.rewards.notes(), of_models)
 
 
 def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlineParts:

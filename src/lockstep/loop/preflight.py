@@ -40,7 +40,9 @@ BACKEND_CLASS_MEMBERS = (
 """What a class must have before one is made; see lockstep.protocols.TrainBackend, which needs torch."""
 
 
-def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) -> dict[str, Any] | None:
+def preflight(
+    run: RunConfig, *, resume: Path | None, checkpoint: int | None, restart: bool = False
+) -> dict[str, Any] | None:
     """Check a run before anything is loaded. Returns the summary of a run that is already finished, and so
     has nothing to resume; else None.
 
@@ -48,7 +50,7 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
         ConfigError, DataError, ModelError: the run cannot start: its folder is taken, or a file, task, shape
             or engine that it names does not exist.
     """
-    if resume is None and run.run_dir is not None:
+    if resume is None and run.run_dir is not None and not restart:
         check_free(run.run_dir)
     if resume is not None and checkpoint is None:
         done = finished(resume, steps=run.steps)

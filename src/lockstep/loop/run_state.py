@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError
 from lockstep.observe.run_dir import is_evaluation
 from lockstep.observe.run_history import EVALUATIONS, is_step
+from lockstep.observe.text import printable
 
 
 def seen_field(role: str) -> str:
@@ -52,3 +54,28 @@ def checked_run_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
 def _is_evaluated(value: Any) -> bool:
     """Return whether `value` is [steps done, name of an evaluation]."""
     return isinstance(value, list) and len(value) == 2 and is_step(value[0]) and value[1] in EVALUATIONS
+
+
+def algorithm_notes(now: Mapping[str, Any] | None, then: Mapping[str, Any]) -> Iterator[str]:
+    """Say where an option that the config leaves open means something else than when the run began.
+
+    Args:
+        now: the algorithm's resolved options; None: a run without an algorithm.
+        then: the manifest.
+    """
+    before = then.get("algorithm")
+    if now is None or "axes" not in then:
+        return
+    if before is None:  # begun before 2026-11-22, when these two were corrected
+        if now["name"] == "rloo" or now["kl"]["coef"] > 0:
+            yield (
+                "the run was started by a version in which rloo had a ratio per token and KL other "
+                "estimators and bounds (CHANGELOG.md): from here on its loss may be another one"
+            )
+        return
+    for key, value in now.items():
+        old = before.get(key) if isinstance(before, Mapping) else None
+        if old != value:
+            yield (
+                f"the run was started with algorithm.{key} = {printable(str(old))} and goes on with {value}"
+            )

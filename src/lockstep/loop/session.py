@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import signal
 import sys
@@ -17,12 +16,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep import attention
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError, ModelError, TrainError
 from lockstep.loop.axes import Axes
+from lockstep.loop.boundary import Boundary
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.distributed import (
     compare_settings,
@@ -30,18 +29,20 @@ from lockstep.loop.distributed import (
     mesh_coordinates,
     open_run_dir,
     resume_command,
+    resume_flags,
 )
 from lockstep.loop.first_step_gap import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.loop.peer_copy import PeerCopies
 from lockstep.loop.rollout_rows import ledger_rows, rollout_rows
-from lockstep.loop.run_state import checked_run_state, seen_field
+from lockstep.loop.run_state import algorithm_notes, checked_run_state, seen_field
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display
+from lockstep.observe.history_check import check_against_ledger, rollout_gaps
 from lockstep.observe.memory import memory_metrics
 from lockstep.observe.metrics import MetricsLog
-from lockstep.observe.run_history import EVALUATIONS
+from lockstep.observe.run_history import EVALUATIONS, FLAGS, LEDGER_SINCE
 from lockstep.observe.run_log import RunLog
 from lockstep.observe.spans import Spans
 from lockstep.observe.text import printable
@@ -53,25 +54,13 @@ from lockstep.recording.recorder import Recorder, RecorderSettings
 from lockstep.recording.storage.shards import rank_folder
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup, SampleRecord
-from lockstep.train.state.rng import generators_at, rng_state
+from lockstep.train.state.rng import generators_at
 
 _SINGLE_PROCESS = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
 _BETWEEN = ("time/evaluate", "time/save", "time/peer_copy")
 """Of what happens between two steps."""
 FAILED_TOGETHER_SECONDS = 10.0
 """How long a rank that failed waits to hear that all others failed with it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Boundary:
-    """The state between two steps, or after an evaluation there: what any later save of this boundary
-    writes, so that a step that is cut short leaves nothing in it."""
-
-    done: int
-    """Steps."""
-    generators: dict[str, Tensor]
-    state: dict[str, Any]
-    """`Session._state`."""
 
 
 class Session:
@@ -81,6 +70,7 @@ class Session:
 
     Args:
         resume: the folder of the run to go on with; None starts a new one in `run.run_dir`.
+        restart: begin the run in `run.run_dir` again; what it has written is kept (see RunDir.create).
         checkpoint: the step of its checkpoint to go on from; None: the last.
         ranks: None: this process alone.
 
@@ -96,6 +86,7 @@ class Session:
         resume: Path | None = None,
         checkpoint: int | None = None,
         ranks: RankContext | None = None,
+        restart: bool = False,
     ) -> None:
         self.run = run
         self.ranks = ranks or RankContext.alone()
@@ -106,7 +97,7 @@ class Session:
             mode=run.log.display if self.ranks.is_first else "off",
         )
         self.spans = Spans(on_change=self._phase)
-        self.dir, self._folders = open_run_dir(run, self.ranks, resume=resume)
+        self.dir, self._folders = open_run_dir(run, self.ranks, resume=resume, restart=restart)
         self._log: RunLog | None = None
         """Set in `__enter__`: a resume that is refused leaves the folder as it was."""
         self._logging = contextlib.ExitStack()
@@ -115,13 +106,15 @@ class Session:
         self._started = time.monotonic()
         self._state: dict[str, Any] = {"evaluations": {}, "evaluated": [], "wall_seconds": 0.0}
         self._state |= {"trained_tokens": 0, "gap_checked": False}
+        self._gaps: list[str] = []
+        """What the files of a resumed run lack, and it can do without."""
         self._logged = 0
         """Number of steps in metrics.jsonl."""
         self._metrics: MetricsLog | None = None
         self._axes: Axes | None = None
         self._recorders: dict[str, Recorder] = {}
         """By role: policy, value."""
-        self._boundary: _Boundary | None = None
+        self._boundary: Boundary | None = None
         """The last one; set by `restore`."""
         self._saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
@@ -193,7 +186,13 @@ class Session:
             # Of a run that goes on further than it was first asked to: no more the last one.
             if (step, name) != (done, "after") or done == self.run.steps
         }
-        return sorted(map(list, self.dir.check_history(done, evaluations=evaluations)))
+        saved = self._checkpoints.steps()
+        known = self.dir.check_history(done, evaluations=evaluations, saved=saved)
+        if isinstance(self.run, GRPORun):
+            since = check_against_ledger(self.dir.path, done=done, saved=saved)
+            self.dir.update_manifest({LEDGER_SINCE: since} | self.dir.read_manifest())
+            self._gaps = rollout_gaps(self.dir.path, range(since, done), saves=self.run.rollout.save)[:1]
+        return sorted(map(list, known))
 
     def __enter__(self) -> Session:
         try:
@@ -214,6 +213,8 @@ class Session:
         self._interrupt.__enter__()
         self.display.__enter__()
         self.display.note(f"run directory: {self.dir.path}")
+        for gap in self._gaps:
+            self.display.note(f"warning: {gap}")
         if self._folders.leaders:
             self.display.note(self._folders.text())
         if self._copies is None and self.run.cluster is not None and self.run.cluster.peer_copy:
@@ -268,10 +269,7 @@ class Session:
 
     def _resume_fields(self, steps: int) -> dict[str, Any]:
         name = None if self._interrupt.signal is None else self._interrupt.signal.name
-        fields: dict[str, Any] = {"steps": steps, "signal": name}
-        if steps == 0 and self._logged:  # the steps that were done are lost: the run would begin again
-            return fields
-        return fields | {"resume": resume_command(self.dir.path, self.ranks)}
+        return {"steps": steps, "signal": name, "resume": resume_command(self.dir.path, self.ranks)}
 
     def describe(
         self, *, axes: Axes, model: LoadedModel, data: Mapping[str, Any], fingerprint: str | None
@@ -306,6 +304,7 @@ class Session:
                 "data_fingerprint": fingerprint,
                 "cpu_threads": torch.get_num_threads(),
                 "spread": self._parallel_layout(),
+                FLAGS: resume_flags(self.ranks),
                 "algorithm": self._algorithm(),
             }
         )
@@ -350,7 +349,8 @@ class Session:
                     f"the run was started with {name} {before} and goes on with {now[name]}: its "
                     "numbers may differ from those of a run that was not interrupted"
                 )
-        self._compare_algorithm(then)
+        for note in algorithm_notes(self._algorithm(), then):
+            self.display.note(note)
         self.dir.update_manifest({"resumed": [*then.get("resumed", []), now]})
 
     def _algorithm(self) -> dict[str, Any] | None:
@@ -358,26 +358,6 @@ class Session:
         return (
             self.run.algorithm.resolved().model_dump(mode="json") if isinstance(self.run, GRPORun) else None
         )
-
-    def _compare_algorithm(self, then: Mapping[str, Any]) -> None:
-        """Show where an option that the config leaves open means something else than when the run began."""
-        now, before = self._algorithm(), then.get("algorithm")
-        if now is None or "axes" not in then:
-            return
-        if before is None:  # begun before 2026-11-22, when these two were corrected
-            if now["name"] == "rloo" or now["kl"]["coef"] > 0:
-                self.display.note(
-                    "the run was started by a version in which rloo had a ratio per token and KL other "
-                    "estimators and bounds (CHANGELOG.md): from here on its loss may be another one"
-                )
-            return
-        for key, value in now.items():
-            old = before.get(key) if isinstance(before, Mapping) else None
-            if old != value:
-                self.display.note(
-                    f"the run was started with algorithm.{key} = {printable(str(old))} and goes on with "
-                    f"{value}"
-                )
 
     def _parallel_layout(self) -> dict[str, Any]:
         """The backend and the number of ranks along each mesh axis."""
@@ -410,8 +390,7 @@ class Session:
 
     def _pass_boundary(self, done: int) -> None:
         """Take the state after `done` steps."""
-        generators = rng_state(all_devices=self.ranks.world_size == 1)
-        self._boundary = _Boundary(done=done, generators=generators, state=copy.deepcopy(self._state))
+        self._boundary = Boundary.take(done, self._state, ranks=self.ranks)
 
     def _open_metrics(self, done: int) -> None:
         """Open the metrics, on rank 0, for the steps after the first `done`."""
@@ -489,11 +468,15 @@ class Session:
         if done > self.run.steps:
             raise ConfigError(
                 f"steps = {self.run.steps}, but {done} steps are done in {str(self.dir.path)!r}; raise "
-                "--steps, or go back to an earlier checkpoint by --checkpoint STEP (there are "
-                f"{sorted(self._checkpoints.steps())})",
+                f"--steps{self._earlier(self.run.steps)}",
                 code="nothing-to-do",
                 setting="steps",
             )
+
+    def _earlier(self, most: int) -> str:
+        """Advice to go back to an older checkpoint, where there is one of at most so many steps."""
+        steps = sorted(step for step in self._checkpoints.steps() if step <= most)
+        return f", or go back by --checkpoint STEP (there are {steps})" if steps else ""
 
     @contextlib.contextmanager
     def interruptible(self, on_request: Callable[[], None] = lambda: None) -> Iterator[Interrupt]:

@@ -320,10 +320,10 @@ class World:
             lost = f"it was started again cluster.world_restarts = {self.restarts} times already"
         if lost is not None:
             folder = self._folder
-            command = "lockstep train --resume" if folder is None else resume_command(folder, self._ranks)
+            on = "" if folder is None else f": {resume_command(folder, self._ranks)}"
             first, _, rest = died.partition("\n")
             error = RolesLost(
-                f"{first}\n{lost}. Go on from the last checkpoint: {command}" + (f"\n{rest}" if rest else ""),
+                f"{first}\n{lost}. Go on with the run{on}" + (f"\n{rest}" if rest else ""),
                 code="process-died",
                 roles=self.roles,
                 call=doing,

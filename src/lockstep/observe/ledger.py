@@ -19,6 +19,13 @@ from typing import Any
 
 from lockstep.errors import DataError
 from lockstep.observe.files import read_plain
+from lockstep.observe.history_check import (
+    ledger_since,
+    rollout_counts,
+    rollout_gaps,
+    saves_rollouts,
+    trained_samples,
+)
 from lockstep.observe.run_history import is_step, read_lines
 
 _SHOWN = 20
@@ -79,17 +86,14 @@ def check_ledger(run: Path) -> LedgerCheck:
         DataError: the run has no ledger.
         CheckpointError: a file is damaged.
     """
-    path = run / "ledger.jsonl"
-    if not path.is_file():
+    path, trained, begin = run / "ledger.jsonl", trained_samples(run), ledger_since(run)
+    if not path.is_file() and (begin is None or begin not in trained):
         raise DataError(
             f"{run}: has no ledger.jsonl: it is no RL run, or has finished no step", code="no-such-file"
         )
-    metrics = read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
-    steps = [row for row in metrics if "evaluation" not in row and is_step(row.get("step"))]
-    trained = {row["step"]: row.get("rollout/samples") for row in steps}
-    going_on = max(trained, default=-1) + 1
+    steps, going_on = sorted(trained), max(trained, default=-1) + 1
     problems, rows, since = list[str](), dict[Sample, list[Mapping[str, Any]]](), 0
-    for number, row in enumerate(read_lines(path), 1):
+    for number, row in enumerate(read_lines(path) if path.is_file() else (), 1):
         if number == 1 and is_step(row.get("since")):
             since = row["since"]
             continue
@@ -99,6 +103,9 @@ def check_ledger(run: Path) -> LedgerCheck:
         if sample is not None and sample[0] != going_on:
             rows.setdefault(sample, []).append(row)
     trained = {step: count for step, count in trained.items() if step >= since}
+    if begin is not None and begin < since:
+        problems.append(f"the ledger begins with step {since}, the run with step {begin}: lines were lost")
+    problems += rollout_gaps(run, steps, saves=saves_rollouts(run)) + rollout_counts(run, trained)
     problems += _repeated(rows) + _missing(rows, trained, *_asked_per_step(run / "config.toml"))
     every = [row for same in rows.values() for row in same]
     dropped = Counter(str(row["dropped"]) for row in every if row.get("dropped") is not None)
@@ -162,11 +169,14 @@ def _missing(
         if step not in trained:
             problems.append(f"step {step} is in the ledger, and not in metrics.jsonl")
             continue
+        if step not in found:
+            problems.append(f"step {step} has no line")
+            continue
         lost = list(_lost(step, found[step], group_size))
         first = sum(any(number < group_size for number in numbers) for numbers in found[step].values())
         if first != prompts:
             lost.append(f"step {step} has samples of {first} prompts, and began with {prompts}")
-        if not lost and counts[step] != trained[step]:
+        if not lost and trained[step] is not None and counts[step] != trained[step]:
             lost.append(f"step {step} trained {trained[step]} samples, and the ledger has {counts[step]}")
         problems += lost
     return problems

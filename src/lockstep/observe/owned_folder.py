@@ -15,7 +15,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from lockstep.observe.lock import process_start
+from lockstep.observe.holder import process_start
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where memory is a folder, on Linux."""

@@ -39,10 +39,13 @@ from lockstep.observe.run_history import (
     metric_lines,
     read_summary,
     recorded_steps,
+    way_on,
 )
 
 OF_NODE = "of-rank-0.txt"
 """Marks the folder that a node has because it does not see that of rank 0."""
+_ASIDE = "before-restart-"
+"""What the folders begin with that have the history of a run from before a restart."""
 _UNFINISHED = re.compile(
     r"\.(config\.toml|manifest\.json|(metrics|ledger)\.jsonl|summary\.json)\.[a-z0-9_]{8}"
     r"|\.(evaluation-\w+(-\d+)?|step-\d+)\.jsonl\.[a-z0-9_]{8}"
@@ -101,19 +104,30 @@ class RunDir:
         Raises:
             TrainError: the disk is full or fails.
         """
-        advice = f"free some space, then go on with `lockstep train --resume {self.path}`"
-        with file_errors(path, TrainError, "write", advice=advice):
+        try:
             yield
+        except OSError:
+            advice = f"free some space, then go on with `{way_on(self.path)}`"
+            with file_errors(path, TrainError, "write", advice=advice):
+                raise
 
     @classmethod
-    def create(cls, path: Path, *, config_toml: str, manifest: Mapping[str, Any]) -> RunDir:
+    def create(
+        cls, path: Path, *, config_toml: str, manifest: Mapping[str, Any], restart: bool = False
+    ) -> RunDir:
         """Create a new run in `path`, which must hold no run with any progress (see `check_free`).
 
+        Args:
+            restart: of a run that is there, what it has written goes to a folder `before-restart-N` in it.
+
         Raises:
-            ConfigError: `path` holds a run, or is a file, or cannot be written, or another process is
-                writing it.
+            ConfigError: `path` holds a run (with `restart`: none), or is a file, or cannot be written, or
+                another process is writing it.
         """
-        check_free(path)
+        if restart:
+            _check_run(path, verb="restart")
+        else:
+            check_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -125,6 +139,8 @@ class RunDir:
             ) from error
         run_dir = cls(path, RunLock(path / "lock"))
         try:
+            if restart:
+                run_dir._set_aside()
             check_free(path)  # another process may have been first, and be done already
             (path / OF_NODE).unlink(missing_ok=True)
             with file_errors(path, TrainError, "write", advice="free some space, and start the run again"):
@@ -134,6 +150,25 @@ class RunDir:
             run_dir.close()
             raise
         return run_dir
+
+    def _set_aside(self) -> None:
+        """Move all that a run has written to a folder of its own. Renames need no room on a full disk."""
+        number = 1
+        while (aside := self.path / f"{_ASIDE}{number}").exists():
+            number += 1
+        # First the checkpoints, last metrics.jsonl: no resume takes what a kill leaves of this for a run.
+        kept = {"lock", "logs", "config.toml", "metrics.jsonl"}
+        there = [p.name for p in self.path.iterdir() if p.name not in kept and not p.name.startswith(_ASIDE)]
+        logs = [f"logs/{path.name}" for path in self.logs.iterdir() if path.name not in ("ranks", "flight")]
+        names = [*sorted(there, key=lambda name: (name != "checkpoints", name)), *logs, "metrics.jsonl"]
+        with file_errors(aside, TrainError, "write", advice="free some space, and give the command again"):
+            (aside / "logs").mkdir(parents=True)
+            for name in names:
+                if (self.path / name).exists() or (self.path / name).is_symlink():
+                    (self.path / name).rename(aside / name)
+            shutil.copyfile(self.config, aside / "config.toml")
+            for folder in (self.rollouts, self.checkpoints):
+                folder.mkdir(exist_ok=True)
 
     @classmethod
     def open(cls, path: Path, *, restarted: bool = False) -> RunDir:
@@ -146,21 +181,7 @@ class RunDir:
             ConfigError: `path` holds no run, or another process is writing it.
             CheckpointError: something in it leads out of it, or is no file or folder.
         """
-        check_layout(path)
-        if (path / OF_NODE).exists():
-            raise ConfigError(
-                f"cannot resume {str(path)!r} on {platform.node()}: it has a node's share of a run whose "
-                f"folder is on the node of rank 0 ({OF_NODE}). Start the ranks so that rank 0 is there; or, "
-                f"if all of the run was copied here, delete {OF_NODE}",
-                code="wrong-kind-of-file",
-                path=path,
-            )
-        if not (path / "config.toml").is_file():
-            raise ConfigError(
-                f"cannot resume {str(path)!r}: it holds no config.toml, so no run was started there",
-                code="wrong-kind-of-file",
-                path=path,
-            )
+        _check_run(path, verb="resume")
         return cls(path, RunLock(path / "lock", restarted=restarted))
 
     def rewind(self, steps_done: int, *, evaluated: Collection[str] = EVALUATIONS) -> None:
@@ -196,12 +217,12 @@ class RunDir:
             self.summary.unlink(missing_ok=True)
 
     def check_history(
-        self, steps_done: int, *, evaluations: Collection[tuple[int, str]]
+        self, steps_done: int, *, evaluations: Collection[tuple[int, str]], saved: Collection[int] = ()
     ) -> set[tuple[int, str]]:
         """Check that metrics.jsonl has every line that a checkpoint of `steps_done` steps has: see
         `check_lines`."""
         lines = metric_lines(self.metrics)
-        return check_lines(self.metrics, lines, done=steps_done, evaluations=evaluations)
+        return check_lines(self.metrics, lines, done=steps_done, evaluations=evaluations, saved=saved)
 
     def check_nothing_done(self) -> None:
         """Check that a run without a checkpoint may begin again at its first step.
@@ -214,7 +235,8 @@ class RunDir:
             raise CheckpointError(
                 f"{self.checkpoints} holds no checkpoint, but {file} shows {done} steps that are done: "
                 "the run would start again and lose them. Restore the folder from a copy; or, if none was "
-                f"saved yet, start a new run with `lockstep train {self.config} --run-dir NEW`",
+                f"saved yet, begin again with `{way_on(self.path)}`, which keeps what is there in a folder "
+                f"{_ASIDE}N",
                 code="incomplete",
                 path=self.checkpoints,
             )
@@ -358,6 +380,25 @@ def _keep(path: Path, kept: bytes) -> None:
         write_atomic(path, kept.decode("utf-8"))
 
 
+def _check_run(path: Path, *, verb: str) -> None:
+    """Raise ConfigError unless a run was started in `path`, on this node."""
+    check_layout(path)
+    if (path / OF_NODE).exists():
+        raise ConfigError(
+            f"cannot {verb} {str(path)!r} on {platform.node()}: it has a node's share of a run whose "
+            f"folder is on the node of rank 0 ({OF_NODE}). Start the ranks so that rank 0 is there; or, "
+            f"if all of the run was copied here, delete {OF_NODE}",
+            code="wrong-kind-of-file",
+            path=path,
+        )
+    if not (path / "config.toml").is_file():
+        raise ConfigError(
+            f"cannot {verb} {str(path)!r}: it holds no config.toml, so no run was started there",
+            code="wrong-kind-of-file",
+            path=path,
+        )
+
+
 def new_path(name: str) -> Path:
     """Return the folder of a run whose config names none."""
     return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
@@ -385,9 +426,11 @@ def check_free(path: Path) -> None:
         or any((path / "rollouts").glob("*step-*.jsonl"))
         or summary.get("steps")
     ):
+        advice = "give another --run-dir"
+        if (path / "config.toml").is_file():
+            advice = f"continue it with `{way_on(path)}`, or {advice}"
         raise ConfigError(
-            f"{str(path)!r} already holds a run; continue it with `lockstep train --resume {path}`, or "
-            "give another --run-dir",
+            f"{str(path)!r} already holds a run; {advice}",
             code="already-exists",
             path=path,
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +19,17 @@ EVALUATION = "evaluation"
 EVALUATIONS = ("before", "during", "after")
 """Its values."""
 
+_TAIL = 1 << 16
+"""Bytes in which the last line of a ledger is looked for."""
+
 STEP_FILE = re.compile(r"(evaluation-)?step-(\d{1,18})\.jsonl")
 """A file of rollouts/."""
+
+FLAGS = "resume_flags"
+"""Field of manifest.json: what `--resume RUN_DIR` needs more, to have the ranks that the run had."""
+
+LEDGER_SINCE = "ledger_since"
+"""Field of manifest.json: the first step of which the run has lines in ledger.jsonl."""
 
 FILES = ("config.toml", "manifest.json", "metrics.jsonl", "ledger.jsonl", "summary.json", "lock")
 FOLDERS = ("rollouts", "checkpoints", "logs", "recordings", "export", "engine")
@@ -64,7 +76,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         CheckpointError: any other line is not a JSON object, or the file cannot be read.
     """
     with open_plain(path, CheckpointError) as file:
-        return [row for _, _, row in _objects(file, path)]
+        return [row for _, _, row in objects(file, path)]
 
 
 def metric_lines(path: Path) -> list[Line]:
@@ -77,7 +89,7 @@ def metric_lines(path: Path) -> list[Line]:
     if not path.exists():
         return []
     with open_plain(path, CheckpointError) as file:
-        return [_line(number, raw, row, path) for number, raw, row in _objects(file, path)]
+        return [_line(number, raw, row, path) for number, raw, row in objects(file, path)]
 
 
 def bytes_before(path: Path, step: int) -> int:
@@ -85,15 +97,15 @@ def bytes_before(path: Path, step: int) -> int:
     before `step`. Raises as `metric_lines`."""
     size = 0
     with open_plain(path, CheckpointError) as file:
-        for number, raw, row in _objects(file, path):
+        for number, raw, row in objects(file, path):
             if _line(number, raw, row, path).step >= step:
                 break
             size = file.tell()
     return size
 
 
-def _objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """(number, bytes, value) of each whole line that is not blank."""
+def objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Yield (number, bytes, value) of each whole line that is not blank."""
     number = 0
     while raw := file.readline(JSON_BYTES + 1):
         number += 1
@@ -145,20 +157,58 @@ def is_step(value: Any) -> TypeGuard[int]:
 def recorded_steps(run: Path) -> tuple[int, Path]:
     """Return the largest number of done steps in a run's files, except checkpoints, and the file with it.
 
-    The rollouts of a step are written before its line of metrics: they only show that the steps before are
-        done.
+    The rollouts and the ledger lines of a step are written before its line of metrics: they only show that
+    the steps before are done.
 
     Raises:
         CheckpointError: metrics.jsonl is damaged, or a file cannot be read.
     """
     metrics, summary, rollouts = run / "metrics.jsonl", run / "summary.json", run / "rollouts"
+    ledger = run / "ledger.jsonl"
     counts = [(line.step + (line.evaluation is None), metrics) for line in metric_lines(metrics)]
     if summary.exists():
         counts.append((_steps_of_summary(summary), summary))
+    if (begun := last_step(ledger)) is not None:
+        counts.append((begun, ledger))
     for file in rollouts.iterdir() if rollouts.is_dir() else ():
         if match := STEP_FILE.fullmatch(file.name):
             counts.append((int(match[2]), file))
     return max(counts, default=(0, metrics), key=lambda each: each[0])
+
+
+def last_step(ledger: Path) -> int | None:
+    """Return the step of the last whole line; None: there is none."""
+    if not ledger.exists():
+        return None
+    with open_plain(ledger, CheckpointError) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        lines = file.read().split(b"\n")[:-1]
+    if not any(line.strip() for line in lines):
+        return None
+    row = parse_json([line for line in lines if line.strip()][-1], f"{ledger}, last line", CheckpointError)
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if is_step(step) else None
+
+
+def way_on(run: Path, flags: str | None = None) -> str:
+    """Return the command that goes on with an unfinished run: `--resume`; or, where steps are done and none
+    of them is in a checkpoint, `--restart`.
+
+    Args:
+        flags: that spread it over ranks; None: those in its manifest.
+
+    Raises:
+        CheckpointError: as `recorded_steps`.
+    """
+    saved = any(run.glob("checkpoints/step-*/complete.json"))
+    how = "--resume" if saved or not recorded_steps(run)[0] else "--restart"
+    if flags is None:
+        try:
+            flags = json.loads((run / "manifest.json").read_text(encoding="utf-8")).get(FLAGS)
+        except (OSError, ValueError, AttributeError):  # what reads it for a resume says what is wrong with it
+            flags = None
+    command = f"lockstep train {how} {shlex.quote(str(run))}"
+    return f"{command} {flags}" if isinstance(flags, str) and flags else command
 
 
 def _steps_of_summary(path: Path) -> int:
@@ -186,10 +236,15 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def check_lines(
-    path: Path, lines: Sequence[Line], *, done: int, evaluations: Collection[tuple[int, str]]
+    path: Path,
+    lines: Sequence[Line],
+    *,
+    done: int,
+    evaluations: Collection[tuple[int, str]],
+    saved: Collection[int] = (),
 ) -> set[tuple[int, str]]:
     """Compare metrics.jsonl with a checkpoint: each step below `done` has one line, in order, and so have
-    `evaluations`, (steps done, name), in between.
+    `evaluations`, (steps done, name), in between. saved: steps of the checkpoints that there are.
 
     Returns:
         Those of the `evaluations` that have a line. Only one of the checkpoint's own weights, which can be
@@ -217,11 +272,23 @@ def check_lines(
         else:
             seen.add(key)
     if expected < done:
-        raise _missing(path, f"step {expected}", f'{{"step": {expected}}}', done=done, before=expected)
+        raise _missing(
+            path,
+            f"step {expected}",
+            f'{{"step": {expected}}}',
+            done=done,
+            saved=[n for n in saved if n <= expected],
+        )
     for step, name in sorted(evaluations):
         if (step, name) not in seen and step < done:
             text = f'{{"step": {step}, "{EVALUATION}": "{name}"}}'
-            raise _missing(path, f"evaluation {name!r} after {step} steps", text, done=done, before=step - 1)
+            raise _missing(
+                path,
+                f"evaluation {name!r} after {step} steps",
+                text,
+                done=done,
+                saved=[n for n in saved if n < step],
+            )
     return seen & set(evaluations)
 
 
@@ -237,8 +304,8 @@ def _misplaced(path: Path, line: Line) -> CheckpointError:
     )
 
 
-def _missing(path: Path, what: str, text: str, *, done: int, before: int) -> CheckpointError:
-    back = f"go back by --checkpoint STEP to a checkpoint of at most {before} steps, " if before > 0 else ""
+def _missing(path: Path, what: str, text: str, *, done: int, saved: Collection[int]) -> CheckpointError:
+    back = f"go back by --checkpoint STEP (there are {sorted(saved)}), " if saved else ""
     return CheckpointError(
         f"{path}: has no line of {what}, although the checkpoint is of {done} steps: lines were lost. "
         f"Restore the file from a copy, {back}or put the line {text} where it was, which shows the hole",

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import LockstepError
+from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
 from lockstep.ranks.copy_folder import committed_steps, copy_folder
 from lockstep.ranks.environment import COPIES, COPY_PLACE
@@ -40,8 +41,10 @@ class HealingRules:
     """Whether each node makes that folder, in its own memory; False: the launcher, on this machine."""
     standby: bool = True
     """Whether processes wait to take the ranks' places."""
-    resume: str = ""
-    """Command that goes on from the last checkpoint, for the user."""
+    flags: str = ""
+    """What the command that goes on with the run needs besides its folder, for the user."""
+    restart: bool = False
+    """Whether the ranks begin a run again that is there: it has begun when they have written its config."""
 
 
 def launch_healing_ranks(
@@ -89,6 +92,8 @@ def _generations(
 ) -> int:
     copies = None if reserve is None else reserve.folder
     recovery: Recovery | None = None
+    config = rules.run_dir / "config.toml"
+    before = _version(config) if rules.restart else None
     while True:
         number = 0 if recovery is None else recovery.number
         logs = log_dir if recovery is None else log_dir.with_name(f"{log_dir.name}-restart-{number}")
@@ -112,7 +117,7 @@ def _generations(
             launch.explain_failure()
             echo(f"lockstep: cluster.max_restarts = {number}: the run is not started again", file=sys.stderr)
             return status
-        began = (rules.run_dir / "config.toml").is_file()
+        began = _version(config) not in (None, before)
         recovery = Recovery(
             number=number + 1,
             most=rules.max_restarts,
@@ -126,7 +131,13 @@ def _generations(
         echo(f"lockstep: {launch.death}; the run is {source} ({again})", file=sys.stderr)
 
 
+def _version(file: Path) -> tuple[int, int] | None:
+    """What is another one when the file is written again; None: there is none."""
+    return (file.stat().st_ino, file.stat().st_mtime_ns) if file.is_file() else None
+
+
 def _say_how_to_resume(rules: HealingRules) -> None:
-    saved = any(rules.run_dir.glob("checkpoints/*/complete.json"))
-    how = f"go on with: {rules.resume}" if saved else "no checkpoint was saved: start it again"
+    how = "nothing had begun: start it again by the same command"
+    if (rules.run_dir / "config.toml").is_file():
+        how = f"go on with: {way_on(rules.run_dir, rules.flags)}"
     echo(f"lockstep: the ranks of {rules.run_dir} could not be started again; {how}", file=sys.stderr)

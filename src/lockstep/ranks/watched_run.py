@@ -21,9 +21,17 @@ from typing import Any
 from lockstep.errors import DataError, TrainError
 from lockstep.observe import flight
 from lockstep.observe.files import read_plain
+from lockstep.observe.history_check import gaps
 from lockstep.observe.holder import holding, holds
 from lockstep.observe.lock import Owner, read_owner
-from lockstep.observe.run_history import check_layout, read_lines, read_summary, recorded_steps
+from lockstep.observe.run_history import (
+    check_layout,
+    is_step,
+    read_lines,
+    read_summary,
+    recorded_steps,
+    way_on,
+)
 from lockstep.observe.text import printable
 from lockstep.ranks.hang import find_records
 
@@ -53,6 +61,8 @@ class RunLook:
     """A line for each rank of a running run."""
     error: str | None
     """With which it failed."""
+    gaps: tuple[str, ...] = ()
+    """Where its files do not tell of the same steps."""
 
     def text(self) -> str:
         """For a terminal."""
@@ -63,10 +73,11 @@ class RunLook:
         lines += [f"  {line}" for line in self.doing]
         if self.error is not None:
             lines.append(f"  {self.error}")
+        lines += [f"  warning: {gap}" for gap in self.gaps]
         if self.checkpoint is not None and self.state != "finished":
             lines.append(f"  newest checkpoint: {self.checkpoint}")
         if self.state in ("interrupted", "failed", "died"):
-            lines.append(f"  go on with: lockstep train --resume {self.run}")
+            lines.append(f"  go on with: {way_on(self.run)}")
         return "\n".join(map(printable, lines))
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,6 +108,7 @@ def look(run: Path) -> RunLook:
         last={name: float(steps[-1][name]) for name in _SHOWN if steps and name in steps[-1]},
         checkpoint=str(folder / saved[-1]) if saved else None,
         doing=_doing(run) if state == "running" else (),
+        gaps=tuple(gaps(run, [row["step"] for row in steps if is_step(row.get("step"))])),
         error=str(summary["error"]) if state == "failed" and "error" in summary else None,
     )
 
