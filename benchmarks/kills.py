@@ -3,16 +3,19 @@
     python benchmarks/kills.py --n 20 --recipe tiny-ppo --resume benchmarks/results/kills.json
     python benchmarks/kills.py --n 20 --ranks 2 --target one --resume benchmarks/results/kills.json
     python benchmarks/kills.py --n 20 --ranks 2 --target one --peer-copy --resume benchmarks/results/heal.json
+    python benchmarks/kills.py --n 20 --signal INT
 
 One run is left alone. Each of the others gets SIGKILL, at a moment drawn evenly from the time between its
 directory and the undisturbed run's end: the whole process group at once, or with --target one a single
 process of the run, drawn evenly from those kinds that live then (the command itself, a supervisor, a rank, a
-worker that scores). A run that does not end well by itself is resumed until it does. Compared are the bytes
-of the exported weights of every trained model, and every metric of every step but times, memory and
-throughput; and the ledger must have lost no sample and trained none twice. With --ranks the run is fsdp2's,
-and its reward is a function that runs in a worker. --resume adds to what the file holds. With --peer-copy no
-checkpoint is saved before the end, and a death of a rank must heal by itself (cluster.peer_copy): only a run
-whose command was killed is begun anew. The exit status is 0 when every run was equal.
+worker that scores). --signal INT or TERM goes to the group, and lets it save. A run that does not end well
+by itself is resumed until it does, or begun again by --restart where it has no checkpoint. Compared are the
+bytes of the exported weights of every trained model, and every metric of every step but times, memory and
+throughput; and the ledger must have lost no sample and trained none twice. The reward is a function that
+draws random numbers in a worker. With --ranks the run is fsdp2's. --resume adds to what the file holds. With
+--peer-copy no checkpoint is saved before the end, and a death of a rank must heal by itself
+(cluster.peer_copy): only a run whose command was killed is begun anew. The exit status is 0 when every run
+was equal.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--ranks", type=int, default=1, help="of fsdp2, if more than one")
     parser.add_argument("--target", choices=["group", "one"], default="group", help="what is killed")
+    parser.add_argument("--signal", choices=["KILL", "INT", "TERM"], default="KILL", help="to a group")
     parser.add_argument("--peer-copy", action="store_true", help="heal from host memory")
     parser.add_argument("--resume", type=Path, metavar="FILE")
     parser.add_argument("--set", nargs="*", default=[], metavar="FLAG", help="more flags, without their --")
@@ -71,11 +75,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         train = [sys.executable, "-m", "lockstep", "train", "--recipe", args.recipe, *settings]
         train += ["--checkpoint.every", "0" if args.peer_copy else "1", "--log.no-tensorboard"]
+        (root / "kills_reward.py").write_text(REWARD)
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        train += ["--rewards", "kills_reward:score"]
         if args.ranks > 1:
-            (root / "kills_reward.py").write_text(REWARD)
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
             train += ["--ranks", str(args.ranks), "--train.backend", "fsdp2", "--train.device", "cpu"]
-            train += ["--rewards", "kills_reward:score"]
             train += ["--cluster.peer-copy"] if args.peer_copy else []
         alone = start([*train, "--run-dir", root / "alone"], root / "alone.log")
         until(alone, root / "alone")
@@ -97,7 +101,8 @@ def main(argv: Sequence[str]) -> int:
         for number in range(args.n):
             moment = moments.uniform(0.0, seconds)
             one = moments if args.target == "one" else None
-            cases.append(case(train, root / str(number), moment, expected, one=one))
+            send = signal.Signals[f"SIG{args.signal}"]
+            cases.append(case(train, root / str(number), moment, expected, one=one, send=send))
             print(number, json.dumps(cases[-1]), flush=True)
             shutil.rmtree(root / str(number), ignore_errors=True)
             if args.resume is not None:
@@ -110,7 +115,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def case(
-    train: Sequence[Any], run: Path, moment: float, expected: dict[str, Any], *, one: random.Random | None
+    train: Sequence[Any],
+    run: Path,
+    moment: float,
+    expected: dict[str, Any],
+    *,
+    one: random.Random | None,
+    send: signal.Signals,
 ) -> dict[str, Any]:
     """Kill a run, or one of its processes, `moment` seconds after it made its directory, resume it, and
     compare."""
@@ -123,7 +134,8 @@ def case(
     except subprocess.TimeoutExpired:
         killed, victim = chosen(process.pid, one)
         if one is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            killed += f" by {send.name}"
+            os.killpg(process.pid, send)
         else:
             victim.kill()
         recovered = ended(process, log) == 0

@@ -177,11 +177,10 @@ def dead_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                     train_online(tiny(made[every] / "run", text))
             (made[every] / "run" / "said.txt").write_text(str(caught.value))
         shutil.copytree(made[every] / "run", folder / "run")
-        config = (folder / "run/config.toml").read_text().replace(str(made[every]), str(folder))
-        (folder / "run/config.toml").write_text(config)
-        said = (folder / "run/said.txt").read_text().replace(str(made[every]), str(folder))
+        for name in ("config.toml", "summary.json", "said.txt"):
+            text = (folder / "run" / name).read_text().replace(str(made[every]), str(folder))
+            (folder / "run" / name).write_text(text)
         (folder / "run/said.txt").rename(folder / "said.txt")
-        (folder / "said.txt").write_text(said)
         return folder / "run"
 
     return make

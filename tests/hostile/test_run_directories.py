@@ -351,6 +351,8 @@ def test_a_run_that_did_no_step_begins_again(spoilt, resume):
     (run / "summary.json").unlink()
     first = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)[0]
     replace(run / "metrics.jsonl", first + b'{"step": 0, "lo')
+    lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    replace(run / "ledger.jsonl", b"".join(line for line in lines if json.loads(line)["step"] == 0))
     for file in (run / "rollouts").iterdir():
         if file.name not in ("evaluation-before.jsonl", "step-000000.jsonl"):
             file.unlink()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_runs import FILE, FORWARD, OPTIMIZER, Commands, Ended, everything, kill
+from loop_runs import FILE, FORWARD, OPTIMIZER, Commands, Ended, everything, kill, on_pairs
 from starting import until, wait_for
 
 from lockstep.loop.interrupt import Interrupt
@@ -137,3 +137,32 @@ def test_a_running_run_is_not_resumed_or_started_twice(lockstep, tiny_toml, tmp_
     ended = lockstep(*argv, cwd=tmp_path, signals=orders, meanwhile=meanwhile)
     assert refused == [2, 2]
     assert ended.out.count("\n") == 1 and ended.verdict.startswith("train: finished, 2 steps")
+
+
+DRAWS = ("--model.lora.rank", "4", "--model.lora.dropout", "0.2")
+SCORE = "lockstep.rollout.reward_process:RewardWorker.one"
+PAIRS = [{"prompt": f"{i} + 1 =", "chosen": f" {i + 1}", "rejected": f" {i}"} for i in range(17)]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_run_on_documents_with_dropout_goes_on_exactly(kind, lockstep, straight, sft_toml, tmp_path):
+    toml = sft_toml if kind == "sft" else on_pairs(sft_toml, tmp_path, kind, PAIRS)
+    orders = [
+        send(FORWARD, step=1, call=2, when="backward"),
+        kill(FORWARD, step=3, when="after"),
+        send(OPTIMIZER, step=4),
+    ]
+    lockstep.broken_off(toml, tmp_path / "run", orders, *DRAWS)
+    assert everything(tmp_path / "run") == straight(*DRAWS, toml=toml)
+
+
+def test_a_reward_that_draws_in_its_own_process_goes_on_exactly(lockstep, tiny_toml, tmp_path):
+    """16 rewards in a step, 4 in an evaluation: stopped and killed in both."""
+    (tmp_path / "drawing.py").write_text(
+        "import random\ndef reward(prompt, completion, row):\n    return random.random()\n"
+    )
+    flags = ("--rewards", "drawing:reward")
+    lockstep("train", tiny_toml, "--run-dir", tmp_path / "straight", *flags, cwd=tmp_path)
+    orders = [send(SCORE, step=2, call=7), kill(SCORE, step=3, call=5), send(SCORE, step=3, call=18)]
+    lockstep.broken_off(tiny_toml, tmp_path / "run", orders, *flags)
+    assert everything(tmp_path / "run") == everything(tmp_path / "straight")
