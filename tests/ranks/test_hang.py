@@ -149,4 +149,4 @@ def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.Capture
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with raises(DataError, "wrong-kind-of-file"):
         find_records(tmp_path)
-    assert main(["hang", str(tmp_path)]) == 1
+    assert main(["hang", str(tmp_path)]) == 2

@@ -8,6 +8,7 @@ lockstep logs /data/runs/a --cluster http://head:8265 --follow
 from __future__ import annotations
 
 import argparse
+import io
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import TextIO
 
 from lockstep.cli import arguments as values
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
+from lockstep.observe.files import open_plain
 from lockstep.observe.text import echo
 from lockstep.ranks.watched_run import log_file, look
 
@@ -28,7 +30,10 @@ def main(argv: Sequence[str]) -> int:
     if arguments.cluster is not None:
         return _of_job(arguments)
     path = log_file(arguments.run, rank=arguments.rank)
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with (
+        open_plain(path, DataError, root=arguments.run) as plain,
+        io.TextIOWrapper(plain, encoding="utf-8", errors="replace") as file,
+    ):
         for line in deque(file, maxlen=arguments.lines):
             echo(line.rstrip("\n"))
         if arguments.follow:

@@ -69,13 +69,14 @@ def without_adapter(folder: Path) -> Iterator[Path]:
 
 
 def copy_without_adapter(folder: Path, place: Path) -> Path:
-    """Fill `place`, a new folder, with the files of a model folder, without an adapter's. They take no space
+    """Fill `place`, a folder of ours, with the files of a model folder, without an adapter's. They take no space
     where the file system can link them."""
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     for entry in _others(folder):
         if entry.is_dir():
-            shutil.copytree(entry, place / entry.name)
+            shutil.copytree(entry, place / entry.name, dirs_exist_ok=True)
             continue
+        (place / entry.name).unlink(missing_ok=True)  # a link of an earlier start
         try:
             os.link(entry.resolve(), place / entry.name)
         except OSError:  # another file system, or one without links

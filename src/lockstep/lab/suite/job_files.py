@@ -14,6 +14,8 @@ from lockstep.observe.files import read_plain, write_atomic, write_json
 
 RESULT, RANK_LOGS = "result.json", "ranks"
 """How a worker ended; the folder of what its ranks print."""
+_LINES_BYTES = 2**30
+"""The largest file of lines that is read."""
 _Kind = TypeVar("_Kind", bound=Record)
 
 
@@ -90,8 +92,8 @@ def first_problem(error: ValidationError) -> str:
 def read_if_whole(path: Path, kind: type[_Kind]) -> _Kind | None:
     """Read what a worker wrote; None where there is no file yet, or it holds something else."""
     try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
+        return kind.model_validate_json(read_plain(path, ConfigError))
+    except (ConfigError, ValidationError):
         return None
 
 
@@ -100,7 +102,8 @@ def read_lines(path: Path, kind: type[_Kind]) -> list[_Kind]:
     if not path.exists():
         return []
     values = []
-    for line in path.read_text(encoding="utf-8").split("\n"):  # splitlines() would cut a text at U+2028 too
+    text = read_plain(path, ConfigError, limit=_LINES_BYTES).decode("utf-8", errors="replace")
+    for line in text.split("\n"):  # splitlines() would cut a text at U+2028 too
         try:
             values.append(kind.model_validate_json(line))
         except ValidationError:

@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.errors import ConfigError
 from lockstep.observe import memory
+from lockstep.observe.files import open_plain
 from lockstep.processes.child import Child, describe_status, end
 
 TAIL_BYTES = 256 * 1024
@@ -122,7 +124,7 @@ def read_tail(log: Path) -> str:
     """The last TAIL_BYTES of a log; "" where there is none."""
     if not log.exists():
         return ""
-    with log.open("rb") as file:
+    with open_plain(log, ConfigError) as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - TAIL_BYTES))
         return file.read().decode("utf-8", errors="replace")

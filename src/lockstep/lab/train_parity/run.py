@@ -36,6 +36,7 @@ from lockstep.lab.train_parity.job import (
 )
 from lockstep.lab.train_parity.result import ParityResult, StackResult, judge, learning, row_name
 from lockstep.lab.train_parity.stacks import Stack, skipped
+from lockstep.observe.files import read_plain
 
 WORKER = ("-m", "lockstep.lab.train_parity.worker")
 INPUTS_WORKER = ("-m", "lockstep.lab.train_parity.inputs")
@@ -105,7 +106,7 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
                 code="process-died",
                 path=log,
             )
-        return InputsReport.model_validate_json((self.out / REPORT).read_text(encoding="utf-8"))
+        return InputsReport.model_validate_json(read_plain(self.out / REPORT, ConfigError))
 
     def _ranks(self, stack: Stack) -> int | None:
         try:
@@ -265,7 +266,7 @@ def where_it_was(folder: Path) -> str:
     """ "; rank 0 was in NAME (FILE:LINE); rank 1 was in ...", from what ranks write before the deadline."""
     frames: dict[int, str] = {}
     for path in folder.glob("rank-*.log"):
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_tail(path)
         start = text.rfind("Timeout (")
         if start < 0:
             continue
