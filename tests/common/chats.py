@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
+
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from lockstep.config.data import DataConfig
 from lockstep.data.preferences import load_preferences, load_scored_pairs
 from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
 from lockstep.data.unpaired import load_unpaired
+from lockstep.models.bundled import bundled_folder
 
 Row = dict[str, Any]
+
+
+@functools.cache
+def smollm2(*special: str) -> Any:
+    """SmolLM2's tokenizer, with more special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))
+    more = [AddedToken(text, special=True, normalized=False) for text in special]
+    tokenizer.add_special_tokens({"extra_special_tokens": more})
+    return tokenizer
+
 
 TOOLS_TEMPLATE = """{% if tools %}{{ '<|im_start|>tools\n' }}{% for tool in tools %}\
 {{ tool | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}\

@@ -18,13 +18,16 @@ import pytest
 import torch
 import transformers
 from answers import answer_logprobs, cross_entropy, orpo, rendered, simpo
+from chats import TOOLS_TEMPLATE, document_texts, smollm2, trained_text, write_rows
 from classifiers import save_classifier
 from raising import raises
 from scripted import SCRIPTED, prompts, save_scripted
 
 from lockstep.cli.main import main
 from lockstep.config.batch import RewardModelConfig
+from lockstep.config.data import DataConfig
 from lockstep.config.model import LoraConfig, ModelConfig
+from lockstep.data.sft import load_sft
 from lockstep.errors import ModelError
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.exported import exported_folder, weights_fingerprint
@@ -36,12 +39,68 @@ from lockstep.processes.jobs import JobProcess
 from lockstep.ranks import second_look
 from lockstep.ranks.hang import children_of
 
-# 1. The tools and chat_template_kwargs of a row
+# 1. The tools and chat_template_kwargs of a row (more in tests/data/test_texts.py)
+
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+RAIN, YES, NO = (
+    [{"role": r, "content": t}] for r, t in (("user", "Rain?"), ("assistant", "Yes"), ("assistant", "No"))
+)
+# (kind of run, row): what it renders is what transformers renders of RAIN (and YES) with the same variables.
+RENDERED = [
+    ("sft", {"messages": RAIN + YES}),
+    ("sft", {"prompt": RAIN, "completion": YES}),
+    ("dpo", {"prompt": RAIN, "chosen": YES, "rejected": NO}),
+    ("rm", {"prompt": RAIN, "chosen": YES, "rejected": NO}),
+    ("kto", {"prompt": RAIN, "chosen": YES, "rejected": NO}),
+    ("grpo", {"prompt": RAIN}),
+    ("grpo", {"prompt": "Rain?"}),
+]
+
+
+@pytest.mark.parametrize(("run", "row"), RENDERED)
+def test_a_row_gives_tools_and_variables_to_the_template(run, row, tmp_path):
+    more = {"tools": WEATHER, "chat_template_kwargs": {"enable_thinking": False}}
+    source = write_rows(tmp_path, [{**row, **more}], kind="jsonl")
+    assert document_texts(source, smollm2(), run=run, chat_template=TOOLS_TEMPLATE)[0] == (
+        smollm2().apply_chat_template(
+            RAIN if run == "grpo" else RAIN + YES,
+            tools=WEATHER,
+            enable_thinking=False,
+            chat_template=TOOLS_TEMPLATE,
+            tokenize=False,
+            add_generation_prompt=run == "grpo",
+        )
+    )
+
 
 # end of 1
 
 
 # 2. Nulls that Arrow adds
+
+# (format, the arguments of calls in two rows, what is learnt from the first): by hand.
+ARGUMENTS = [
+    ("jsonl", {"city": "Paris"}, {"zone": "CET"}, '"arguments": {"city": "Paris"}'),
+    ("parquet", {"city": "Paris"}, {"zone": "CET"}, '"arguments": {"city": "Paris"}'),
+    ("datasets", {"city": "Paris"}, {"zone": "CET"}, '"arguments": {"city": "Paris"}'),
+    (
+        "parquet",
+        {"all": [{"city": "Paris"}, None]},
+        {"all": [{"zone": 1}]},
+        '{"all": [{"city": "Paris"}, null]}',
+    ),
+    ("jsonl", {"city": None}, {"zone": "CET"}, '"arguments": {"city": null}'),
+]
+
+
+@pytest.mark.parametrize(("kind", "first", "second", "learnt"), ARGUMENTS)
+def test_nulls_of_other_rows_are_not_learnt(kind, first, second, learnt, tmp_path):
+    calls = [[{"function": {"name": "weather", "arguments": arguments}}] for arguments in (first, second)]
+    rows = [{"messages": [*RAIN, {"role": "assistant", "content": "", "tool_calls": call}]} for call in calls]
+    source = write_rows(tmp_path, rows, kind=kind)
+    text = trained_text(source, smollm2(), chat_template=TOOLS_TEMPLATE)
+    assert learnt in text and text.count("null") == learnt.count("null")
+
 
 # end of 2
 
@@ -73,6 +132,21 @@ def test_rewards_and_stop_strings_see_special_tokens(tiny_folder, tmp_path, sett
 
 
 # 4. The end-of-sequence token after a special token
+
+# (row, settings, what is trained): by hand; the tokenizer's eos is <|im_end|>.
+ENDS = [
+    ({"prompt": "6 + 1 =", "completion": "7</answer>"}, {"chat_template": "none"}, "7</answer><|im_end|>"),
+    ({"prompt": "6 + 1 =", "completion": "7<|im_end|>"}, {"chat_template": "none"}, "7<|im_end|>"),
+    ({"prompt": "6 + 1 =", "completion": "7</answer>"}, {}, "7</answer><|im_end|>"),
+    ({"text": "x 7</answer>"}, {}, " 7</answer><|im_end|>"),
+]
+
+
+@pytest.mark.parametrize(("row", "settings", "trained"), ENDS)
+def test_only_an_end_token_ends_a_text(row, settings, trained, tmp_path):
+    source = write_rows(tmp_path, [row], kind="jsonl")
+    assert trained_text(source, smollm2("<answer>", "</answer>"), **settings) == trained
+
 
 # end of 4
 
@@ -255,6 +329,20 @@ def test_messages_train_on_every_assistant_turn(tiny_folder, tmp_path):
 
 
 # 8. A token across the border of prompt and completion
+
+# (prompt, completion, borders that would merge): the ids are those of transformers' tokenizer, apart.
+BORDERS = [("Answer: ", "Paris is big", 1), ("Answer: ", "Paris", 1), ("Answer:", " Paris", 0)]
+
+
+@pytest.mark.parametrize(("prompt", "completion", "merged"), BORDERS)
+def test_a_completion_is_encoded_as_the_policy_samples_it(prompt, completion, merged, tmp_path):
+    source = write_rows(tmp_path, [{"prompt": prompt, "completion": completion}], kind="jsonl")
+    loaded = load_sft(DataConfig(source=str(source), chat_template="none"), tokenizer=smollm2())
+    answer = [*smollm2()(completion)["input_ids"], smollm2().eos_token_id]
+    assert loaded[0].token_ids.tolist() == [*smollm2()(prompt)["input_ids"], *answer]
+    assert loaded[0].num_trained == len(answer)
+    assert loaded.report["merged_borders"] == merged
+
 
 # end of 8
 

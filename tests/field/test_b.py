@@ -27,6 +27,7 @@ import matrix_results
 import pytest
 import torch
 import transformers
+from chats import smollm2, trained_text, write_rows
 from pydantic import BaseModel
 from raising import raises
 
@@ -247,6 +248,24 @@ def test_a_run_whose_export_fails_says_how_to_make_it(
 
 
 # 20. Templates that end a conversation with eos
+
+# As Phi-3's.
+PHI = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+TURNS = [
+    {"role": r, "content": t}
+    for r, t in (("user", "Hi"), ("assistant", "One"), ("user", "And"), ("assistant", "Two"))
+]
+
+
+@pytest.mark.parametrize(
+    ("turns", "trained"), [(2, "One<|end|>\n<|im_end|>"), (4, "One<|end|>Two<|end|>\n<|im_end|>")]
+)
+def test_a_template_that_writes_an_eos_where_no_answer_is_asked_for(turns, trained, tmp_path):
+    source = write_rows(tmp_path, [{"messages": TURNS[:turns]}], kind="jsonl")
+    tokenizer = smollm2("<|end|>", "<|user|>", "<|assistant|>")
+    assert trained_text(source, tokenizer, chat_template=PHI) == trained
+
 
 # end of 20
 

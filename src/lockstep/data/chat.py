@@ -5,31 +5,22 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.data.columns import UNREAD, named_columns
-from lockstep.data.readers import parse_value
 from lockstep.errors import ConfigError, DataError, unknown_name
+from lockstep.observe.chat_template import ChatTemplate, row_columns, row_variables
 from lockstep.observe.files import file_errors, path_problem, read_plain
-from lockstep.observe.templates import Rendered, render_chat
+from lockstep.observe.templates import Rendered
 from lockstep.observe.text import printable
 
 Message = dict[str, Any]
-PROBE = "Zq7xKwQ"
-"""A text that no template writes, to see what a template puts behind an answer."""
-_CALL = {"type": "function", "id": "zq7xkwq00", "function": {"name": PROBE, "arguments": {}}}
-_OF_ROWS = ("tools", "chat_template_kwargs", "enable_thinking")
 _OF_MESSAGES = {"role", "content", "weight"}
 """Keys of a message that need not stand in a template: `weight` says what is trained on."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-_ARGUMENTS = {"messages", "conversation", "add_generation_prompt", "chat_template", "tokenize"}
-_AS_OBJECT = re.compile(r"\barguments['\"]?\]?\s*\|\s*(tojson|items)\b")
-_AS_TEXT = re.compile(r"\barguments['\"]?\]?\s+is\s+(not\s+)?(string|mapping)\b")
-"""Whether a template writes the arguments of a call as JSON, and whether it may get them as JSON."""
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
@@ -129,6 +120,7 @@ class ChatFormat:
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.template = _resolve_template(config.chat_template, tokenizer)
+        self._template = None if self.template is None else ChatTemplate(tokenizer, self.template)
         self.kwargs = dict(config.chat_template_kwargs)
         self._auto = config.chat_template == "auto"
         self._system = config.system_prompt
@@ -179,47 +171,29 @@ class ChatFormat:
         """
         for name in sorted(row.keys() & (UNREAD.keys() - self._named)):
             self._note(f"column {name!r} is ignored: {UNREAD[name]}")
-        given = {name: row[name] for name in _OF_ROWS if row.get(name) is not None and row[name] != ""}
+        given = row_columns(row)
         if not given:
             return self
-        variables = self._variables(given, where)
-        if not variables:
+        template = None if self.template is None else self._template_for(given)
+        variables, unread = row_variables(row, template, where)
+        for column in unread:
+            why = "there is no chat template" if template is None else "the chat template never reads it"
+            self._note(f"column {column!r} is ignored: {why}")
+        if template is None or not variables:
             return self
         other = copy.copy(self)
+        other._template, other.template = template, template.text
         other.kwargs = {**self.kwargs, **variables}
-        if "tools" in variables and self._auto:  # some tokenizers have a template of their own for tools
-            other.template = str(self.tokenizer.get_chat_template(tools=variables["tools"]))
         return other
 
-    def _variables(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The variables of a row that the template reads; the others are added to `notes`."""
-        more = given.get("chat_template_kwargs", {})
-        more = _parsed(more, Mapping, where, name="chat_template_kwargs", expected="an object")
-        variables = {name: value for name, value in more.items() if value is not None}
-        for name in ("enable_thinking", "tools"):
-            if name in given:
-                variables[name] = given[name]
-        for name in list(variables):
-            if self.template is None or not re.search(rf"\b{re.escape(name)}\b", self.template):
-                column = name if name in given else f"chat_template_kwargs.{name}"
-                why = (
-                    "there is no chat template"
-                    if self.template is None
-                    else "the chat template never reads it"
-                )
-                self._note(f"column {column!r} is ignored: {why}")
-                del variables[name]
-            elif name in _ARGUMENTS:
-                raise DataError(
-                    f"{where}: chat_template_kwargs.{name} is no variable of a template but an argument of "
-                    "apply_chat_template; leave it out",
-                    code="wrong-row",
-                    where=where,
-                    name=name,
-                )
-        tools = _tools(variables.pop("tools", []), where)
-        # Templates of Llama write their instructions for tools around an empty list, too.
-        return {**variables, "tools": tools} if tools else variables
+    def _template_for(self, given: Mapping[str, Any]) -> ChatTemplate:
+        """The template in force; some tokenizers have one of its own for tools."""
+        assert self._template is not None
+        if given.get("tools") and self._auto:
+            text = str(self.tokenizer.get_chat_template(tools=given["tools"]))
+            if text != self._template.text:
+                return ChatTemplate(self.tokenizer, text)
+        return self._template
 
     def _note(self, text: str) -> None:
         self._notes[printable(f"{self._source}: {text}")] = None
@@ -255,44 +229,11 @@ class ChatFormat:
         Raises:
             DataError: the template refuses the messages, or uses up its budget of time or memory.
         """
-        assert self.template is not None
+        assert self._template is not None
         for key in {key for message in messages for key in message} - _OF_MESSAGES:
-            if not _reads(self.template, key):
+            if not self._template.reads_key(key):
                 self._note(f"{key!r} of messages is ignored: the chat template never reads it")
-        return render_chat(
-            self.tokenizer,
-            self.template,
-            self._for_template(messages),
-            generate=generate,
-            options=self.kwargs,
-            where=where,
-        )
-
-    def _for_template(self, messages: list[Message]) -> list[Message]:
-        """The messages as the template expects them: arguments that are JSON text, as OpenAI's are, become
-        objects where the template makes JSON of them; contents become lists of parts where it reads no
-        other."""
-        assert self.template is not None
-        parse = bool(_AS_OBJECT.search(self.template)) and not _AS_TEXT.search(self.template)
-        result = []
-        for message in messages:
-            calls = message.get("tool_calls")
-            if parse and isinstance(calls, list):
-                message = {**message, "tool_calls": [_with_object(call) for call in calls]}
-            if self._whole._reads_parts:
-                message = {**message, "content": [{"type": "text", "text": message["content"]}]}
-            result.append(message)
-        return result
-
-    @cached_property
-    def _reads_parts(self) -> bool:
-        """Whether the template leaves out a content that is text, as Idefics' does, and writes parts."""
-        assert self.template is not None
-        user = {"role": "user", "content": "Hi"}
-        if self._behind_probe(self.template, [{**user, "content": PROBE}]) is not None:
-            return False
-        parts = [{"type": "text", "text": PROBE}]
-        return self._behind_probe(self.template, [{**user, "content": parts}]) is not None
+        return self._template.rendered(messages, generate=generate, options=self.kwargs, where=where)
 
     @cached_property
     def begins_with_space(self) -> bool:
@@ -307,31 +248,12 @@ class ChatFormat:
 
     @cached_property
     def _end_ids(self) -> frozenset[int]:
-        ends = {i for i in (self.tokenizer.eos_token_id,) if i is not None}
-        template = self.template or _own_template(self.tokenizer)
-        if template is None:
-            return frozenset(ends)
-        user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}
-        call: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        talks: list[list[Message]] = [[user, answer], [user, call], [user, answer, user]]
-        special = special_ids(self.tokenizer)
-        for messages in talks:
-            given = messages if self.template is None else self._for_template(messages)
-            ids = self.encode(self._behind_probe(template, given) or "")
-            marks = [i for i in ids if i in special]
-            if messages[-1] is user:  # up to the end of this turn, not into the next one
-                ends.update(ids[:1] if ids and ids[0] in special else [])
-            elif marks and not self.tokenizer.decode(ids[ids.index(marks[-1]) + 1 :]).strip():
-                ends.add(marks[-1])
-        return frozenset(ends)
-
-    def _behind_probe(self, template: str, messages: list[Message]) -> str | None:
-        """What a template writes behind PROBE; None if it refuses such messages, or leaves PROBE out."""
-        try:
-            text = render_chat(self.tokenizer, template, messages, where="a conversation of two turns").text
-        except DataError:  # a template for other roles; what it refuses in the rows is an error there
-            return None
-        return text.rpartition(PROBE)[2] if PROBE in text else None
+        ends = frozenset(i for i in (self.tokenizer.eos_token_id,) if i is not None)
+        own = self.tokenizer.chat_template
+        template = self._template
+        if template is None and isinstance(own, str):
+            template = ChatTemplate(self.tokenizer, own)
+        return ends if template is None else ends | template.end_ids
 
     def encode(self, text: str) -> list[int]:
         """Return token ids, with `bos` in front unless the text begins with it.
@@ -377,60 +299,3 @@ def _leading_ids(tokenizer: Any) -> list[int]:
     out."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
-
-
-def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of all special tokens."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset({number for number, token in added if token.special} | set(tokenizer.all_special_ids))
-
-
-def _own_template(tokenizer: Any) -> str | None:
-    return tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
-
-
-def _reads(template: str, key: str) -> bool:
-    """Whether the template could read this key of a message; transformers gives reasoning three names."""
-    names: Iterable[str] = _REASONING if key in _REASONING else (key,)
-    return any(re.search(rf"\.{re.escape(name)}\b|['\"]{re.escape(name)}['\"]", template) for name in names)
-
-
-def _with_object(call: Any) -> Any:
-    """A tool call with its arguments as an object; unchanged if they are none."""
-    if not isinstance(call, Mapping):
-        return call
-    inner = call.get("function", call)
-    if not isinstance(inner, Mapping) or not isinstance(arguments := inner.get("arguments"), str):
-        return call
-    try:
-        value = parse_value(arguments.encode(), "arguments")
-    except DataError:  # text that a model wrote wrongly stays what it wrote
-        return call
-    if not isinstance(value, dict):
-        return call
-    inner = {**inner, "arguments": value}
-    return {**call, "function": inner} if "function" in call else inner
-
-
-def _parsed(value: Any, kind: type, where: str, *, name: str, expected: str) -> Any:
-    """A value of a row, which may be written as JSON text, as data sets with one type per column do."""
-    parsed = value
-    if isinstance(value, str):
-        try:
-            parsed = parse_value(value.encode(), where)
-        except DataError:
-            parsed = None
-    if not isinstance(parsed, kind) or isinstance(parsed, str):
-        raise DataError(
-            f"{where}: {name} must be {expected}, got {str(value)[:80]!r}; correct it, or rename the column "
-            f"(data.columns = {{other = {name!r}}})",
-            code="wrong-row",
-            where=where,
-            name=name,
-        )
-    return parsed
-
-
-def _tools(value: Any, where: str) -> list[Any]:
-    parsed = partial(_parsed, where=where, name="tools", expected="a list of JSON schemas")
-    return [dict(parsed(tool, Mapping)) for tool in parsed(value, Sequence)]

@@ -15,6 +15,8 @@ from lockstep.observe.text import printable
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
+JSON_COLUMNS = b"lockstep.json_columns"
+"""Key in the metadata of Parquet files of ours: names of the columns that hold JSON."""
 ROW_DEPTH = 200
 """Deepest nesting of lists and objects: functions that walk a row recurse once or twice a level."""
 
@@ -125,6 +127,19 @@ def restored(
         if value is not None and (position := schema.get_field_index(name)) >= 0:
             kind = schema.field(position).type
             result[name] = _restored(value, kind, f"{where}, {name}", (name in rendered, decoded))
+    return result
+
+
+def with_json(row: Mapping[str, Any], schema: Any, *, where: str) -> dict[str, Any]:
+    """Return a row of a Parquet file, with the columns parsed that ours say are JSON.
+
+    Raises:
+        DataError: one of them is no JSON.
+    """
+    result = dict(row)
+    for name in json.loads((schema.metadata or {}).get(JSON_COLUMNS, b"[]")):
+        if result[name] is not None:
+            result[name] = parse_value(result[name].encode(), where)
     return result
 
 

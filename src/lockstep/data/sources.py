@@ -17,6 +17,7 @@ from lockstep.data.readers import (
     parse_row,
     parse_value,
     restored,
+    with_json,
 )
 from lockstep.data.rows import PlacedRow, place
 from lockstep.errors import ConfigError, DataError, nearest
@@ -200,7 +201,8 @@ def _read_parquet(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
     with opened_parquet(path) as file:
         for batch in file.iter_batches():
             for row in batch.to_pylist():
-                yield restored(row, file.schema_arrow, rendered=rendered, where=str(path))
+                row = restored(row, file.schema_arrow, rendered=rendered, where=str(path))
+                yield with_json(row, file.schema_arrow, where=str(path))
 
 
 def _datasets(source: str) -> Any:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from lockstep.data.chat import PROBE, ChatFormat, Message, check_text
+from lockstep.data.chat import ChatFormat, Message, check_text
 from lockstep.errors import DataError
+from lockstep.observe.chat_template import PROBE
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _ANCHORS = ("\n", ".", "a", ",")

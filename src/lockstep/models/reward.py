@@ -39,7 +39,7 @@ from lockstep.models.folder import INDEX, WEIGHTS, check_fit, check_total
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.quiet import quiet_transformers
 from lockstep.models.rest import Rest
-from lockstep.observe.templates import render_chat
+from lockstep.observe.chat_template import ChatTemplate, row_variables
 from lockstep.observe.truncation import kept_at_end
 
 _LENGTHS = (5, 9, 20, 70)
@@ -98,6 +98,7 @@ class RewardModel:
             )
         self.max_length = max_length
         self.template = _template(config, tokenizer)
+        self._chat_template = ChatTemplate(tokenizer, self.template or "")
         self._check_neighbours()
         self._rest: Rest | None = None
 
@@ -130,8 +131,13 @@ class RewardModel:
                     code="batch-dependent",
                 )
 
-    def document(self, prompt: ChatPrompt, completion: str, where: str) -> Document:
+    def document(
+        self, prompt: ChatPrompt, completion: str, where: str, *, row: Mapping[str, Any] | None = None
+    ) -> Document:
         """Tokenise prompt and completion: in the chat template, else the texts one after the other.
+
+        Args:
+            row: of the data; its `tools` and `chat_template_kwargs` are for the template.
 
         Raises:
             DataError: it is too long under overlong = "error", empty, or messages that nothing can render.
@@ -142,7 +148,8 @@ class RewardModel:
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
             whole = [*messages, {"role": "assistant", "content": completion}]
-            text = render_chat(self.tokenizer, self.template, whole, where=where).text
+            options, _ = row_variables(row or {}, self._chat_template, where)
+            text = self._chat_template.rendered(whole, options=options, where=where).text
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise DataError(f"{where}: prompt and completion are empty", code="empty")

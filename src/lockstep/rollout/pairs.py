@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.observe.chat_template import row_columns
 from lockstep.rollout.select import Row, Selection, by_prompt, checked_sample, counted, no_answer
 
 _NUMBER_AT_END = re.compile(
@@ -100,7 +101,7 @@ def pair_row(chosen: Row, rejected: Row) -> dict[str, Any]:
         answers = {key: [{"role": "assistant", "content": text}] for key, text in answers.items()}
     origin = {"index": chosen["index"], "samples": [chosen["sample"], rejected["sample"]]}
     rewards = {"reward_chosen": chosen["reward"], "reward_rejected": rejected["reward"]}
-    return {"prompt": chosen["prompt"], **answers, **origin, **rewards}
+    return {"prompt": chosen["prompt"], **answers, **origin, **rewards, **row_columns(chosen)}
 
 
 def _pairs(samples: Sequence[Row], choice: PairChoice) -> Iterator[tuple[Row, Row]]:

@@ -112,7 +112,8 @@ class RewardModels:
         name = f"reward model {model.config.name!r}"
         try:
             documents = [
-                model.document(_prompt(sample), sample.completion, _where(sample)) for sample in inputs
+                model.document(_prompt(sample), sample.completion, _where(sample), row=sample.row)
+                for sample in inputs
             ]
         except DataError as error:
             raise RewardError(f"{name}: {error}", **error.data) from error

@@ -9,11 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.readers import opened_parquet, parse_value
+from lockstep.data.readers import JSON_COLUMNS, opened_parquet, restored, with_json
 from lockstep.errors import DataError
 
-JSON_COLUMNS = b"lockstep.json_columns"
-"""Key in the file's metadata: names of the columns that hold JSON."""
+_RENDERED = ("prompt", "messages", "tools", "chat_template_kwargs")
 # Also the number of rows that are in memory at a time, in writing and in reading.
 ROWS_PER_GROUP = 4096
 
@@ -63,12 +62,10 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         DataError: it is damaged.
     """
     with opened_parquet(path) as file:
-        as_json = json.loads((file.schema_arrow.metadata or {}).get(JSON_COLUMNS, b"[]"))
         for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
             for row in batch.to_pylist():
-                for name in as_json:
-                    row[name] = None if row[name] is None else parse_value(row[name].encode(), str(path))
-                yield row
+                row = restored(row, file.schema_arrow, rendered=_RENDERED, where=str(path))
+                yield with_json(row, file.schema_arrow, where=str(path))
 
 
 def _schema(row: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:

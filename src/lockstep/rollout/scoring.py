@@ -226,7 +226,9 @@ def judge(
         totals.counts.update(judges.rewards.take_counts())
         scores = [(None, None) if s is None else (s.total, s.by_name) for s in scored]
     if judges.model is not None:
-        documents = [judges.model.document(i.prompt, i.reward_input.completion, i.where) for i in items]
+        documents = [
+            judges.model.document(i.prompt, i.reward_input.completion, i.where, row=i.row) for i in items
+        ]
         totals.truncated += sum(document.truncated for document in documents)
         logits = judges.model.score(documents)
         scores = [

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.data.rows import place
 from lockstep.errors import ConfigError, DataError
+from lockstep.observe.chat_template import row_columns
 
 Row = Mapping[str, Any]
 
@@ -139,7 +140,8 @@ def no_answer(sample: Row, *, finished: bool) -> str | None:
 
 
 def checked_sample(row: Row, where: str, *, index: Any, reward: Any, use: str) -> dict[str, Any]:
-    """Return index, sample, reward, prompt, completion and finish_reason of a scored row.
+    """Return index, sample, reward, prompt, completion and finish_reason of a scored row, and what it has for
+    its chat template (`tools`, ...).
 
     Args:
         index, reward: those of the row that count.
@@ -175,14 +177,14 @@ def checked_sample(row: Row, where: str, *, index: Any, reward: Any, use: str) -
             where=where,
         )
     kept = {name: row.get(name) for name in ("sample", "prompt", "completion", "finish_reason")}
-    return {"index": index, "reward": reward, **kept}
+    return {"index": index, "reward": reward, **kept, **row_columns(row)}
 
 
 def sft_row(row: Row) -> dict[str, Any]:
     """Return the row for `lockstep train sft`: `prompt` and `completion`, lists of messages where a chat
     template was applied to messages, else texts; and its origin. (As one conversation, answers within the
     prompt would be trained on.)"""
-    origin = {name: row[name] for name in ("index", "sample", "reward")}
+    origin = {name: row[name] for name in ("index", "sample", "reward")} | row_columns(row)
     if isinstance(row["prompt"], str):
         return {"prompt": row["prompt"], "completion": row["completion"], **origin}
     answer = {"role": "assistant", "content": row["completion"]}

@@ -9,17 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chats import TOOLS_TEMPLATE, document_texts, trained_text, write_rows
+from classifiers import save_classifier
 from raising import raises
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from lockstep.cli.main import main
+from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig
 from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
 from lockstep.errors import DataError
 from lockstep.models.bundled import bundled_folder
+from lockstep.models.reward import RewardModel
+from lockstep.rollout.pairs import PairChoice, select_pairs
+from lockstep.rollout.rows_parquet import read_parquet
+from lockstep.rollout.select import Choice, select, sft_row
 
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -413,4 +420,57 @@ def test_a_run_names_what_it_ignores_once(
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "ignored" in line] == [
         f"{path}: column 'images' is ignored: only text is read"
+    ]
+
+
+def test_a_template_of_its_own_for_tools_is_taken(tokenizer: Any, tmp_path: Path) -> None:
+    own = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))
+    own.chat_template = {"default": PLAIN_TEMPLATE, "tool_use": TOOLS_TEMPLATE}
+    path = write_rows(tmp_path, [{"prompt": ASK, "tools": TOOLS}, {"prompt": ASK}], kind="jsonl")
+    assert document_texts(path, own, run="grpo") == [
+        own.apply_chat_template(ASK, tools=tools, tokenize=False, add_generation_prompt=True)
+        for tools in (TOOLS, None)
+    ]
+
+
+@pytest.mark.parametrize("row", [{"tools": TOOLS}, {"row": {"tools": TOOLS}}])
+def test_a_reward_model_reads_the_tools_of_its_training(
+    row: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    folder = save_classifier(tmp_path / "model", tokenizer)
+    config = RewardModelConfig(name=str(folder), chat_template=TOOLS_TEMPLATE)
+    document = RewardModel(config, device=torch.device("cpu")).document(ASK, "Yes.", "a row", row=row)
+    expected = tokenizer.apply_chat_template(
+        [*ASK, *YES], tools=TOOLS, chat_template=TOOLS_TEMPLATE, tokenize=False
+    )
+    assert tokenizer.decode(document.ids) == expected
+    source = write_rows(
+        tmp_path, [{"prompt": ASK, "chosen": YES, "rejected": NO, "tools": TOOLS}], kind="jsonl"
+    )
+    assert document_texts(source, tokenizer, run="rm", chat_template=TOOLS_TEMPLATE)[0] == expected
+
+
+@pytest.mark.parametrize("row", [{"tools": TOOLS}, {"row": {"tools": TOOLS}}])
+def test_selected_samples_keep_the_tools_of_their_prompt(
+    row: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    samples = [
+        {"index": 0, "sample": n, "prompt": ASK, "completion": text, "reward": float(n), **row}
+        for n, text in enumerate(("No.", "Yes."))
+    ]
+    best = select(samples, Choice(top_k=1), source="rows").rows[0]
+    pair = select_pairs(samples, PairChoice(), source="rows").rows[0]
+    expected = tokenizer.apply_chat_template(
+        [*ASK, *YES], tools=TOOLS, chat_template=TOOLS_TEMPLATE, tokenize=False
+    )
+    for run, chosen in (("sft", sft_row(best)), ("dpo", pair), ("sft", {**samples[1]})):
+        source = write_rows(tmp_path, [chosen], kind="jsonl")
+        assert document_texts(source, tokenizer, run=run, chat_template=TOOLS_TEMPLATE)[0] == expected
+
+
+def test_nulls_of_a_foreign_file_are_not_scored(tmp_path: Path) -> None:
+    rows = [{"prompt": [*ASK, called(city="Paris")]}, {"prompt": [*ASK, called(zone="CET")]}]
+    assert [row["prompt"][1] for row in read_parquet(write_rows(tmp_path, rows, kind="parquet"))] == [
+        called(city="Paris"),
+        called(zone="CET"),
     ]

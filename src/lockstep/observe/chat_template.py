@@ -1,0 +1,197 @@
+"""What a chat template reads, how it ends an answer, and what a row of data gives it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+from lockstep.errors import DataError
+from lockstep.observe.templates import Rendered, render_chat
+
+Message = dict[str, Any]
+ROW_VARIABLES = ("tools", "chat_template_kwargs", "enable_thinking")
+"""Columns of a row that are for its chat template."""
+PROBE = "Zq7xKwQ"
+"""A text that no template writes, to see what a template puts behind an answer."""
+_USER: Message = {"role": "user", "content": "Hi"}
+_ANSWER: Message = {"role": "assistant", "content": PROBE}
+_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"type": "function", "id": "zq7xkwq00", "function": {"name": PROBE, "arguments": {}}},
+    ],
+}
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_ARGUMENTS = {"messages", "conversation", "add_generation_prompt", "chat_template", "tokenize"}
+_AS_OBJECT = re.compile(r"\barguments['\"]?\]?\s*\|\s*(tojson|items)\b")
+_AS_TEXT = re.compile(r"\barguments['\"]?\]?\s+is\s+(not\s+)?(string|mapping)\b")
+"""Whether a template writes the arguments of a call as JSON, and whether it may get them as JSON."""
+
+
+class ChatTemplate:
+    """A jinja chat template and the tokenizer whose special tokens it writes."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self.tokenizer = tokenizer
+        self.text = text
+
+    def reads(self, name: str) -> bool:
+        """Whether the template could read this variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+
+    def reads_key(self, key: str) -> bool:
+        """Whether the template could read this key of a message; transformers gives reasoning three names."""
+        names = "|".join(map(re.escape, _REASONING if key in _REASONING else (key,)))
+        return re.search(rf"\.({names})\b|['\"]({names})['\"]", self.text) is not None
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool = False,
+        options: Mapping[str, Any] | None = None,
+        where: str,
+    ) -> Rendered:
+        """Render messages, whose contents are texts; see `render_chat`.
+
+        Arguments of tool calls that are JSON text, as OpenAI's are, become objects where the template makes
+        JSON of them; contents become lists of parts where it reads no text.
+
+        Raises:
+            DataError: see `render_chat`.
+        """
+        prepared = [self._prepared(message) for message in messages]
+        return render_chat(
+            self.tokenizer, self.text, prepared, generate=generate, options=options, where=where
+        )
+
+    def _prepared(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        calls, content = message.get("tool_calls"), message.get("content")
+        if self._makes_json and isinstance(calls, list):
+            message = {**message, "tool_calls": [_with_object(call) for call in calls]}
+        if self._reads_parts and isinstance(content, str):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        return message
+
+    @cached_property
+    def _makes_json(self) -> bool:
+        return bool(_AS_OBJECT.search(self.text)) and not _AS_TEXT.search(self.text)
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template leaves out a content that is text, as Idefics' does, and writes parts."""
+        parts = [{"type": "text", "text": PROBE}]
+        texts = (self._behind_probe([{**_USER, "content": content}]) for content in (PROBE, parts))
+        return next(texts) is None and next(texts) is not None
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Ids of the special tokens that the template writes behind an answer or a call of a tool, at the end
+        of the conversation or before the next turn."""
+        special, ends = special_ids(self.tokenizer), set()
+        for messages in ([_USER, _ANSWER], [_USER, _CALL], [_USER, _ANSWER, _USER]):
+            behind = self._behind_probe([self._prepared(message) for message in messages]) or ""
+            ids = self.tokenizer(behind, add_special_tokens=False)["input_ids"]
+            marks = [i for i in ids if i in special]
+            if messages[-1] is _USER:  # up to the end of the answer, not into the next turn
+                ends.update(marks[:1] if marks[:1] == ids[:1] else [])
+            elif marks and not self.tokenizer.decode(ids[ids.index(marks[-1]) + 1 :]).strip():
+                ends.add(marks[-1])
+        return frozenset(ends)
+
+    def _behind_probe(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """What the template writes behind PROBE; None if it refuses such messages, or leaves PROBE out."""
+        try:
+            text = render_chat(self.tokenizer, self.text, messages, where="a conversation of two turns").text
+        except DataError:  # a template for other roles; what it refuses in the rows is an error there
+            return None
+        return text.rpartition(PROBE)[2] if PROBE in text else None
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of all special tokens."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset({number for number, token in added if token.special} | set(tokenizer.all_special_ids))
+
+
+def row_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row, also of the data's row in a row of `lockstep generate`, that are for its
+    chat template."""
+    inner = row.get("row")
+    both = {**(inner if isinstance(inner, Mapping) else {}), **row}
+    return {name: both[name] for name in ROW_VARIABLES if both.get(name) not in (None, "")}
+
+
+def row_variables(
+    row: Mapping[str, Any], template: ChatTemplate | None, where: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the variables that a row gives to its chat template (`tools`, `enable_thinking` and the items of
+    `chat_template_kwargs`), and the names of those that the template never reads.
+
+    Each column may be written as JSON text, as data sets with one type per column do.
+
+    Raises:
+        DataError: one that the template reads is of the wrong kind.
+    """
+    given = row_columns(row)
+    more = given.pop("chat_template_kwargs", {})
+    more = _parsed(more, Mapping, where, name="chat_template_kwargs", expected="an object")
+    unread = [f"chat_template_kwargs.{name}" for name in more if template is None or not template.reads(name)]
+    unread += [name for name in given if template is None or not template.reads(name)]
+    variables = {name: value for name, value in {**more, **given}.items() if value is not None}
+    variables = {n: v for n, v in variables.items() if template is not None and template.reads(n)}
+    for name in variables.keys() & _ARGUMENTS:
+        raise DataError(
+            f"{where}: chat_template_kwargs.{name} is no variable of a template but an argument of "
+            "apply_chat_template; leave it out",
+            code="wrong-row",
+            where=where,
+            name=name,
+        )
+    thinking = "enable_thinking"
+    if thinking in variables:
+        value = variables[thinking]
+        variables[thinking] = _parsed(value, bool, where, name=thinking, expected="true or false")
+    if "tools" in variables:
+        schemas = partial(_parsed, where=where, name="tools", expected="a list of JSON schemas")
+        tools = [dict(schemas(tool, Mapping)) for tool in schemas(variables.pop("tools"), Sequence)]
+        # Templates of Llama write their instructions for tools around an empty list, too.
+        variables |= {"tools": tools} if tools else {}
+    return variables, unread
+
+
+def _parsed(value: Any, kind: type, where: str, *, name: str, expected: str) -> Any:
+    parsed = value
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            parsed = None
+    if not isinstance(parsed, kind) or isinstance(parsed, str):
+        raise DataError(
+            f"{where}: {name} must be {expected}, got {str(value)[:80]!r}; correct it, or rename the column "
+            f"(data.columns = {{other = {name!r}}})",
+            code="wrong-row",
+            where=where,
+            name=name,
+        )
+    return parsed
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call with its arguments as an object; unchanged if they are none."""
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("arguments"), str):
+        return call
+    try:
+        value = json.loads(inner["arguments"])
+    except (ValueError, RecursionError):  # text that a model wrote wrongly stays what it wrote
+        return call
+    if not isinstance(value, dict):
+        return call
+    inner = {**inner, "arguments": value}
+    return {**call, "function": inner} if "function" in call else inner
