@@ -110,6 +110,46 @@ def test_turns_of_tools_are_not_trained_on(
     assert trained(load_sft(config, tokenizer=tokenizer)[0], tokenizer) == expected
 
 
+# Calls whose arguments are JSON text, as OpenAI writes them, or an object, as transformers documents:
+# https://github.com/oumi-ai/oumi/pull/2599 (2026-08-12), https://github.com/vortico/flama/issues/258
+# (2026-07-30),
+# https://github.com/Layr-Labs/d-inference/pull/250 (2026-05-29). By hand: the object once, whatever the
+# template
+# does with it and whichever form the row has.
+@pytest.mark.parametrize("arguments", [{"city": "SF"}, '{"city":"SF"}'])
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ a | tojson }}", '{"city": "SF"}'),  # as Qwen2.5's
+        ("{{ a if a is string else a | tojson }}", '{"city": "SF"}'),  # as Qwen3's
+        ("{% for k, v in a.items() %}{{ k + '=' + v }}{% endfor %}", "city=SF"),  # as Qwen3.5's
+        # as Gemma's
+        ("{% for k, v in a|dictsort %}{{ k + ':' + v }}{% endfor %}", "city:SF"),
+        (
+            "{% if a is mapping %}{% for k, v in a|dictsort %}{{ k + ':' + v }}{% endfor %}"
+            "{% elif a is string %}{{ a }}{% endif %}",
+            "city:SF",
+        ),
+        ("{{ 'x' + a }}", "x"),  # as DeepSeek's, which takes text alone: the row's own
+        ("{{ a }}", ""),
+    ],
+)
+def test_arguments_of_calls_have_the_form_that_a_template_takes(
+    written: str, expected: str, arguments: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{% set a = c.function.arguments %}{{ '{' }}" + written + "{{ '}' }}{% endfor %}{{ '<|end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    config = DataConfig(source=source(tmp_path, {"messages": messages}), chat_template=template)
+    found = trained(load_sft(config, tokenizer=tokenizer)[0], tokenizer)
+    own = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    assert found == f"{{{expected}{own if expected in ('', 'x') else ''}}}<|end|>"
+
+
 # https://github.com/huggingface/trl/pull/6433 (2026-07-20): answers that begin alike.
 # https://github.com/unslothai/unsloth-zoo/pull/1110: the border is one of tokens. By hand: the whole answers.
 def test_answers_that_begin_alike_are_trained_from_their_beginning(tokenizer: Any, tmp_path: Path) -> None:
@@ -164,6 +204,28 @@ def test_files_of_other_kinds_are_refused(
         (tmp_path / name).write_text("prompt,completion\na,b\n")
     with raises(ConfigError, "wrong-kind-of-file: data.source"):
         check_source(DataConfig(source=name))
+
+
+# Formats that other frameworks convert, such as ShareGPT's in
+# https://github.com/unslothai/unsloth/issues/11321
+# (2026-09-19), and rows with nulls. Expected: an error that names the row, and what to write.
+@pytest.mark.parametrize(
+    ("name", "text", "problem", "hint"),
+    [
+        ("a.jsonl", '{"messages": [{"from": "human", "value": "Q"}]}', "wrong-row: line 1", "ShareGPT"),
+        ("a.jsonl", '{"prompt": null}', "wrong-row: line 1", "None"),
+        ("a.jsonl", '{"prompt": 5}', "wrong-row: line 1", "neither text"),
+        ("a.json", '{"prompt": "Q"}', "wrong-type", ".jsonl"),
+        ("a.jsonl", '{"prompt": "Q"}\n'.encode("utf-16"), "not-text", "UTF-8"),
+    ],
+)
+def test_rows_of_other_formats_are_refused_with_a_remedy(
+    name: str, text: str | bytes, problem: str, hint: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with raises(DataError, problem) as caught:
+        load_prompts(DataConfig(source=str(tmp_path / name)), tokenizer=tokenizer)
+    assert hint in str(caught.value)
 
 
 # https://github.com/pytorch/torchtitan/pull/4268 (2026-08-22): a document of exactly the limit. By hand.

@@ -80,8 +80,11 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
     messages = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            keys = isinstance(message, Mapping) and {"from", "value"} <= message.keys()
+            hint = "; write ShareGPT's from and value as role (human: user, gpt: assistant) and content"
             raise DataError(
-                f"{where}, message {number}: needs a role and a content, got {str(message)[:80]!r}",
+                f"{where}, message {number}: needs a role and a content, got {str(message)[:80]!r}"
+                f"{hint if keys else ''}",
                 code="wrong-row",
                 where=where,
                 name="role",

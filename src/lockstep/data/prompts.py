@@ -11,7 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.config.data import DataConfig
@@ -156,6 +156,14 @@ class PromptMaker:
             if chat.template is None:
                 return value, content
             return value, chat.with_system([{"role": "user", "content": content}])
+        if not isinstance(value, Sequence):
+            raise DataError(
+                f"{where}: the prompt is {str(value)[:80]!r} ({type(value).__name__}), neither text nor a "
+                "list of messages; correct or remove the row",
+                code="wrong-row",
+                where=where,
+                name="prompt",
+            )
         messages = clean_messages(value, where=where)
         if messages[-1]["role"] == "assistant":
             raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -171,6 +172,13 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise DataError(
+                        f"{path}: is UTF-16, which cannot be read by lines; convert it to UTF-8: "
+                        "iconv -f utf-16 -t utf-8",
+                        code="not-text",
+                        where=where,
+                    )
                 row = parse_row(line, where)
                 # Half a pair stands in a line as an escape or, as json.loads takes it, as bytes from ED.
                 if b"\\u" in line or b"\xed" in line:
@@ -183,7 +191,11 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
         text = path.read_bytes()
     value = parse_value(text, f"{path} (one object per line belongs in .jsonl)")
     if not isinstance(value, list):
-        raise DataError(f"{path}: expected a list of objects, got {type(value).__name__}", code="wrong-type")
+        raise DataError(
+            f"{path}: expected a list of objects, got {type(value).__name__}; put the rows into [ ], or "
+            "write one object per line into a .jsonl file",
+            code="wrong-type",
+        )
     check_surrogates(value, str(path))
     for number, row in enumerate(value, start=1):
         if not isinstance(row, dict):

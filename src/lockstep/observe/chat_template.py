@@ -27,9 +27,6 @@ _CALL: Message = {
 }
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _ARGUMENTS = {"messages", "conversation", "add_generation_prompt", "chat_template", "tokenize"}
-_AS_OBJECT = re.compile(r"\barguments['\"]?\]?\s*\|\s*(tojson|items)\b")
-_AS_TEXT = re.compile(r"\barguments['\"]?\]?\s+is\s+(not\s+)?(string|mapping)\b")
-"""Whether a template writes the arguments of a call as JSON, and whether it may get them as JSON."""
 
 
 class ChatTemplate:
@@ -58,8 +55,9 @@ class ChatTemplate:
     ) -> Rendered:
         """Render messages, whose contents are texts; see `render_chat`.
 
-        Arguments of tool calls that are JSON text, as OpenAI's are, become objects where the template makes
-        JSON of them; contents become lists of parts where it reads no text.
+        Arguments of tool calls that are JSON text, as OpenAI's are, become objects where the template takes
+        objects, and objects JSON text where it takes that alone; contents become lists of parts where it
+        reads no text.
 
         Raises:
             DataError: see `render_chat`.
@@ -71,15 +69,31 @@ class ChatTemplate:
 
     def _prepared(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         calls, content = message.get("tool_calls"), message.get("content")
-        if self._makes_json and isinstance(calls, list):
-            message = {**message, "tool_calls": [_with_object(call) for call in calls]}
+        if isinstance(calls, list) and (form := self._form_of_arguments) is not None:
+            message = {**message, "tool_calls": [_with_arguments(call, form) for call in calls]}
         if self._reads_parts and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
         return message
 
     @cached_property
-    def _makes_json(self) -> bool:
-        return bool(_AS_OBJECT.search(self.text)) and not _AS_TEXT.search(self.text)
+    def _form_of_arguments(self) -> type | None:
+        """What the template takes for the arguments of a call: dict, else str; None: it writes neither.
+
+        An object, as transformers documents it, comes first: templates that take both may write text into
+        braces of their own, as Gemma's do.
+        """
+        return next((form for form in (dict, str) if self._writes_arguments(form)), None)
+
+    def _writes_arguments(self, form: type) -> bool:
+        arguments = {PROBE: PROBE}
+        call = {**_CALL["tool_calls"][0], "function": {"name": "f", "arguments": arguments}}
+        turn = {**_CALL, "tool_calls": [_with_arguments(call, form)]}
+        try:
+            text = render_chat(self.tokenizer, self.text, [_USER, turn], where="a call of a tool").text
+        except DataError:
+            return False
+        as_python = str(arguments)[1:-1]  # an object that is written without `tojson`
+        return PROBE in text and as_python not in text
 
     @cached_property
     def _reads_parts(self) -> bool:
@@ -182,16 +196,20 @@ def _parsed(value: Any, kind: type, where: str, *, name: str, expected: str) -> 
     return parsed
 
 
-def _with_object(call: Any) -> Any:
-    """A tool call with its arguments as an object; unchanged if they are none."""
+def _with_arguments(call: Any, form: type) -> Any:
+    """A tool call with its arguments as an object (dict) or as JSON text (str); unchanged if it has none."""
     inner = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("arguments"), str):
+    if not isinstance(inner, Mapping):
         return call
-    try:
-        value = json.loads(inner["arguments"])
-    except (ValueError, RecursionError):  # text that a model wrote wrongly stays what it wrote
-        return call
-    if not isinstance(value, dict):
+    value = inner.get("arguments")
+    if form is str and isinstance(value, Mapping):
+        value = json.dumps(value, ensure_ascii=False)
+    elif form is dict and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):  # text that a model wrote wrongly stays what it wrote
+            return call
+    if not isinstance(value, form):
         return call
     inner = {**inner, "arguments": value}
     return {**call, "function": inner} if "function" in call else inner
