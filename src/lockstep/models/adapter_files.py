@@ -69,8 +69,8 @@ def without_adapter(folder: Path) -> Iterator[Path]:
 
 
 def copy_without_adapter(folder: Path, place: Path) -> Path:
-    """Fill `place`, a folder of ours, with the files of a model folder, without an adapter's. They take no space
-    where the file system can link them."""
+    """Fill `place`, a folder of ours, with the files of a model folder, without an adapter's: links, where
+    the file system can make them."""
     place.mkdir(parents=True, exist_ok=True)
     for entry in _others(folder):
         if entry.is_dir():
