@@ -5,15 +5,20 @@ Each case is a row: input, expected value, and the source of the expected value.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import importlib.util
 import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,21 +27,31 @@ from pathlib import Path
 import crafted
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from raising import raises
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.cli.main import main
+from lockstep.cluster.jobs import packed
 from lockstep.cluster.ray import _running_here, check_token, local_cluster
 from lockstep.config.cluster import ClusterConfig
+from lockstep.config.engine import EngineConfig
+from lockstep.config.load import load_run
 from lockstep.engine.served import server as served
 from lockstep.engine.served.handler import bearer
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, EngineError, LockstepError, RewardError
 from lockstep.loop import copy_keeper as copies
 from lockstep.loop import world_server as worlds
 from lockstep.observe import flight
 from lockstep.observe.holder import process_start
 from lockstep.observe.lock import RunLock, read_owner
+from lockstep.ranks import rendezvous
 from lockstep.ranks.copy_folder import step_folder, whole_parts
 from lockstep.ranks.hang import examine
+from lockstep.train.fsdp2 import mesh
+from lockstep.transfer.buckets import BucketTransfer
+from lockstep.transfer.carriers import MemoryCarrier
 
 # 26. The address of a local cluster: the attack on one that runs is in tests/cluster/test_ray.py
 
@@ -363,11 +378,187 @@ def test_a_fifo_in_a_run_directory_is_named(
 # end of 33
 
 
-# 34. An engine server killed under two ranks
+# 34. An engine server killed under two ranks: real ones are in tests/loop/test_engine_process.py
+
+
+class Pair:
+    """Two ranks, each in a thread of its own."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self._barrier, self._flags = threading.Barrier(2), []
+
+    def any(self, flag: bool, *, what: str) -> bool:
+        self._flags.append(flag)
+        self._barrier.wait(60)
+        found = any(self._flags)
+        if self._barrier.wait(60) == 0:
+            self._flags.clear()
+        self._barrier.wait(60)
+        return found
+
+
+class Spread:
+    """Weights of which each rank has a part; counts how often it took part in gathering them."""
+
+    shared_module = None
+
+    def __init__(self) -> None:
+        self.gathered = 0
+
+    def weights(self, *, policy_version: int) -> Spread:
+        return self
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.gathered += 1
+        yield "w", torch.zeros(1)
+
+
+class Sent(BucketTransfer):
+    """The transfer of one rank, without an engine."""
+
+    def __init__(self, source: Spread) -> None:
+        super().__init__(EngineConfig(verify="off"), MemoryCarrier(), device=torch.device("cpu"))
+        self._last = (source, "engine", 7)  # type: ignore[assignment]
+        self.sent: list[tuple[object, int]] = []
+
+    def _send(self, source: object, target: object, *, policy_version: int) -> None:
+        self.sent.append((target, policy_version))
+        list(source.weights(policy_version=policy_version).tensors())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("died", [0, 1, 2])
+@pytest.mark.parametrize("failed", [False, True])
+def test_all_ranks_gather_for_an_engine_that_was_started_again(died: int, failed: bool) -> None:
+    """Expected: as many gathers on both ranks as engines of rank 1 died, also when rank 0 failed meanwhile,
+    and both get what their calls gave: by hand."""
+    pair, sources = Pair(), [Spread(), Spread()]
+    transfers = [Sent(source) for source in sources]
+
+    def zero() -> str:
+        if failed:
+            raise RewardError("no reward", code="reward-failed")
+        return "of 0"
+
+    def one() -> str:
+        for _ in range(died):
+            transfers[1]._recover()
+        return "of 1"
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(transfer.serve, make, ranks=pair)
+            for transfer, make in zip(transfers, (zero, one), strict=True)
+        ]
+        if failed:
+            with raises(RewardError, "reward-failed"):
+                calls[0].result(60)
+        else:
+            assert calls[0].result(60) == "of 0"
+        assert calls[1].result(60) == "of 1"
+    assert [source.gathered for source in sources] == [died, died]
+    assert transfers[0].sent == [] and transfers[1].sent == [("engine", 7)] * died
+
+
+def test_an_engine_that_dies_when_others_do_not_sample_ends_the_run() -> None:
+    with raises(EngineError, "wrong-state"):
+        Sent(Spread())._recover()
+
 
 # end of 34
 
 
 # 35. Settled by a test
+
+
+def test_every_group_of_ranks_proves_that_it_is_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The join race: ranks meet in the store again for each group of a mesh, where a stranger may be faster.
+    Expected: by hand, of 8 ranks as 2 x 2 x 2: dp, ring and tp of two ranks, and dp with ring of four."""
+    proved: list[int] = []
+    monkeypatch.setattr(rendezvous, "prove", lambda group: proved.append(dist.get_world_size(group)))
+    monkeypatch.setattr(mesh, "group_timeout", lambda device: None)  # a fake group has none
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh.make_mesh(torch.device("cpu"), ring=2, tp=2)
+    finally:
+        dist.destroy_process_group()
+    assert sorted(proved) == [2, 2, 2, 4]
+
+
+def _link_out(folder: Path) -> None:
+    (folder / "link").symlink_to(folder.parent.parent / "secret")
+
+
+def _link_to_folder(folder: Path) -> None:
+    (folder / "link").symlink_to("/etc")
+
+
+def _fifo(folder: Path) -> None:
+    os.mkfifo(folder / "fifo")
+
+
+def _bomb(folder: Path) -> None:
+    with (folder / "zeros").open("wb") as file:
+        file.truncate(2**30)
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (_link_out, "leads-out-of-folder"),
+        (_link_to_folder, "leads-out-of-folder"),
+        (_fifo, "not-a-file"),
+        (_bomb, "too-large"),
+    ],
+)
+def test_submit_packs_only_what_is_below_the_working_directory(
+    make: Callable[[Path], None], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expected: a refusal, and nothing left; by hand."""
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "work/data").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    make(tmp_path / "work/data")
+    run = load_run(kind="grpo", overrides={"rewards": [{"name": "exact_match"}], "run_dir": "/data/run"})
+    with raises(ConfigError, code), packed(run, extra=[Path("data")]):
+        pass
+    assert list((tmp_path / "cache/submit").iterdir()) == []
+
+
+def test_submit_packs_files_that_git_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray leaves out what a .gitignore in the folder names. Expected: the folder without it; by hand."""
+    (tmp_path / "data").mkdir()
+    for name in (".gitignore", ".rayignore", "rows.jsonl"):
+        (tmp_path / "data" / name).write_text("*\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    run = load_run(kind="grpo", overrides={"rewards": [{"name": "exact_match"}], "run_dir": "/data/run"})
+    with packed(run, extra=[Path("data")]) as folder:
+        assert [str(p.relative_to(folder)) for p in sorted(folder.rglob("*.*"))] == [
+            "data/rows.jsonl",
+            "run.toml",
+        ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_what_a_node_unpacks_stays_in_its_folder(tmp_path: Path) -> None:
+    """Ray's own unpacking, on each node. Expected: no file outside, and no link; by hand."""
+    from ray._private.runtime_env.packaging import unzip_package
+
+    archive, target = tmp_path / "package.zip", tmp_path / "there"
+    link = zipfile.ZipInfo("link")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(archive, "w") as file:
+        for name in ("../out", str(tmp_path / "absolute"), "a/../../up", "run.toml"):
+            file.writestr(name, "text")
+        file.writestr(link, "/etc/passwd")
+    with contextlib.suppress(ValueError, RuntimeError, OSError):  # it may refuse the whole package
+        unzip_package(str(archive), str(target), remove_top_level_directory=False, unlink_zip=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["package.zip"], ["package.zip", "there"])
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+
 
 # end of 35

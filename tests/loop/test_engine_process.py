@@ -135,16 +135,54 @@ def test_replicas_share_the_samples_and_keep_the_bits(embedded, tmp_path):
     assert weights(run) == weights(reference)
 
 
-def test_ranks_have_an_engine_each_and_keep_the_bits(tmp_path):
+HOOK = """
+import json, os, signal
+from pathlib import Path
+from lockstep.algorithms.policy_loss import clipped_objective as objective
+from lockstep.engine.remote.http import Unreachable
+from lockstep.engine.remote.stream import EventStreams
+
+poll, seen = EventStreams.poll, []
+
+def cut(self, seconds):
+    events = poll(self, seconds)
+    for number, (key, event) in enumerate(events):
+        if isinstance(event, bytes) and json.loads(event)["policy_version"] == 1:
+            seen.append(event)
+            if len(seen) == 3:
+                os.kill(self._client.get("/info", seconds=60.0).object()["pid"], signal.SIGKILL)
+                Path("killed").touch()
+                died = Unreachable("the server was killed", code="unreachable")
+                return [*events[: number + 1], (key, died)]
+    return events
+
+if os.environ.get("RANK") == "1":
+    EventStreams.poll = cut
+"""
+"""Kills the server of rank 1 when 3 of the second step's samples have come from it."""
+
+
+def test_ranks_have_an_engine_each_and_keep_the_bits_when_one_is_killed(tmp_path):
+    """Its weights are spread over both ranks: the other one helps to send them again."""
     toml = KINDS["grpo"].replace(
         "[train]", '[train]\nbackend = "fsdp2"\nbatch_invariant = true\ndevice = "cpu"'
     )
     (tmp_path / "run.toml").write_text(toml + '[engine]\nname = "native"\n')
+    (tmp_path / "hook.py").write_text(HOOK)
     for process in ("auto", "own"):
-        argv = ["train", "run.toml", "--ranks", "2", "--steps", "2", "--run-dir", process]
-        succeeds(*argv, "--engine.process", process, cwd=tmp_path, seconds=600)
+        argv = ["train", "run.toml", "--ranks", "2", "--steps", "3", "--run-dir", process]
+        argv += ["--algorithm.objective", "hook:objective", "--engine.process", process]
+        succeeds(*argv, cwd=tmp_path, seconds=600)
     own, auto = tmp_path / "own", tmp_path / "auto"
+    assert (tmp_path / "killed").exists()
     assert sorted(folder.name for folder in (own / "engine").iterdir()) == ["rank-0", "rank-1"]
-    assert metrics_of(own) == metrics_of(auto)
+    assert [step["engine/restarts"] for step in engine_metrics(own)] == [0.0, 1.0, 1.0]
+    attempts = Counter((row["step"], row["attempt"]) for row in read_lines(own / "ledger.jsonl"))
+    assert attempts == {(0, 1): 16, (1, 1): 11, (1, 2): 5, (2, 1): 16}
+    again = "rollout/cached_tokens"  # a prompt is computed again for those of its samples that were missing
+    ours, theirs = (
+        [{k: v for k, v in row.items() if k != again} for row in metrics_of(r)] for r in (own, auto)
+    )
+    assert ours == theirs
     assert rollouts(own) == rollouts(auto)
     assert weights(own) == weights(auto)

@@ -38,7 +38,7 @@ from lockstep.config.run import RunConfig
 from lockstep.data.sources import FILE_SUFFIXES
 from lockstep.errors import ConfigError, DataError, TrainError
 from lockstep.observe.cache import cache_root
-from lockstep.observe.files import file_errors
+from lockstep.observe.files import check_inside, file_errors, open_plain
 from lockstep.observe.text import printable
 from lockstep.protocols.cluster import Node
 
@@ -51,6 +51,8 @@ _REQUEST_SECONDS = 60.0
 """For an answer, an upload of a job's folder included, to begin."""
 _POLL_SECONDS = 1.0
 _MOST_NODES = 10_000
+_MOST_BYTES = 400 * 2**20
+"""That travel with a job, below Ray's 500 MiB."""
 _STATES = {
     "PENDING": "pending",
     "RUNNING": "running",
@@ -292,16 +294,49 @@ def _copy(path: Path, folder: Path) -> None:
             code="leads-out-of-folder",
             setting="--include",
         )
-    target = folder / relative
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        shutil.copytree(path, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    elif path.is_file():
-        shutil.copyfile(path, target)
-    else:
+    if not path.exists():
         raise ConfigError(
             f"--include {path}: there is no such file or folder", code="no-such-file", setting="--include"
         )
+    for file in _files_of(path):
+        target = folder / os.path.relpath(file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open_plain(file, ConfigError, root=Path.cwd()) as source, target.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+
+
+def _files_of(path: Path) -> list[Path]:
+    """A file, or the files of a folder that travel.
+
+    Raises:
+        ConfigError: a link leads out of the working directory, or they are too large for Ray.
+    """
+    check_inside(path, ConfigError, root=Path.cwd())
+    files = [path]
+    if path.is_dir():
+        files = []
+        for name, folders, there in os.walk(path):
+            folders[:] = sorted(each for each in folders if each != "__pycache__")
+            for each in folders:
+                if (link := Path(name, each)).is_symlink():
+                    raise ConfigError(
+                        f"{link}: is a link to a folder, which does not travel; put the folder itself there, "
+                        "or include it by its own path",
+                        code="leads-out-of-folder",
+                        path=link,
+                        setting="--include",
+                    )
+            # Ray would leave out what these files name, without a word.
+            files += [Path(name, each) for each in sorted(there) if each not in (".gitignore", ".rayignore")]
+    total = sum(each.stat().st_size for each in files if each.exists())
+    if total > _MOST_BYTES:
+        raise ConfigError(
+            f"--include {path}: has {total >> 20} MiB, and Ray takes {_MOST_BYTES >> 20} with a job; put it "
+            "on every node, and write its absolute path",
+            code="too-large",
+            setting="--include",
+        )
+    return files
 
 
 def _modules(run: RunConfig) -> list[Path]:

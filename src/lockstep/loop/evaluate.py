@@ -13,6 +13,7 @@ from lockstep.loop.build import OnlineParts
 from lockstep.rollout.rewards import lenient_accuracy, lenient_correct
 from lockstep.rollout.sampler import GroupSampler, SampleKey
 from lockstep.schema.rollout import Prompt, RolloutGroup
+from lockstep.transfer.buckets import serving
 
 EVAL_STEP = -1
 """Used in place of the training step in a sample's seed, so every evaluation draws the same noise."""
@@ -72,6 +73,7 @@ def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | 
         rewards=parts.rewards,
         on_progress=parts.on_progress,
         ranks=parts.ranks,
+        around=serving(parts.transfer, parts.ranks),
         reward_models=parts.reward_models,
     )
     sampled = sampler.groups(

@@ -55,6 +55,7 @@ from lockstep.schema.batch import (
 )
 from lockstep.schema.rollout import RolloutGroup
 from lockstep.transfer import memory_report
+from lockstep.transfer.buckets import serving
 
 
 def train_online(
@@ -288,6 +289,7 @@ class OnlineTrainer:
             spans=self.spans,
             cancelled=cancelled,
             ranks=parts.ranks,
+            around=serving(parts.transfer, parts.ranks),
             reward_models=parts.reward_models,
         )
 

@@ -9,7 +9,8 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
@@ -197,6 +198,9 @@ class GroupSampler:
     """Called before every generation: True counts as aborted. An engine's `abort` ends only what is running,
     so it alone would have no effect while rewards are computed between the rounds of dynamic sampling."""
     ranks: RankContext = field(default_factory=RankContext.alone)
+    around: Callable[[Callable[[], Any]], Any] | None = None
+    """Makes each rank's call that samples its share, and has collectives around it
+    (BucketTransfer.serve)."""
     reward_models: RewardModels | None = None
     """Score beside `rewards`, once all samples of a call are there; each rank those of its own share."""
 
@@ -210,10 +214,12 @@ class GroupSampler:
             RewardError: from a reward, or when no group is left.
         """
         rank, size = self.ranks.rank, self.ranks.world_size
+
+        def own_share() -> _Share:
+            return self._share(prompts[rank::size], key, sampling=sampling, group_size=group_size)
+
         shares = self.ranks.each(
-            lambda: self._share(prompts[rank::size], key, sampling=sampling, group_size=group_size),
-            _Share,
-            what="sampling",
+            own_share if self.around is None else partial(self.around, own_share), _Share, what="sampling"
         )
         if any(share.aborted for share in shares):
             return SampledStep(groups=(), counts={}, aborted=True)

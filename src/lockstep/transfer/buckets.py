@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +22,16 @@ from lockstep.errors import EngineError
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights
 from lockstep.protocols.train import TrainBackend
+from lockstep.protocols.transfer import WeightTransfer
+from lockstep.ranks.context import RankContext
 from lockstep.schema.weights import MemoryReport, Transport, UpdateSession
 from lockstep.transfer.carriers import Carrier
 from lockstep.transfer.memory_report import take_memory_report
 from lockstep.transfer.pack import MIB, Packed, Packer
 from lockstep.transfer.verify import compare_heads
 from lockstep.wire.buckets import TensorSpec, WireError, split_heads
+
+T = TypeVar("T")
 
 
 class BucketTransfer:
@@ -50,6 +55,8 @@ class BucketTransfer:
         self._keep_heads = config.verify != "off"
         self._restarts = 0
         self._last: tuple[TrainBackend, InferenceEngine, int] | None = None
+        self._ranks: RankContext | None = None
+        """Those that `serve` each other now."""
 
     @property
     def transport(self) -> Transport:
@@ -97,6 +104,39 @@ class BucketTransfer:
             raise EngineError(text, code="values-differ", reason=complaint)
         self._keep_heads = self._config.verify == "always"
         return True
+
+    def serve(self, make: Callable[[], T], *, ranks: RankContext) -> T:
+        """Return what `make` returns, which samples and has no collectives of its own. Collective.
+
+        Where weights are spread over ranks, an engine that is started again meanwhile gets them back: its
+        rank waits until the others have made their calls, and then all ranks gather.
+
+        Raises:
+            RankError; and what `make` raises, once no other rank needs weights.
+        """
+        if self._last is None or ranks.world_size == 1 or not self._spread():
+            return make()
+        self._ranks = ranks
+        try:
+            try:
+                made = make()
+            except Exception:  # not Ctrl-C, which the others get as well
+                self._serve_others(ranks)
+                raise
+            self._serve_others(ranks)
+            return made
+        finally:
+            self._ranks = None
+
+    def _serve_others(self, ranks: RankContext) -> None:
+        while self._gather_again(None, ranks):
+            pass
+
+    def _spread(self) -> bool:
+        """Whether no rank has the weights of the last push whole."""
+        assert self._last is not None
+        source, _, policy_version = self._last
+        return source.weights(policy_version=policy_version).shared_module is None
 
     def close(self) -> None:
         """Free memory, files and groups."""
@@ -151,26 +191,60 @@ class BucketTransfer:
         """Send the weights of the last push again, to an engine that was restarted.
 
         Raises:
-            EngineError: there was no push, or no rank has these weights whole.
+            EngineError: there was no push, or no rank has these weights whole and they are not in `serve`.
         """
         if self._last is None:
             raise EngineError(
                 "the engine was started again before any weights were sent to it", code="wrong-state"
             )
-        source, known, policy_version = self._last
-        if source.weights(policy_version=policy_version).shared_module is None:
+        target = self._last[1] if target is None else target
+        if not self._spread():
+            self._send_again(target)
+        elif self._ranks is not None:
+            self._gather_again(target, self._ranks)
+        else:
             raise EngineError(
-                "an engine that was started again cannot get its weights back in mid-step: they are spread "
-                "over ranks, and gathering them needs all. Resume the run from its last checkpoint",
+                "an engine that was started again cannot get its weights back now: they are spread over "
+                "ranks, and gathering them needs all, which are not sampling. Resume the run from its last "
+                "checkpoint",
                 code="wrong-state",
             )
+
+    def _gather_again(self, target: InferenceEngine | None, ranks: RankContext) -> bool:
+        """Gather the weights of the last push again if a rank's engine needs them; return whether one did.
+        Collective.
+
+        Args:
+            target: of this rank; None: none of its engines needs them.
+        """
+        assert self._last is not None
+        source, _, policy_version = self._last
+        if not ranks.any(target is not None, what="looking for engines that were started again"):
+            return False
+        cuda = self._device.type == "cuda"
+        # The thread of a replica has another current device than the one that trains.
+        with torch.cuda.device(self._device) if cuda else contextlib.nullcontext():
+            if target is not None:
+                self._send_again(target)
+            else:
+                for _ in source.weights(policy_version=policy_version).tensors():
+                    pass
+        return True
+
+    def _send_again(self, target: InferenceEngine) -> None:
+        assert self._last is not None
+        source, known, policy_version = self._last
         self._carrier.reset()
         self._keep_heads = self._config.verify != "off"
-        target = known if target is None else target
         self._send(source, cast(ReceivesWeights, target), policy_version=policy_version)
         if target is not known:
             self._carrier.reset()  # what was shared with one replica is no good for all
         self.check(target)
+
+
+def serving(transfer: WeightTransfer, ranks: RankContext) -> Callable[[Callable[[], Any]], Any] | None:
+    """Return what makes a call that samples on these ranks; None: nothing is to be done around it."""
+    return partial(transfer.serve, ranks=ranks) if isinstance(transfer, BucketTransfer) else None
 
 
 def _once_each(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
