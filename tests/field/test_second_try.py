@@ -32,6 +32,7 @@ from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
 from lockstep.data.sources import check_source
 from lockstep.errors import ConfigError, DataError, ModelError, RewardError
+from lockstep.loop.build import build_online
 from lockstep.models.export import export_hf
 from lockstep.models.load import load_model
 from lockstep.protocols.reward import RewardInput
@@ -371,6 +372,20 @@ def test_an_answer_that_is_neither_text_nor_number_is_refused(
     else:
         (scored,) = math.score([sample(answer)])
         assert scored is not None and scored.total == expected
+
+
+# The same, before a model samples anything: the row is named, also one that training comes to much later.
+def test_answers_are_checked_before_the_first_step(tiny_folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} + 1?", "answer": None if n == 9 else n + 1} for n in range(12)]
+    settings = {
+        "model.name": str(tiny_folder),
+        "data.source": source(tmp_path, *rows),
+        "rewards": [{"name": "math"}],
+        "rollout.prompts_per_step": 2,
+        "eval.num_prompts": 2,
+    }
+    with raises(DataError, "wrong-row: line 10", name="answer"):
+        build_online(load_run(kind="grpo", overrides=settings))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from lockstep.config.base import Config
 from lockstep.config.engine import kind
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig, SleepingRole
 from lockstep.data.held_out import evaluates, load_train_and_held_out
-from lockstep.data.prompts import PromptSet
+from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train, total_device_bytes
@@ -162,6 +162,9 @@ def build_online(
             vocab_size=text_config(model.module).vocab_size,
             hold_out=evaluates(run) if hold_out is None else hold_out,
         )
+        for known in (prompts, eval_prompts):
+            if isinstance(known, FixedPrompts):
+                reward_set.check_rows(known)
         longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
         check_positions(model, longest, setting="data.max_prompt_tokens + rollout.sampling.max_tokens")
     algorithm = ALGORITHMS.load(options.name)(options, max_tokens=run.rollout.sampling.max_tokens)

@@ -13,7 +13,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.config.rollout import RewardConfig
-from lockstep.errors import ConfigError, RewardError, unknown_name
+from lockstep.errors import ConfigError, DataError, RewardError, unknown_name
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.calls import CallThread, LoopThread
 from lockstep.rollout.extract import EXTRACTORS, answer_number, first_number, last_number
@@ -30,6 +30,7 @@ from lockstep.rollout.reward_process import RewardFailure, RewardWorker, close_a
 from lockstep.rollout.reward_service import RewardService
 from lockstep.rollout.sandbox import probe
 from lockstep.rollout.verifiers import VerifierProcess, require_package
+from lockstep.schema.rollout import Prompt
 
 CORRECT = 1.0 - 1e-6
 """The verifier's score from which an answer counts as correct; many give partial credit below."""
@@ -130,6 +131,24 @@ class RewardSet:
             by_name = dict(zip(self._names, present, strict=True))
             scored.append(Scored(total=total, by_name=by_name, weights=self._weights))
         return scored
+
+    def check_rows(self, prompts: Iterable[Prompt]) -> None:
+        """Check, before a run, the answers that `math` will compare with.
+
+        Raises:
+            ConfigError: the rows have no answers.
+            DataError: an answer is neither text nor a number, and on_error = fail would end the run there.
+        """
+        if not any(config.name == "math" and config.on_error == "fail" for config in self._configs):
+            return
+        for prompt in prompts:
+            try:
+                _answer_text(prompt.row)
+            except RewardFailure as failure:
+                where = prompt.where or f"row {prompt.index + 1}"
+                raise DataError(
+                    f"{where}: reward 'math': {failure}", code="wrong-row", where=where, name="answer"
+                ) from failure
 
     def strict(self, row: Mapping[str, Any], completion: str) -> bool | None:
         """Return whether the first `verifier` or `math` reward gives full marks to its configured part of the
@@ -257,23 +276,25 @@ class RewardSet:
         )
 
     def _math(self, config: RewardConfig, row: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
-        if "answer" not in row:
-            raise ConfigError(
-                f"reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set "
-                f"data.answer_column",
-                code="missing-column",
-                name="answer",
-            )
+        expected = _answer_text(row)
         text = answer if config.answer in ("text", "last_line") else f"${answer}$"
-        return self._process.math(_answer_text(row["answer"]), text, timeout=config.timeout_seconds)
+        return self._process.math(expected, text, timeout=config.timeout_seconds)
 
 
-def _answer_text(value: Any) -> str:
+def _answer_text(row: Mapping[str, Any]) -> str:
     """The row's answer as math-verify takes it; a list of one answer is that answer.
 
     Raises:
+        ConfigError: the row has no answer.
         RewardFailure: it is neither text nor a number: its Python text would match no completion.
     """
+    if "answer" not in row:
+        raise ConfigError(
+            f"reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set data.answer_column",
+            code="missing-column",
+            name="answer",
+        )
+    value = row["answer"]
     one = value[0] if isinstance(value, list) and len(value) == 1 else value
     number = isinstance(one, int | float | Decimal) and not isinstance(one, bool) and math.isfinite(one)
     if number or isinstance(one, str):
