@@ -378,6 +378,12 @@ THINKS_LAST = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}\
 PARTS = """{% for m in messages %}{{ m.role + ':' }}{% for part in m.content %}{% if part.type == 'text' %}\
 {{ part.text }}{% endif %}{% endfor %}{{ '<|end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
+# As DeepSeek-R1's: an answer beside the calls, unless the content is null.
+NULL_BESIDE_CALLS = """{% for m in messages %}{% if m.role != 'assistant' %}{{ '<|user|>' + m.content }}\
+{% endif %}{% if m.tool_calls %}{{ '<|assistant|>' }}{% for call in m.tool_calls %}\
+{{ call.function.name }}{% endfor %}{{ '<|end|>' }}{% endif %}\
+{% if m.role == 'assistant' and m['content'] is not none %}{{ '<|assistant|>' + m.content + '<|end|>' }}\
+{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 TWO = [*ASK, {"role": "assistant", "content": "Yes."}, *ASK, {"role": "assistant", "content": "No."}]
 CALLED = [
     *ASK,
@@ -399,8 +405,9 @@ CALLED = [
             '<tool_call>{"city": "Paris"}</tool_call><|im_end|><think>\n\n</think>\n\nYes.<|im_end|>',
         ),
         (PARTS, TWO, "Yes.<|end|>No.<|end|>"),
+        (NULL_BESIDE_CALLS, CALLED, "weather<|end|>Yes.<|end|>"),
     ],
-    ids=["phi, one turn", "phi, two turns", "thinks last", "calls without content", "parts"],
+    ids=["phi, one turn", "phi, two turns", "thinks last", "calls without content", "parts", "null"],
 )
 def test_templates_that_were_refused(
     template: str, messages: list[dict[str, Any]], trained: str, tagged: Any, tmp_path: Path

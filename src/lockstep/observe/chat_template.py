@@ -27,6 +27,8 @@ _CALL: Message = {
 }
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _ARGUMENTS = {"messages", "conversation", "add_generation_prompt", "chat_template", "tokenize"}
+_NULL = re.compile(r"\bcontent['\"]?\]?\s+(is|==|!=)\s+(not\s+)?none\b", re.IGNORECASE)
+"""Whether a template asks for a content that is null, as DeepSeek's do of a message with tool calls."""
 
 
 class ChatTemplate:
@@ -57,7 +59,7 @@ class ChatTemplate:
 
         Arguments of tool calls that are JSON text, as OpenAI's are, become objects where the template takes
         objects, and objects JSON text where it takes that alone; contents become lists of parts where it
-        reads no text.
+        reads no text; an empty content beside tool calls is null where the template asks for that.
 
         Raises:
             DataError: see `render_chat`.
@@ -71,6 +73,8 @@ class ChatTemplate:
         calls, content = message.get("tool_calls"), message.get("content")
         if isinstance(calls, list) and (form := self._form_of_arguments) is not None:
             message = {**message, "tool_calls": [_with_arguments(call, form) for call in calls]}
+        if calls and not content and _NULL.search(self.text):
+            return {key: value for key, value in message.items() if key != "content"}
         if self._reads_parts and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
         return message

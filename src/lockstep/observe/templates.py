@@ -43,6 +43,7 @@ def render_chat(
     """Render the messages as `tokenizer.apply_chat_template` does, within the child's budgets.
 
     Args:
+        messages: the content of a message without one is null.
         generate: add the header of the assistant's turn.
         options: more variables of the template.
 
@@ -96,6 +97,8 @@ def _variables(
             where=where,
         ) from error
     variables: dict[str, Any] = json.loads(text)
+    for message in variables["messages"]:
+        message.setdefault("content", None)
     return variables
 
 
