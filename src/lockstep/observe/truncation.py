@@ -7,8 +7,8 @@ from typing import Any
 
 
 def kept_at_end(ids: Sequence[int], limit: int, *, tokenizer: Any, template: str | None) -> tuple[int, int]:
-    """Return (n, m): of a longer text, ids[:n], its beginning-of-sequence tokens, and ids[m:] are kept: `limit`
-    tokens in all. Models are not trained on texts that do not begin so.
+    """Return (n, m): of a longer text, ids[:n], its beginning-of-sequence tokens, and ids[m:] are kept:
+    `limit` tokens in all. Models are not trained on texts that do not begin so.
 
     Args:
         template: the chat template that wrote the text; None: plain text.
