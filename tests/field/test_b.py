@@ -12,6 +12,7 @@ import importlib.util
 import io
 import json
 import os
+import pickle
 import re
 import resource
 import struct
@@ -40,7 +41,19 @@ from lockstep.config.model import LINEAR, ModelConfig
 from lockstep.config.other_names import OTHER_NAMES, ours
 from lockstep.config.problems import tables
 from lockstep.data.sources import missing_column
-from lockstep.errors import ConfigError, ModelError, RecordingError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    LockstepError,
+    ModelError,
+    ParityError,
+    RecordingError,
+    RewardError,
+    TrainError,
+    underway,
+)
 from lockstep.lab.matrix.inputs import with_signal
 from lockstep.lab.matrix.report import report
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
@@ -239,10 +252,14 @@ def test_a_run_whose_export_fails_says_how_to_make_it(
 
 # 18. Small sets, and all faults at once
 
+# Rows: tests/loop/test_starts.py.
+
 # end of 18
 
 
 # 19. Own rows without rewards
+
+# Rows: tests/loop/test_starts.py.
 
 # end of 19
 
@@ -271,6 +288,8 @@ def test_a_template_that_writes_an_eos_where_no_answer_is_asked_for(turns, train
 
 
 # 21. Failed starts leave no run directory
+
+# Rows: tests/loop/test_starts.py.
 
 # end of 21
 
@@ -361,6 +380,34 @@ def test_the_names_of_other_frameworks_are_those_of_the_table_for_their_users():
 
 
 # 23. Exit codes
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "begun", "status"),
+    [
+        # docs/reference/cli.md: 2 for what was given, before the first step or result; else 1
+        (ConfigError, "out-of-range", False, 2),
+        (DataError, "no-such-file", False, 2),
+        (ModelError, "no-such-file", False, 2),
+        (CheckpointError, "damaged-file", False, 2),
+        (RecordingError, "damaged-file", False, 2),
+        (DataError, "wrong-row", True, 1),
+        (ConfigError, "no-effect", True, 1),
+        (RewardError, "reward-failed", False, 1),
+        (EngineError, "process-died", False, 1),
+        (TrainError, "no-space", False, 1),
+        (ParityError, "values-differ", False, 1),
+        (DataError, "wrong-state", False, 1),
+    ],
+)
+def test_the_exit_status_of_an_error(kind, code, begun, status):
+    with pytest.raises(LockstepError) as caught, underway(lambda: begun):
+        raise kind("", code=code)
+    assert caught.value.status == status
+    assert pickle.loads(pickle.dumps(caught.value)).status == status
+
+
+# Rows of every command: tests/cli/test_exit_status.py.
 
 # end of 23
 

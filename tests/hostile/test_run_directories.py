@@ -600,6 +600,7 @@ def test_a_step_that_needs_more_prompts_than_there_are(tmp_path):
     model.mkdir()
     (model / "config.json").write_text("{}")
     settings = {"model.name": str(model), "data.source": str(data), "run_dir": str(tmp_path / "run")}
+    reward = {"rewards": [{"name": "length", "kwargs": {"target": 4}}]}
     cases = [
         (
             "grpo",
@@ -615,9 +616,10 @@ def test_a_step_that_needs_more_prompts_than_there_are(tmp_path):
     ]
     for kind, more, said in cases:
         with raises(ConfigError, said) as caught:
+            more |= reward if kind == "grpo" else {}
             preflight(load_run(kind=kind, overrides=settings | more), resume=None, checkpoint=None)
         assert ("rollout.prompts_per_step = " if kind == "grpo" else "batch_size = ") in str(caught.value)
-    enough = settings | {"rollout.prompts_per_step": 7, "eval.num_prompts": 3}
+    enough = settings | reward | {"rollout.prompts_per_step": 7, "eval.num_prompts": 3}
     preflight(load_run(kind="grpo", overrides=enough), resume=None, checkpoint=None)
 
 

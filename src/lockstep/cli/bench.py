@@ -18,6 +18,7 @@ from lockstep.cli.suites import conclude, say
 from lockstep.config.declarations import backends
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.step_bench.cells import AXES, AXIS_OF, BenchCell, parse_cells, product
+from lockstep.loop.preflight import check_model
 from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
@@ -128,6 +129,7 @@ def _output_flags(output: Flags) -> None:
 def step(argv: Sequence[str]) -> int:
     """`lockstep bench step`."""
     args = parser().parse_args(list(argv))
+    check_model(args.model, setting="--model")
     options = make_options(args, command=shlex.join(["lockstep", "bench", "step", *argv]))
     check_writable(args.json)
     from lockstep.lab.step_bench.report import report

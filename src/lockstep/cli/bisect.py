@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parsed = {name: _replay_args(name, text, shared) for name, text in (("a", args.a), ("b", args.b))}
     check_writable(args.json)
     out = _fresh(args.out)
+    from lockstep.lab.suite.run import make_folder
     from lockstep.models.quiet import quiet_transformers
     from lockstep.recording import Recording
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "--a and --b are the same cell; name a flag in which they differ", code="nothing-to-do"
         )
+    make_folder(out)  # last: what is refused leaves none
     with quiet_transformers():
         if args.crash:
             return _crash(recording, options["b"], out, args)
@@ -129,11 +131,10 @@ def _replay_args(name: str, text: str, shared: Sequence[str]) -> argparse.Namesp
 
 
 def _fresh(out: Path | None) -> Path:
-    from lockstep.lab.suite.run import check_empty, make_folder
+    from lockstep.lab.suite.run import check_empty
 
     out = out or arguments.default_out("bisect")
     check_empty(out)
-    make_folder(out)
     return out
 
 

@@ -31,6 +31,7 @@ from lockstep.lab.train_parity.stacks import (
     parse_stack,
     parse_stacks,
 )
+from lockstep.loop.preflight import check_model
 from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
@@ -176,6 +177,7 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
             setting="--reference",
         )
     args.model = args.model or "bundled:smollm2-135m"
+    check_model(args.model, setting="--model")
     return arguments.options(
         ParityOptions,
         args,

@@ -13,6 +13,7 @@ from lockstep.cli.arguments import Flags, above_zero, positive, seconds, seed
 from lockstep.cli.parity import device_of, model_of
 from lockstep.cli.suites import conclude, say
 from lockstep.errors import ConfigError, unknown_name
+from lockstep.loop.preflight import check_model
 from lockstep.observe.files import check_writable
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a wrong setting, before anything is started.
     """
     args = parser().parse_args(list(argv))
+    check_model(args.model, setting="--model")
     check_writable(args.json)
     options = make_options(args, command=shlex.join(["lockstep", "parity", "engines", *argv]))
     from lockstep.lab.engine_parity.report import progress_line, report

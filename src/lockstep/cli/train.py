@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
@@ -240,6 +241,8 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
         else:
             status = launch_healing_ranks(own, ranks=ranks, log_dir=log_dir, watch=watch, rules=healing)
     _remove_left()
+    if status == 2 and not (folder / "config.toml").exists():  # the message has been shown: nothing has begun
+        _remove_logs(log_dir, folder)
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
         resume = "nothing had begun: start it again by the same command"
         if (folder / "config.toml").exists():
@@ -253,6 +256,15 @@ def _remove_left() -> None:
     if SHARED_MEMORY.is_dir():
         remove_left(SHARED_MEMORY)
         remove_leftovers(SHARED_MEMORY)
+
+
+def _remove_logs(log_dir: Path, run_dir: Path) -> None:
+    """Remove the ranks' logs, and the folders above them up to the run directory that are empty then."""
+    shutil.rmtree(log_dir, ignore_errors=True)
+    for folder in log_dir.parents:
+        if not folder.is_relative_to(run_dir) or not folder.is_dir() or any(folder.iterdir()):
+            return
+        folder.rmdir()
 
 
 def _healing(command: TrainCommand, *, run_dir: Path, flags: str) -> HealingRules | None:

@@ -164,7 +164,8 @@ class EvalConfig(Config):
     after: bool = True
     """Evaluate after the last step."""
     num_prompts: PositiveInt = 256
-    """Number of held-out prompts to use, from the first."""
+    """Number of held-out prompts to use, from the first. A file of fewer than twice as many rows holds out a
+    fifth of them."""
     samples_per_prompt: PositiveInt = 1
     """Completions of each prompt; accuracies are over all of them."""
     temperature: Temperature = 0.0

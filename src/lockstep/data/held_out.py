@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.config.data import DataConfig
 from lockstep.config.run import GRPORun
 from lockstep.data.prompts import FixedPrompts, PromptMaker, PromptSet, load_prompts
+from lockstep.data.sources import load_rows
 from lockstep.errors import ConfigError, DataError
 
 _SEED_STEP = 1_000_003
@@ -17,7 +18,7 @@ def held_out_config(run: GRPORun) -> DataConfig:
 
     `eval_data` when it is set. Else, generated data: the same task under another seed. Files with
     `data.size`: the rows after the training rows. Files without: the first `eval.num_prompts` rows, which
-    training then leaves out.
+    training then leaves out; fewer of a small file, see `held_out_size`.
     """
     if run.eval_data is not None:
         config = run.eval_data
@@ -27,6 +28,49 @@ def held_out_config(run: GRPORun) -> DataConfig:
         return _with(data, size=run.eval.num_prompts, skip=0, seed=data.seed + _SEED_STEP, shuffle=False)
     after = data.skip + (data.size or 0)
     return _with(data, size=run.eval.num_prompts, skip=after, shuffle=False)
+
+
+def held_out_size(run: GRPORun, rows: int) -> int:
+    """Return how many of the first `rows` rows of a file or set without `data.size` are held out:
+    `eval.num_prompts`; where that is more than half of them a fifth, so that most are trained on.
+
+    Args:
+        rows: that there are; more than `needed_rows` need not be counted.
+
+    Raises:
+        ConfigError: the rows are too few for a rollout batch and an evaluation.
+    """
+    wanted, batch, what = run.eval.num_prompts, run.rollout.prompts_per_step, f"{rows} rows"
+    held_out = wanted if wanted <= rows // 2 else min(max(rows // 5, 1), max(rows - batch, 1))
+    if rows - held_out >= batch:
+        return held_out
+    fixes = []
+    if rows > held_out:
+        fixes.append(f"lower rollout.prompts_per_step to {rows - held_out}")
+        what += f", {held_out} of which are held out for evaluations (eval.num_prompts = {wanted})"
+    if rows > batch:
+        fixes.append(f"lower eval.num_prompts to {rows - batch}")
+    if rows >= batch:
+        fixes.append("set eval_data.source")
+        fixes.append("turn evaluations off (eval.before = false, eval.after = false, eval.every = 0)")
+    raise ConfigError(
+        f"rollout.prompts_per_step = {batch} is more than data.source = {run.data.source!r} has to train on: "
+        f"{what}; {', '.join([*fixes, 'or give more data']) if fixes else 'give more data'}",
+        code="not-enough",
+        setting="rollout.prompts_per_step",
+        rows=rows,
+        held_out=held_out if rows > held_out else 0,
+    )
+
+
+def needed_rows(run: GRPORun) -> int:
+    """Return up to how many rows `held_out_size` wants counted."""
+    return max(2 * run.eval.num_prompts, run.eval.num_prompts + run.rollout.prompts_per_step)
+
+
+def holds_out_rows(run: GRPORun) -> bool:
+    """Return whether the held-out prompts are the first rows of the training set's own source."""
+    return run.eval_data is None and not run.data.generated and run.data.size is None
 
 
 def evaluates(run: GRPORun) -> bool:
@@ -65,6 +109,9 @@ def load_train_and_held_out(
 
 def _held_out(run: GRPORun, *, tokenizer: Any, vocab_size: int | None) -> FixedPrompts:
     config = held_out_config(run)
+    if holds_out_rows(run):
+        rows = len(load_rows(_with(run.data, size=needed_rows(run))))
+        config = _with(config, size=held_out_size(run, rows))
     try:
         held_out = load_prompts(config, tokenizer=tokenizer, vocab_size=vocab_size)
     except DataError as error:

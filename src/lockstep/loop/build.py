@@ -9,6 +9,7 @@ import platform
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig, Sleeping
 from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.engine.build import is_external, make_engine
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, together
 from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train, total_device_bytes
 from lockstep.loop.batch_invariance import (
     BatchInvariance,
@@ -32,6 +33,7 @@ from lockstep.loop.batch_invariance import (
     prepare_kernels,
 )
 from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
+from lockstep.loop.checks import faults
 from lockstep.loop.devices import check_devices, with_own_gpus
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engine_spec import external_engine_spec
@@ -42,8 +44,7 @@ from lockstep.loop.value_role import ValueRole, policy_steps
 from lockstep.loop.world import World
 from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.causal_lm import text_config
-from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.scalar import HeadKind
+from lockstep.models.load import LoadedModel, OpenedModel, load_model, open_model
 from lockstep.observe.owned_folder import OwnedFolder
 from lockstep.observe.versions import library_versions
 from lockstep.packing import Planner
@@ -154,19 +155,10 @@ def build_online(
     external, reward_set = is_external(run.engine), RewardSet(run.rewards, functions=rewards)
     with ranks.together("loading model and data"):
         check_devices(run, ranks=ranks)
-        policy = load_policy(run, engine=run.engine.name, ranks=ranks, total_bytes=total_bytes)
+        opened = open_model(run.model)
+        prompts, eval_prompts = _load_prompts(run, opened, reward_set, hold_out=hold_out)
+        policy = load_policy(run, engine=run.engine.name, ranks=ranks, total_bytes=total_bytes, opened=opened)
         axes, model = policy.axes, policy.model
-        prompts, eval_prompts = load_train_and_held_out(
-            run,
-            tokenizer=model.tokenizer,
-            vocab_size=text_config(model.module).vocab_size,
-            hold_out=evaluates(run) if hold_out is None else hold_out,
-        )
-        for known in (prompts, eval_prompts):
-            if isinstance(known, FixedPrompts):
-                reward_set.check_rows(known)
-        longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
-        check_positions(model, longest, setting="data.max_prompt_tokens + rollout.sampling.max_tokens")
     algorithm = ALGORITHMS.load(options.name)(options, max_tokens=run.rollout.sampling.max_tokens)
     backend = build_backend(
         run,
@@ -209,6 +201,34 @@ def build_online(
         ranks=ranks,
     )
     return dataclasses.replace(parts, verifier=_verifier(parts)) if external else parts
+
+
+def _load_prompts(
+    run: GRPORun, model: OpenedModel, rewards: RewardSet, *, hold_out: bool | None
+) -> tuple[PromptSet, FixedPrompts]:
+    """Load what there is to learn from; whatever of it, the config and the rewards do not fit each other is
+    refused before weights are read. All such faults are reported together."""
+    loaded: list[tuple[PromptSet, FixedPrompts]] = []
+
+    def load() -> None:
+        both = load_train_and_held_out(
+            run,
+            tokenizer=model.tokenizer,
+            vocab_size=model.text.vocab_size,
+            hold_out=evaluates(run) if hold_out is None else hold_out,
+        )
+        for prompts in both:
+            if isinstance(prompts, FixedPrompts) and len(prompts):
+                rewards.check_row(prompts[0].row)
+                rewards.check_rows(prompts)
+        loaded.append(both)
+
+    longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"
+    found = faults([load, partial(check_positions, model, longest, setting=setting)])
+    if found:
+        raise together(found)
+    return loaded[0]
 
 
 def _with_policy(run: GRPORun) -> tuple[SleepingRole, ...]:
@@ -332,7 +352,7 @@ def load_policy(
     engine: str | None,
     ranks: RankContext | None = None,
     total_bytes: int = 0,
-    head: HeadKind = "logits",
+    opened: OpenedModel | None = None,
 ) -> Policy:
     """Resolve the axes and load the policy on its device: without weights, where the backend reads its own
     part of them; with batch-invariant modules, if the axes say so. Also seeds the global generators that
@@ -353,7 +373,13 @@ def load_policy(
 
     def load() -> LoadedModel:
         whole = not backend.shards_weights
-        return load_model(run.model, attention=axes.attention, device=device, materialize=whole, head=head)
+        return load_model(
+            run.model,
+            attention=axes.attention,
+            device=device,
+            materialize=whole,
+            opened=opened,
+        )
 
     model, batch_invariance = load(), None
     axes = resolve_axes(run, engine=engine, ranks=ranks, module=model.module, total_bytes=total_bytes)

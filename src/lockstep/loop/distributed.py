@@ -195,3 +195,11 @@ def resume_flags(ranks: RankContext) -> str:
 def resume_command(folder: Path, ranks: RankContext) -> str:
     """Return the command that goes on with the run in `folder`; see `way_on`."""
     return way_on(folder, resume_flags(ranks))
+
+
+def log_header(ranks: RankContext, *, resumed: bool) -> str:
+    """The first line that a start writes to a rank's log."""
+    now = manifest()
+    versions = ", ".join(f"{name} {now[name]}" for name in ("lockstep", "torch", "transformers", "python"))
+    how = "resumed" if resumed else "started"
+    return f"=== {how}: rank {ranks.rank} of {ranks.world_size}, {versions}, {now['platform']}"

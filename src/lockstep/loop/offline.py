@@ -5,10 +5,13 @@ documents ─► packs ─► (DPO: reference logprobs) ─► loss + backward (
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.data import DataConfig
 from lockstep.config.run import OfflineRun
+from lockstep.errors import together
 from lockstep.loop.axes import Axes, as_started, total_device_bytes
 from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
@@ -18,6 +21,7 @@ from lockstep.loop.build import (
     load_policy,
     recording_header,
 )
+from lockstep.loop.checks import faults
 from lockstep.loop.compile_meter import CompileMeter
 from lockstep.loop.determinism import deterministic, weights_hash
 from lockstep.loop.distributed import connect_ranks
@@ -26,7 +30,7 @@ from lockstep.loop.positions import check_positions
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
 from lockstep.loop.tasks import OfflineSet, OfflineTask, offline_task
-from lockstep.models.load import LoadedModel
+from lockstep.models.load import OpenedModel, open_model
 from lockstep.observe.display import Display
 from lockstep.packing import Planner
 from lockstep.ranks.context import RankContext
@@ -58,9 +62,8 @@ def train_offline(
     ):
         run = as_started(run, session.dir.read_manifest())
         with ranks.together("loading model and data"):
-            task, policy = _policy(run, ranks)
+            task, policy, documents, held_out = _open(run, ranks, session.display)
             axes, model = policy.axes, policy.model
-            documents, held_out = _load(run, task, model, session.display)
         backend = build_backend(run, axes, model, total_steps=run.steps, temperature=1.0, ref=task.needs_ref)
         plan = _planner(run, axes, ranks)
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
@@ -115,22 +118,33 @@ def train_offline(
             return session.finish(run.steps, backend)
 
 
-def _policy(run: OfflineRun, ranks: RankContext) -> tuple[OfflineTask, Policy]:
+def _open(
+    run: OfflineRun, ranks: RankContext, display: Display
+) -> tuple[OfflineTask, Policy, OfflineSet, OfflineSet | None]:
+    """The task, its documents and the held-out ones, and then the policy: rows are refused before weights
+    are read."""
     task, total_bytes = offline_task(run), total_device_bytes(run.train, ranks)
-    return task, load_policy(run, engine=None, ranks=ranks, total_bytes=total_bytes, head=task.head)
+    opened, documents, held_out = _load(run, task, display)
+    policy = load_policy(run, engine=None, ranks=ranks, total_bytes=total_bytes, opened=opened)
+    return task, policy, documents, held_out
 
 
 def _load(
-    run: OfflineRun, task: OfflineTask, model: LoadedModel, display: Display
-) -> tuple[OfflineSet, OfflineSet | None]:
-    """The documents, and the held-out ones. Raises ConfigError for one that is longer than the positions."""
-    documents = task.load(run.data, model)
-    check_positions(model, documents.longest, setting="data.max_length")
-    held_out = None if run.eval_data is None else task.load(run.eval_data, model)
-    if held_out is not None:
-        check_positions(model, held_out.longest, setting="eval_data.max_length")
-    display.notes(documents.notes, () if held_out is None else held_out.notes)
-    return documents, held_out
+    run: OfflineRun, task: OfflineTask, display: Display
+) -> tuple[OpenedModel, OfflineSet, OfflineSet | None]:
+    """The model without its weights, the documents, and the held-out ones. All their faults are reported
+    together. Raises ConfigError for a document that is longer than the positions."""
+    model = open_model(run.model, task.head)
+    sets: dict[str, OfflineSet] = {}
+
+    def load(name: str, config: DataConfig) -> None:
+        sets[name] = task.load(config, model)
+        check_positions(model, sets[name].longest, setting=f"{name}.max_length")
+
+    if found := faults(partial(load, name, config) for name, config in run.sets.items()):
+        raise together(found)
+    display.notes(*(each.notes for each in sets.values()))
+    return model, sets["data"], sets.get("eval_data")
 
 
 def _planner(run: OfflineRun, axes: Axes, ranks: RankContext) -> Planner:

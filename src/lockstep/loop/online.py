@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.run import GRPORun
-from lockstep.data.held_out import evaluates
+from lockstep.data.held_out import evaluates, holds_out_rows
 from lockstep.errors import ConfigError, EngineError, LockstepError, TrainError
 from lockstep.loop.axes import as_started
 from lockstep.loop.batch_invariance import batch_invariance_lines, batch_invariance_manifest, contract_change
@@ -77,7 +77,9 @@ def train_online(
         ranks: every one of them makes this call; None: those of the launcher that started this process, if
             one did.
     """
-    if (summary := preflight(run, resume=resume, checkpoint=checkpoint, restart=restart)) is not None:
+    own = bool(rewards)
+    summary = preflight(run, resume=resume, checkpoint=checkpoint, restart=restart, own_rewards=own)
+    if summary is not None:
         return summary
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(deterministic(run.train))
@@ -148,6 +150,17 @@ def _sample(session: Session, trainer: OnlineTrainer, step: int) -> SampledStep 
     return sampled
 
 
+def _small_set_notes(parts: OnlineParts) -> list[str]:
+    """A note where fewer prompts are held out than eval.num_prompts: its first rows would be most of them."""
+    run, held_out = parts.run, len(parts.eval_prompts)
+    if not held_out or not holds_out_rows(run) or held_out >= run.eval.num_prompts:
+        return []
+    return [
+        f"eval.num_prompts = {run.eval.num_prompts} would be more than half of data.source: {held_out} rows "
+        "are held out (set eval_data.source or eval.num_prompts for others)"
+    ]
+
+
 def _aborted(step: int, engine: str) -> EngineError:
     return EngineError(
         f"step {step}: engine {engine!r} ended samples by abort, which this run has not asked for; does "
@@ -201,7 +214,7 @@ def _describe_rewards(session: Session, parts: OnlineParts) -> None:
         parts.reward_models, session, policy_tokenizer=parts.model.tokenizer, ranks=parts.ranks
     )
     prompts, held_out = parts.prompts.notes, parts.eval_prompts.notes
-    session.display.notes(prompts, held_out, parts.rewards.notes(), of_models)
+    session.display.notes(prompts, held_out, parts.rewards.notes(), of_models, _small_set_notes(parts))
 
 
 def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlineParts:

@@ -35,7 +35,7 @@ from lockstep.ranks.copy_folder import (
     whole_parts,
 )
 from lockstep.ranks.environment import COPIES, COPY_KEEPER
-from lockstep.ranks.recovery import recovery
+from lockstep.ranks.recovery import Recovery, recovery
 from lockstep.train.state.index import read_index
 
 _WRITE_SECONDS = 600.0
@@ -80,6 +80,19 @@ class PeerCopies:
         if keeper is not None:
             ring = CopyRing.join(Keeper(**json.loads(keeper)), ranks, seconds=_WRITE_SECONDS / 2)
         return cls(Path(folder), ranks=ranks, say=say, ring=ring)
+
+    def summary(
+        self, restart: Recovery | None, *, source: str | None, checkpoints_read: int
+    ) -> dict[str, Any]:
+        """Return the fields of the run's summary. source: what the run went on from."""
+        fields: dict[str, Any] = {
+            "restarts": 0 if restart is None else restart.number,
+            "checkpoints_read": checkpoints_read,
+            "copies_left_out": self.left_out,
+        }
+        if restart is not None:
+            fields |= {"restored_from": source, "recovery_seconds": restart.phases}
+        return fields
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The last step of which every rank's part is whole on one of the nodes, fetched to this one, and its

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lockstep.errors import ConfigError
-from lockstep.models.load import LoadedModel
+from lockstep.models.load import LoadedModel, OpenedModel
 
 
-def check_positions(model: LoadedModel, longest: int, *, setting: str) -> None:
+def check_positions(model: LoadedModel | OpenedModel, longest: int, *, setting: str) -> None:
     """Refuse documents of more tokens than the model has positions.
 
     Args:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends
 from lockstep.config.ppo import POLICY, PPORun
-from lockstep.config.rollout import BUILTIN_REWARDS
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.data.generated import IdRows, reasoning_gym_dataset
-from lockstep.data.held_out import evaluates
-from lockstep.data.sources import FILE_SUFFIXES, check_source, load_rows
+from lockstep.data.sources import check_source
 from lockstep.engine import ENGINES
-from lockstep.errors import ConfigError, DataError, ModelError, nearest, unknown_name
+from lockstep.errors import ConfigError, DataError, ModelError, nearest, together, unknown_name
+from lockstep.loop.checks import Check, faults, reward_checks, row_checks
 from lockstep.loop.own_parts import check_own_backend
 from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.files import path_problem
@@ -41,10 +41,18 @@ BACKEND_CLASS_MEMBERS = (
 
 
 def preflight(
-    run: RunConfig, *, resume: Path | None, checkpoint: int | None, restart: bool = False
+    run: RunConfig,
+    *,
+    resume: Path | None,
+    checkpoint: int | None,
+    restart: bool = False,
+    own_rewards: bool = False,
 ) -> dict[str, Any] | None:
     """Check a run before anything is loaded. Returns the summary of a run that is already finished, and so
     has nothing to resume; else None.
+
+    Args:
+        own_rewards: Python callables take the place of `run.rewards`, which are not looked at.
 
     Raises:
         ConfigError, DataError, ModelError: the run cannot start: its folder is taken, or a file, task, shape
@@ -56,41 +64,53 @@ def preflight(
         done = finished(resume, steps=run.steps)
         if done is not None:
             return done
-    _check_model(run.model.name)
+    if own_rewards and isinstance(run, GRPORun):
+        run = run.model_copy(update={"rewards": ()})
+    found = faults(_checks(run))
+    if found:
+        raise together(found)
+    return None
+
+
+def _checks(run: RunConfig) -> Iterator[Check]:
+    """Every fault that can be known by now has a check of its own: all are reported together."""
+    yield partial(check_model, run.model.name)
     if isinstance(run, PPORun) and run.value.name != POLICY:
-        _check_model(run.value.name, setting="value.name")
-    if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in (*ENGINES, "auto"):
+        yield partial(check_model, run.value.name, setting="value.name")
+    if isinstance(run, GRPORun):
+        yield partial(_check_engine, run)
+        for field in ("name", "advantage", "objective"):
+            if ":" in (name := getattr(run.algorithm, field) or ""):
+                yield partial(load_object, name, what=f"algorithm.{field} = {name!r}")
+        if run.reward_model is not None:
+            yield partial(_check_reward_models, run, run.reward_model)
+        yield from reward_checks(run)
+    yield partial(_check_backend, run)
+    yield partial(_check_packages, run)
+    for section, config in _data(run):
+        yield partial(_check_data, section, config, run)
+    yield from row_checks(run)
+
+
+def _check_engine(run: GRPORun) -> None:
+    if ":" in run.engine.name:
+        from lockstep.engine.members import load_engine_class  # needs torch, as their engine does
+
+        load_engine_class(run.engine.name)
+    elif run.engine.name not in (*ENGINES, "auto"):
         raise ConfigError(
             unknown_name(ENGINES.kind, run.engine.name, [*ENGINES, "auto"]),
             code="unknown-name",
             setting="engine.name",
         )
-    if isinstance(run, GRPORun) and ":" in run.engine.name:
-        from lockstep.engine.members import load_engine_class  # needs torch, as their engine does
 
-        load_engine_class(run.engine.name)
+
+def _check_backend(run: RunConfig) -> None:
     if ":" in run.train.backend:
         what = f"train.backend = {run.train.backend!r}"
         members = [*BACKEND_CLASS_MEMBERS, *(["rest"] if isinstance(run, GRPORun) and run.sleep else [])]
         require_members(load_object(run.train.backend, what=what), members, what=what)
         check_own_backend(run)
-    if isinstance(run, GRPORun):
-        for field in ("name", "advantage", "objective"):
-            if ":" in (name := getattr(run.algorithm, field) or ""):
-                load_object(name, what=f"algorithm.{field} = {name!r}")
-    if isinstance(run, GRPORun) and run.reward_model is not None:
-        _check_reward_models(run, run.reward_model)
-    for reward in run.rewards if isinstance(run, GRPORun) else ():
-        if ":" not in reward.name and reward.name not in BUILTIN_REWARDS:
-            raise ConfigError(
-                unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]),
-                code="unknown-name",
-            )
-    _check_packages(run)
-    for section, config in _data(run):
-        _check_data(section, config, run)
-    _check_rows(run)
-    return None
 
 
 def _check_packages(run: RunConfig) -> None:
@@ -114,33 +134,6 @@ def _check_packages(run: RunConfig) -> None:
             )
 
 
-def _check_rows(run: RunConfig) -> None:
-    """Check that a file has enough rows for a step. How many of them are too long is only known with the
-    tokenizer."""
-    if isinstance(run, GRPORun):
-        setting, needed = "rollout.prompts_per_step", run.rollout.prompts_per_step
-        held = run.eval.num_prompts if evaluates(run) and run.eval_data is None and not run.data.size else 0
-    else:
-        assert isinstance(run, OfflineRun)
-        setting, needed, held = "batch_size", run.batch_size, 0
-    path = Path(run.data.source).expanduser()
-    if run.data.generated or path.suffix not in FILE_SUFFIXES or not path.is_file():
-        return
-    rows = len(load_rows(run.data.model_copy(update={"size": run.data.size or held + needed})))
-    if rows - held < needed:
-        without = (
-            f", {min(held, rows)} of which are held out for evaluations (eval.num_prompts)" if held else ""
-        )
-        raise ConfigError(
-            f"{setting} = {needed} is more than data.source = {run.data.source!r} has: {rows} rows"
-            f"{without}; lower {setting}, or give more data",
-            code="not-enough",
-            setting=setting,
-            rows=rows,
-            held_out=min(held, rows),
-        )
-
-
 def _data(run: RunConfig) -> Iterable[tuple[str, DataConfig]]:
     assert isinstance(run, GRPORun | OfflineRun)
     yield "data", run.data
@@ -148,7 +141,8 @@ def _data(run: RunConfig) -> Iterable[tuple[str, DataConfig]]:
         yield "eval_data", run.eval_data
 
 
-def _check_model(name: str, *, setting: str = "model.name") -> None:
+def check_model(name: str, *, setting: str = "model.name") -> None:
+    """Raise ModelError for the name of a shape or a folder that does not exist. The hub is not asked."""
     if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in SHAPES:
         raise ModelError(
             f"{setting} = {name!r}: " + unknown_name("shape", name.removeprefix(PREFIX), SHAPES),
@@ -190,7 +184,7 @@ def check_no_lost_run(name: str, *, setting: str | None = None) -> None:
 def _check_reward_models(run: GRPORun, config: RewardRoleConfig) -> None:
     for number, name in enumerate((config.name, *config.others)):
         setting = "reward_model.others" if number else "reward_model.name"
-        _check_model(name, setting=setting)
+        check_model(name, setting=setting)
         if name.startswith(PREFIX):
             raise ModelError(
                 f"{setting} = {name!r}: a shape has no weights that score; name a folder or a hub model, "

@@ -25,6 +25,7 @@ from lockstep.loop.boundary import Boundary
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.distributed import (
     compare_settings,
+    log_header,
     manifest,
     mesh_coordinates,
     open_run_dir,
@@ -116,6 +117,7 @@ class Session:
         """By role: policy, value."""
         self._boundary: Boundary | None = None
         """The last one; set by `restore`."""
+        self._begun = False  # whether this process has begun a step or written an evaluation
         self._saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
         # One thread: steps are written in order.
@@ -137,6 +139,7 @@ class Session:
             )
             self._from = self._restore_state(checkpoint) if self._resumed else None
         except BaseException:
+            self.dir.discard()
             self.dir.close()
             raise
 
@@ -209,7 +212,7 @@ class Session:
             except ConfigError as error:  # as for the log: a full disk ends a run where its results are lost
                 self._log.line(f"without a flight record, so `lockstep hang` knows nothing: {error}")
         self._logging.enter_context(self._log.records())
-        self._log.line(_log_header(self.ranks, resumed=self._resumed))
+        self._log.line(log_header(self.ranks, resumed=self._resumed))
         self._interrupt.__enter__()
         self.display.__enter__()
         self.display.note(f"run directory: {self.dir.path}")
@@ -231,8 +234,12 @@ class Session:
             # signals last, as SIGTERM's default would end the process in the middle.
             last.callback(self._interrupt.__exit__)
             last.callback(self.dir.close)
+            if not self._leaves_something(error):
+                last.callback(self.dir.discard)
             last.callback(self._logging.close)
             last.callback(self.display.__exit__, kind, error, trace)
+            if isinstance(error, LockstepError):
+                error.underway = self._begun
             summary = None if error is None else self._summarize_failure(error)
             for part in (*self._recorders.values(), self._metrics):
                 if part is not None:
@@ -240,6 +247,10 @@ class Session:
                         part.close()
         if summary is not None and summary["outcome"] == "interrupted":
             raise Interrupted(summary) from error
+
+    def _leaves_something(self, error: BaseException | None) -> bool:
+        """Whether the run's folder holds steps, evaluations, or a log that the error names."""
+        return not isinstance(error, LockstepError) or self._begun or f"{self.dir.path}/" in str(error)
 
     @contextlib.contextmanager
     def _noting_errors_after(self, error: BaseException | None) -> Iterator[None]:
@@ -507,6 +518,7 @@ class Session:
 
     def begin_step(self, step: int) -> None:
         """Start step `step`, which counts from 0."""
+        self._begun = True
         self._checkpoints.poll()
         self.ranks.at("sampling and training", step=step)
         flight.note(step=step, phase="loop", micro_batch=None, inputs=None, completions=None)
@@ -627,6 +639,7 @@ class Session:
     ) -> None:
         """A held-out evaluation of the weights after `done` steps; `name` is before, during or after.
         `budget_factor`: how many times the tokens of the others it was allowed."""
+        self._begun = True
         values = {f"eval/{key}": value for key, value in numbers.items()}
         self._write(done, values, evaluation=name)
         if rows:
@@ -762,7 +775,8 @@ class Session:
         """Write and return it. after: the error that ends the run."""
         evaluations = self._state["evaluations"]
         if self._copies is not None:
-            extra |= self._of_copies(self._copies)
+            read = self._state.get("checkpoints_read", 0)
+            extra |= self._copies.summary(self._restart, source=self._source, checkpoints_read=read)
         summary = {
             "outcome": outcome,
             "run_dir": str(self.dir.path),
@@ -780,22 +794,3 @@ class Session:
         with self._noting_errors_after(after):
             self.dir.write_summary(summary)
         return summary
-
-    def _of_copies(self, copies: PeerCopies) -> dict[str, Any]:
-        """Fields of the summary."""
-        fields: dict[str, Any] = {
-            "restarts": 0 if self._restart is None else self._restart.number,
-            "checkpoints_read": self._state.get("checkpoints_read", 0),
-            "copies_left_out": copies.left_out,
-        }
-        if self._restart is not None:
-            fields |= {"restored_from": self._source, "recovery_seconds": self._restart.phases}
-        return fields
-
-
-def _log_header(ranks: RankContext, *, resumed: bool) -> str:
-    """The first line that a start writes to a rank's log."""
-    now = manifest()
-    versions = ", ".join(f"{name} {now[name]}" for name in ("lockstep", "torch", "transformers", "python"))
-    how = "resumed" if resumed else "started"
-    return f"=== {how}: rank {ranks.rank} of {ranks.world_size}, {versions}, {now['platform']}"

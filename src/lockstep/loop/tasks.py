@@ -19,8 +19,7 @@ from lockstep.config.run import DPORun, OfflineRun, RewardModelRun, SFTRun
 from lockstep.data.preferences import load_preferences, load_scored_pairs
 from lockstep.data.sft import load_sft
 from lockstep.data.unpaired import load_unpaired
-from lockstep.models.causal_lm import text_config
-from lockstep.models.load import LoadedModel
+from lockstep.models.load import OpenedModel
 from lockstep.models.scalar import HeadKind
 from lockstep.packing import Planner
 from lockstep.protocols import TokenLoss, TrainBackend
@@ -59,7 +58,7 @@ class OfflineTask(ABC):
         return False
 
     @abstractmethod
-    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet: ...
+    def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet: ...
     @abstractmethod
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]: ...
     @abstractmethod
@@ -80,7 +79,7 @@ class OfflineTask(ABC):
 class SFTTask(SFT, OfflineTask):
     """Documents."""
 
-    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
+    def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_sft."""
         return load_sft(config, tokenizer=model.tokenizer)
 
@@ -98,7 +97,7 @@ class DPOTask(DPO, OfflineTask):
         """See OfflineTask."""
         return self.config.needs_ref
 
-    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
+    def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_preferences."""
         return load_preferences(config, tokenizer=model.tokenizer)
 
@@ -108,7 +107,7 @@ class KTOTask(KTO, OfflineTask):
 
     needs_ref = True
 
-    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
+    def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_unpaired."""
         return load_unpaired(config, tokenizer=model.tokenizer)
 
@@ -128,9 +127,9 @@ class RewardModelTask(RewardModel, OfflineTask):
 
     head: HeadKind = "scalar"
 
-    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
+    def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_scored_pairs."""
-        pad_id = text_config(model.module).pad_token_id
+        pad_id = model.text.pad_token_id
         return load_scored_pairs(config, tokenizer=model.tokenizer, pad_id=pad_id)
 
 

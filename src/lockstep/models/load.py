@@ -95,6 +95,53 @@ class LoadedModel:
     way."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedModel:
+    """A model without its weights: what rows are read with, and what can be refused before weights are."""
+
+    name: str
+    """ModelConfig.name."""
+    head: HeadKind
+    """Of the module that is to be built."""
+    folder: Path | None
+    """None: a shape."""
+    tokenizer: Tokenizer | None
+    """See LoadedModel."""
+    config: PretrainedConfig
+    """Checked, as the module is built from it."""
+
+    @property
+    def text(self) -> PretrainedConfig:
+        """The decoder's config."""
+        return self.config.get_text_config()
+
+    @property
+    def max_positions(self) -> int:
+        """See LoadedModel."""
+        return int(self.text.max_position_embeddings)
+
+
+def open_model(config: ModelConfig, head: HeadKind = "logits") -> OpenedModel:
+    """Read config and tokenizer of `config.name`.
+
+    Raises:
+        ModelError, ConfigError: as `load_model`, except about weights.
+    """
+    if config.name.startswith(shapes.PREFIX):
+        folder, tokenizer = None, None
+        hf_config = shapes.shape_config(config.name.removeprefix(shapes.PREFIX))
+    else:
+        folder = model_folder(config)
+        tokenizer, hf_config = _read_tokenizer(folder, config), read_config(folder, config)
+    return OpenedModel(
+        name=config.name,
+        head=head,
+        folder=folder,
+        tokenizer=tokenizer,
+        config=_prepared(hf_config, config, head),
+    )
+
+
 def load_model(
     config: ModelConfig,
     *,
@@ -102,6 +149,7 @@ def load_model(
     device: torch.device,
     materialize: bool = True,
     head: HeadKind = "logits",
+    opened: OpenedModel | None = None,
 ) -> LoadedModel:
     """Load `config.name` in its compute dtype on `device`.
 
@@ -111,6 +159,7 @@ def load_model(
             are on `device` either way.
         head: scalar puts one number per token in the place of the logits (lockstep.models.scalar): the
             folder's own head, or a fresh one, drawn from `config.seed`, where the folder is a causal LM's.
+        opened: `open_model` of the same config, if it was called already; its head counts.
 
     Raises:
         ModelError: the model cannot be found or read, has weights missing, is not supported, or fails the
@@ -122,18 +171,16 @@ def load_model(
     dtype = resolve_dtype(config.dtype, device)
     implementation = attention_implementation(attention)
     source: WeightSource | None = None
-    if config.name.startswith(shapes.PREFIX):
-        tokenizer = None
-        hf_config = _prepared(shapes.shape_config(config.name.removeprefix(shapes.PREFIX)), config, head)
+    opened = opened or open_model(config, head)
+    head = opened.head
+    folder, tokenizer, hf_config = opened.folder, opened.tokenizer, copy.deepcopy(opened.config)
+    if folder is None:
         make = shapes.random_model if materialize else random_source
         model = make(
             hf_config, seed=config.seed, dtype=dtype, device=device, attention=implementation, head=head
         )
         module, source = (model, None) if isinstance(model, nn.Module) else model
     else:
-        folder = model_folder(config)
-        tokenizer = _read_tokenizer(folder, config)
-        hf_config = _prepared(read_config(folder, config), config, head)
         admit(hf_config, name=config.name)
         _check_generation(folder)
         if head == "scalar":
@@ -164,7 +211,7 @@ def load_model(
         pad_token_id=_pad_token_id(hf_config, tokenizer, eos),
         dtype=dtype,
         name=config.name,
-        max_positions=int(hf_config.get_text_config().max_position_embeddings),
+        max_positions=opened.max_positions,
         source=source,
     )
 

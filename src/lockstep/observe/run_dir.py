@@ -31,6 +31,8 @@ from lockstep.observe.files import file_errors, json_lines, read_json, write_ato
 from lockstep.observe.lock import RunLock
 from lockstep.observe.run_history import (
     EVALUATIONS,
+    FILES,
+    FOLDERS,
     STEP_FILE,
     bytes_before,
     check_layout,
@@ -46,6 +48,8 @@ OF_NODE = "of-rank-0.txt"
 """Marks the folder that a node has because it does not see that of rank 0."""
 _ASIDE = "before-restart-"
 """What the folders begin with that have the history of a run from before a restart."""
+RANK_LOGS = "ranks"
+"""The folder in logs/ that the launcher of several ranks writes."""
 _UNFINISHED = re.compile(
     r"\.(config\.toml|manifest\.json|(metrics|ledger)\.jsonl|summary\.json)\.[a-z0-9_]{8}"
     r"|\.(evaluation-\w+(-\d+)?|step-\d+)\.jsonl\.[a-z0-9_]{8}"
@@ -62,6 +66,8 @@ class RunDir:
 
     def __init__(self, path: Path, lock: RunLock) -> None:
         self._lock = lock
+        self._before: frozenset[Path] | None = None
+        """For `discard`: what was there before `create`, the folder itself and those above it included."""
         self._name_files(path)
         try:
             check_layout(path)
@@ -124,11 +130,13 @@ class RunDir:
             ConfigError: `path` holds a run (with `restart`: none), or is a file, or cannot be written, or
                 another process is writing it.
         """
+        before = frozenset(each for each in (path, *path.parents) if each.exists())
         if restart:
             _check_run(path, verb="restart")
         else:
             check_free(path)
         try:
+            before |= frozenset(path.iterdir() if path in before else ())
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
@@ -138,6 +146,7 @@ class RunDir:
                 path=path,
             ) from error
         run_dir = cls(path, RunLock(path / "lock"))
+        run_dir._before = None if restart else before  # what was set aside stays
         try:
             if restart:
                 run_dir._set_aside()
@@ -147,6 +156,7 @@ class RunDir:
                 write_json(run_dir.manifest, manifest)
                 write_atomic(run_dir.config, config_toml)
         except BaseException:
+            run_dir.discard()
             run_dir.close()
             raise
         return run_dir
@@ -169,6 +179,31 @@ class RunDir:
             shutil.copyfile(self.config, aside / "config.toml")
             for folder in (self.rollouts, self.checkpoints):
                 folder.mkdir(exist_ok=True)
+
+    def discard(self) -> None:
+        """Remove a new run in which nothing has begun, with the folders that `create` made. What somebody
+        else put there stays, and so do the logs of ranks, which their launcher is writing. Does nothing with
+        a run that was opened.
+
+        Raises:
+            TrainError: something cannot be removed.
+        """
+        if self._before is None:
+            return
+        mine = {*FILES, *FOLDERS, OF_NODE}
+        for path in [*self.path.iterdir()]:
+            if path in self._before and path.name not in mine:
+                continue
+            with file_errors(path, TrainError, "remove"):
+                if path == self.logs and (path / RANK_LOGS).exists():
+                    _remove([each for each in path.iterdir() if each.name != RANK_LOGS])
+                else:
+                    _remove([path])
+        for folder in (self.path, *self.path.parents):
+            if folder in self._before or any(folder.iterdir()):
+                break
+            with file_errors(folder, TrainError, "remove"):
+                folder.rmdir()
 
     @classmethod
     def open(cls, path: Path, *, restarted: bool = False) -> RunDir:
@@ -311,6 +346,7 @@ class FollowedRunDir(RunDir):
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
         self._node_lock = lock
+        self._before = None
         self._name_files(path)
 
     @classmethod
@@ -324,9 +360,12 @@ class FollowedRunDir(RunDir):
             ConfigError: there is a run in it, another process writes it, or it cannot be made.
         """
         check_layout(path)
+        before = frozenset(each for each in (path, *path.parents) if each.exists())
         with file_errors(path, ConfigError, "made", advice="name another folder with --run-dir"):
+            before |= frozenset(path.iterdir() if path in before else ())
             path.mkdir(parents=True, exist_ok=True)
             made = cls(path, RunLock(path / "lock"))
+            made._before = None if (path / OF_NODE).exists() else before
             try:
                 made._check_free()
                 write_atomic(path / OF_NODE, "Of this node's ranks; the run is on the node of rank 0.\n")
@@ -353,6 +392,11 @@ class FollowedRunDir(RunDir):
                 path=self.path,
             ) from error
 
+    def discard(self) -> None:
+        """Remove a node's own folder, in which nothing has begun; rank 0's is not ours."""
+        if self._node_lock is not None:
+            super().discard()
+
     def rewind(self, steps_done: int, *, evaluated: Collection[str] = EVALUATIONS) -> None:
         """Nothing."""
 
@@ -370,6 +414,14 @@ class FollowedRunDir(RunDir):
         """Release the lock of a node's own folder; rank 0's is not ours."""
         if self._node_lock is not None:
             self._node_lock.release()
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def _keep(path: Path, kept: bytes) -> None:

@@ -77,8 +77,15 @@ class RunLook:
         if self.checkpoint is not None and self.state != "finished":
             lines.append(f"  newest checkpoint: {self.checkpoint}")
         if self.state in ("interrupted", "failed", "died"):
-            lines.append(f"  go on with: {way_on(self.run)}")
+            lines.append(f"  {self._advice()}")
         return "\n".join(map(printable, lines))
+
+    def _advice(self) -> str:
+        """What can be done with a run that has ended early."""
+        if self.checkpoint is None and not self.steps and self.state == "failed":
+            again = f"lockstep train {self.run / 'config.toml'} --run-dir {self.run}"
+            return f"it failed before its first step; correct that, and start it again: {again}"
+        return f"go on with: {way_on(self.run)}"
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""

@@ -27,6 +27,7 @@ from lockstep.rollout.calls import CallThread, LoopThread
 from lockstep.rollout.extract import EXTRACTORS, answer_number, first_number, last_number
 from lockstep.rollout.reward_functions import MATCHES, bind, is_async, own_row, raised, score_of, short_repr
 from lockstep.rollout.reward_process import RewardFailure, RewardWorker, close_all
+from lockstep.rollout.reward_rows import check_row
 from lockstep.rollout.reward_service import RewardService
 from lockstep.rollout.sandbox import probe
 from lockstep.rollout.verifiers import VerifierProcess, require_package
@@ -85,6 +86,7 @@ class RewardSet:
         self._process = VerifierProcess()
         self._workers: list[RewardWorker] = []
         self._services: list[RewardService] = []
+        self._functions = bool(functions)
         if functions:
             self._configs = tuple(RewardConfig(name=_function_name(f)) for f in functions)
         else:
@@ -162,6 +164,11 @@ class RewardSet:
                 value = self._settle(scorer([sample])[0], config, name, sample)
                 return None if value is None else value >= CORRECT
         return None
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Check that a row has what the rewards need, see reward_rows. Raises ConfigError."""
+        for config in () if self._functions else self._configs:
+            check_row(config, row)
 
     def take_counts(self) -> dict[str, int]:
         """Return and reset the counts: NAME/no_answer, NAME/junk, NAME/timeout (of the junk), NAME/failed,
@@ -252,6 +259,9 @@ class RewardSet:
         name: str,
         sample: RewardInput,
     ) -> float:
+        check_row(config, sample.row)  # first: what nothing can be compared with is no wrong answer
+        if config.name == "math":
+            _answer_text(sample.row)
         answer = EXTRACTORS[config.answer](sample.completion)
         if answer is None:
             self.counts[f"{name}/no_answer"] += 1
@@ -263,14 +273,6 @@ class RewardSet:
         return score
 
     def _verify(self, config: RewardConfig, row: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
-        verifier = str(row.get("verifier", ""))
-        if not verifier.startswith("reasoning_gym:"):
-            raise ConfigError(
-                "reward 'verifier' needs rows of data.source = 'reasoning_gym:TASK', these name verifier "
-                f"{verifier!r} (columns: {', '.join(row)}); use reward 'math' or 'module:function'",
-                code="missing-column",
-                name="verifier",
-            )
         return self._process.reasoning_gym(
             row, answer, timeout=config.timeout_seconds, allowed=config.allow_unsandboxed
         )
