@@ -21,6 +21,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from lockstep.redaction import redacted
+
 
 class LockstepError(Exception):
     """Root of the errors that Lockstep raises on purpose.
@@ -38,7 +40,7 @@ class LockstepError(Exception):
     """
 
     def __init__(self, message: str, *, code: str, **fields: Any) -> None:
-        super().__init__(message)
+        super().__init__(redacted(message))
         self.code = code
         self.underway = False
         """Whether it ended work that had begun: steps were done, or results written."""
@@ -78,7 +80,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     # Half a surrogate pair, as in the name of a file, could be sent to no other rank.
-    return str(value).encode("utf-8", errors="backslashreplace").decode("utf-8")
+    return redacted(str(value).encode("utf-8", errors="backslashreplace").decode("utf-8"))
 
 
 @contextlib.contextmanager
@@ -137,6 +139,9 @@ CODES = {
     "out-of-range": "A number is outside of what is allowed. The message has the bounds.",
     "wrong-format": "A text is not of the form expected. The message shows the form.",
     "no-effect": "A setting would have no effect with the others. Leave it out, or set what it needs.",
+    "secret-in-config": (
+        "A setting holds a secret. Write the name of an environment variable, or of a file of mode 0600."
+    ),
     "contradiction": (
         "Two settings or flags exclude each other, or their values do not fit together. Change one."
     ),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import ConfigError, unknown_name
@@ -53,11 +54,43 @@ def require_members(value: Any, names: Iterable[str], *, what: str) -> None:
         )
 
 
+def require_call(value: Any, *given: str, what: str, named: Sequence[str] = ()) -> None:
+    """Check, before it is called, that a part of the user's takes the arguments that it will be called with.
+
+    Args:
+        given: names, for the message, of the arguments by position.
+        named: keyword arguments.
+
+    Raises:
+        ConfigError: it is no function or class, or its signature does not take them.
+    """
+    if not callable(value):
+        raise ConfigError(
+            f"{what} is a {type(value).__name__}, not a function or a class; name one",
+            code="wrong-part",
+            name=type(value).__name__,
+        )
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # of a callable that is written in C; only a call can say
+        return
+    try:
+        signature.bind(*given, **dict.fromkeys(named))
+    except TypeError as error:
+        call = ", ".join([*given, *(f"{name}=..." for name in named)])
+        raise ConfigError(
+            f"{what} is called with ({call}), which its signature {signature} does not take: {error}; "
+            "docs/how-to/extend.md has the signatures",
+            code="wrong-part",
+            name="signature",
+        ) from error
+
+
 def load_object(target: str, *, what: str) -> Any:
     """Import `module:attribute`, from the Python path or the working directory.
 
     Raises:
-        ConfigError: there is no such module, or it has no such attribute.
+        ConfigError: there is no such module, it cannot be imported, or it has no such attribute.
     """
     module_name, _, attribute = target.partition(":")
     if (folder := os.getcwd()) not in sys.path:
@@ -70,6 +103,12 @@ def load_object(target: str, *, what: str) -> Any:
             f"(looked for {target!r})",
             code="missing-package",
             name=error.name,
+        ) from error
+    except Exception as error:  # whatever a module of the user's raises while it is imported
+        raise ConfigError(
+            f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}; correct the module",
+            code="wrong-part",
+            name=module_name,
         ) from error
     try:
         value: Any = module

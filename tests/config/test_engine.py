@@ -38,6 +38,7 @@ OTHER = {
     "max_restarts": 0,
     "options": {"block_size": 32},
     "env": {"NCCL_DEBUG": "INFO"},
+    "secrets": {"MY_KEY": "env:MY_KEY"},
     "python": PYTHON,
     "url": URL,
     "token_env": "MY_KEY",

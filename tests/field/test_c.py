@@ -37,7 +37,9 @@ from lockstep.cluster.jobs import packed
 from lockstep.cluster.ray import _running_here, check_token, local_cluster
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.engine import EngineConfig
-from lockstep.config.load import load_run
+from lockstep.config.load import dump_toml, load_run
+from lockstep.config.rollout import RewardConfig
+from lockstep.config.secrets import read_secrets
 from lockstep.engine.served import server as served
 from lockstep.engine.served.handler import bearer
 from lockstep.errors import ConfigError, DataError, EngineError, LockstepError, RewardError
@@ -46,9 +48,12 @@ from lockstep.loop import world_server as worlds
 from lockstep.observe import flight
 from lockstep.observe.holder import process_start
 from lockstep.observe.lock import RunLock, read_owner
+from lockstep.observe.run_log import RunLog
+from lockstep.protocols.reward import RewardInput
 from lockstep.ranks import rendezvous
 from lockstep.ranks.copy_folder import step_folder, whole_parts
 from lockstep.ranks.hang import examine
+from lockstep.rollout.rewards import RewardSet
 from lockstep.train.fsdp2 import mesh
 from lockstep.transfer.buckets import BucketTransfer
 from lockstep.transfer.carriers import MemoryCarrier
@@ -373,7 +378,160 @@ def test_a_fifo_in_a_run_directory_is_named(
 # end of 32
 
 
-# 33. Secrets
+# 33. Secrets: those of rewards and engines are read where a setting says, and stand nowhere else
+
+KEY = "Zq8-live-4f1c9e77aa21"
+# (settings that hold a secret); the way out is a variable or a file
+HELD = [
+    {"rewards": [{"name": "m:f", "kwargs": {"api_key": KEY}}]},
+    {"rewards": [{"name": "m:f", "kwargs": {"auth_token": KEY}}]},
+    {"rewards": [{"name": "m:f", "kwargs": {"header": f"Bearer {KEY}"}}]},
+    {"rewards": [{"name": "http", "url": f"http://127.0.0.1:9/score?api_key={KEY}"}]},
+    {"engine": {"name": "vllm", "python": "/p", "env": {"HF_TOKEN": KEY}}},
+    {"engine": {"name": "vllm", "python": "/p", "env": {"HTTPS_PROXY": f"http://me:{KEY}@proxy:3128"}}},
+    {"engine": {"name": "vllm", "python": "/p", "options": {"hf_token": KEY}}},
+    {"data": {"source": f"https://me:{KEY}@example.org/rows.jsonl"}},
+    {"log": {"wandb_project": "hf_" + "a1" * 17}},
+]
+
+
+@pytest.mark.parametrize("values", HELD)
+def test_no_setting_holds_a_secret(values):
+    with raises(ConfigError, "secret-in-config") as caught:
+        load_run(kind="grpo", overrides=values)
+    assert KEY not in str(caught.value) and "a1a1" not in str(caught.value)
+    assert KEY not in str(caught.value.data)
+
+
+# Names and values that look a little like secrets, and are none.
+FREE = [
+    {"rewards": [{"name": "m:f", "kwargs": {"end_token": "</answer>", "max_tokens": "5", "token": "END"}}]},
+    {"engine": {"name": "vllm", "python": "/p", "env": {"TOKENIZERS_PARALLELISM": "false"}}},
+    {"engine": {"name": "vllm", "python": "/p", "env": {"GOOGLE_APPLICATION_CREDENTIALS": "/home/me/key"}}},
+    {"engine": {"name": "vllm", "python": "/p", "env": {"HTTPS_PROXY": "http://proxy:3128"}}},
+]
+
+
+@pytest.mark.parametrize("values", FREE)
+def test_other_settings_are_taken(values):
+    assert load_run(kind="grpo", overrides=values)
+
+
+# (place, mode of the file, code)
+PLACES = [
+    ("env:FIELD_KEY", None, None),
+    ("env:FIELD_KEY_THAT_IS_NOT_SET", None, "wrong-environment"),
+    ("file", 0o600, None),
+    ("file", 0o400, None),
+    ("file", 0o644, "not-ours"),
+    ("file", 0o640, "not-ours"),
+    ("file:/nowhere/key", None, "cannot-read"),
+]
+
+
+@pytest.mark.parametrize(("place", "mode", "code"), PLACES)
+def test_a_secret_is_read_where_nobody_else_reads(tmp_path, monkeypatch, place, mode, code):
+    monkeypatch.setenv("FIELD_KEY", KEY)
+    if mode is not None:
+        (tmp_path / "key").write_text(KEY + "\n")
+        (tmp_path / "key").chmod(mode)
+        place = f"file:{tmp_path / 'key'}"
+    if code is None:
+        assert read_secrets({"key": place}, setting="rewards.secrets") == {"key": KEY}
+    else:
+        with raises(ConfigError, code):
+            read_secrets({"key": place}, setting="rewards.secrets")
+
+
+@pytest.mark.parametrize("place", [KEY, f"env:{'hf_' + 'a1' * 17}", "file:key", "env:A B"])
+def test_a_place_is_no_secret(place):
+    with raises(ConfigError, "wrong-format") as caught:
+        load_run(kind="grpo", overrides={"rewards": [{"name": "m:f", "secrets": {"key": place}}]})
+    assert KEY not in str(caught.value) and "a1a1" not in str(caught.value)
+
+
+def test_a_reward_gets_its_secret_and_no_error_does(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("FIELD_PLACE", KEY)
+    (tmp_path / "field_reward.py").write_text(
+        "def f(*, prompt, completion, row, key):\n"
+        "    print('with', key)\n"
+        "    if completion == 'raise': raise ValueError(f'refused: Bearer {key}')\n"
+        f"    return float(key == {KEY[:9]!r} + {KEY[9:]!r})\n"
+    )
+    config = RewardConfig(name="field_reward:f", secrets={"key": "env:FIELD_PLACE"})
+    run = load_run(kind="grpo", overrides={"rewards": [config.model_dump()]})
+    assert KEY not in dump_toml(run) and "env:FIELD_PLACE" in dump_toml(run)
+    rewards = RewardSet([config], search_paths=[tmp_path])
+    try:
+        assert rewards.score([answer("x")])[0].total == 1.0
+        with raises(RewardError, "reward-failed") as caught:
+            rewards.score([answer("raise")])
+    finally:
+        rewards.close()
+    log = RunLog(tmp_path / "log")
+    log.error(caught.value)
+    log.close()
+    out = capfd.readouterr()
+    assert "with [secret]" in out.err
+    for text in (str(caught.value), str(caught.value.data), (tmp_path / "log").read_text(), out.err):
+        assert "[secret]" in text and KEY not in text
+
+
+class _Echo(BaseHTTPRequestHandler):
+    """A service that gives back the request that it refuses."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        asked = json.loads(body)
+        if not asked["samples"]:
+            status, answer = 200, {"request_id": asked["request_id"], "scores": []}
+        else:
+            status, answer = self.server.answer(str(self.headers), asked)
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+# (what the service answers to a request with a token); the last cuts it
+ECHOES = [
+    lambda headers, asked: (400, {"error": headers}),
+    lambda headers, asked: (200, {"request_id": headers, "scores": [1.0]}),
+    lambda headers, asked: (200, {"request_id": asked["request_id"], "scores": [{"error": headers}]}),
+    lambda headers, asked: (200, {"request_id": asked["request_id"], "scores": [headers]}),
+    lambda headers, asked: (200, {"request_id": asked["request_id"], "scores": headers}),
+    lambda headers, asked: (400, {"error": "x" * 175 + f"Bearer {KEY}"}),
+]
+
+
+@pytest.mark.parametrize("echo", ECHOES)
+def test_a_service_that_echoes_does_not_put_the_token_into_errors(monkeypatch, echo):
+    monkeypatch.setenv("FIELD_SERVICE_KEY", KEY)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Echo) as service:
+        service.answer = echo
+        threading.Thread(target=service.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        url = f"http://127.0.0.1:{service.server_port}/score"
+        rewards = RewardSet([RewardConfig(name="http", url=url, token_env="FIELD_SERVICE_KEY", retries=0)])
+        with raises(RewardError, "reward-failed") as caught:
+            rewards.score([answer("x")])
+        rewards.close()
+        service.shutdown()
+    assert KEY[:8] not in str(caught.value) + str(caught.value.data) + str(caught.value.__cause__)
+
+
+def answer(completion: str) -> RewardInput:
+    return RewardInput(
+        prompt="p",
+        completion=completion,
+        row={},
+        prompt_token_ids=(),
+        completion_token_ids=(1,),
+        finish_reason="stop",
+    )
+
 
 # end of 33
 

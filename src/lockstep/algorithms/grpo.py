@@ -100,14 +100,10 @@ class PolicyAlgorithm:
         """[G, n] of an estimator that sees the rewards of a group; where `present` is False anything."""
         assert self._per_group is not None
         if not self._each_by_itself:
-            values = self._per_group(rewards, present)
-            self._check_advantages(values, present)
-            return values
+            return self._estimated(rewards, present)
         weights, each = _reward_weights(groups), []
         for name in weights:
-            values = self._per_group(*_reward_matrix(groups, name))
-            self._check_advantages(values, present)
-            each.append(values)
+            each.append(self._estimated(*_reward_matrix(groups, name)))
         if not each:
             return torch.zeros_like(rewards)
         factors = torch.tensor(list(weights.values()), dtype=rewards.dtype)
@@ -165,9 +161,28 @@ class PolicyAlgorithm:
             for sample, ref in zip(samples, ref_logprobs, strict=True)
         ]
 
+    def _estimated(self, rewards: Tensor, mask: Tensor) -> Tensor:
+        """The advantages of one reward, by an estimator that may be the user's."""
+        assert self._per_group is not None
+        try:
+            advantages = self._per_group(rewards, mask)
+        except Exception as error:  # the user's function may raise anything
+            if ":" not in str(self.config.advantage):
+                raise
+            raise TrainError(
+                f"algorithm.advantage = {self.config.advantage!r} raised {type(error).__name__} for rewards "
+                f"of shape {list(rewards.shape)}: {error}; correct the function",
+                code="wrong-result",
+                setting="algorithm.advantage",
+            ) from error
+        self._check_advantages(advantages, mask)
+        return advantages
+
     def _check_advantages(self, advantages: Tensor, mask: Tensor) -> None:
         problem = None
-        if advantages.shape != mask.shape:
+        if not isinstance(advantages, Tensor):
+            problem = f"a {type(advantages).__name__}, not a tensor"
+        elif advantages.shape != mask.shape:
             problem = f"shape {list(advantages.shape)} for rewards of shape {list(mask.shape)}"
         elif not bool(advantages[mask].isfinite().all()):
             group = int((~advantages.isfinite() & mask).any(1).nonzero()[0])

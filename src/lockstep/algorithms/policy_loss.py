@@ -132,10 +132,11 @@ class PolicyLoss:
         terms = self.policy_terms(logprobs, batch, rows)
         values = [getattr(terms, name) for name in self.names]
         loss = self.objective(terms, config)
-        if loss.shape != terms.ratio.shape:
+        if not isinstance(loss, Tensor) or loss.shape != terms.ratio.shape:
+            found = f"a loss of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TrainError(
-                f"algorithm.objective = {config.objective!r} returned a loss of shape {list(loss.shape)} for "
-                f"{terms.ratio.shape[0]} tokens; return one entry per token",
+                f"algorithm.objective = {config.objective!r} returned {found} for "
+                f"{terms.ratio.shape[0]} tokens; return a tensor with one entry per token",
                 code="wrong-result",
                 setting="algorithm.objective",
             )

@@ -9,10 +9,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.config.secrets import check_no_secret
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import path_problem
 from lockstep.observe.text import printable
 
+_SECRET_PLACES = ("secrets", "token_env")
+"""Settings that say where a secret is; each has a check of its own."""
 _LARGEST, _SMALLEST = 1e30, 1e-30
 _COLDEST = 1e-4
 
@@ -101,4 +104,15 @@ class Config(Record):
                         "size, which float32 can compute with",
                         code="out-of-range",
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _check_no_secrets(self) -> Config:
+        """config.toml, manifests and recordings are files that everybody may read."""
+        for name, value in self:
+            if name not in _SECRET_PLACES:
+                instead = "put it into an environment variable or a file of mode 0600"
+                if "secrets" in type(self).model_fields:
+                    instead += ", and write where it is: secrets = {NAME = 'env:VARIABLE'} or 'file:/path'"
+                check_no_secret(name, value, instead=instead)
         return self

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seconds
 from lockstep.config.declarations import engines
+from lockstep.config.secrets import SecretPlace, Variable
 from lockstep.errors import ConfigError
 
 _WHY = {
@@ -33,6 +34,7 @@ _WHY = {
     "max_restarts": "only a server that Lockstep started is started again",
     "options": "there is no constructor that would take them",
     "env": "only a server that Lockstep starts has an environment of its own",
+    "secrets": "only a server that Lockstep starts has an environment of its own",
     "python": "it starts a server with another interpreter",
     "token_env": "a server that Lockstep starts gets a token by itself",
     "url": "it names a vLLM or SGLang server",
@@ -80,7 +82,7 @@ class EngineConfig(Config):
     """Interpreter of an environment that has vLLM or SGLang: that project's own server is started with it."""
     url: Name | None = None
     """A server that is already running, such as http://127.0.0.1:8000; it is never stopped."""
-    token_env: Name | None = None
+    token_env: Variable | None = None
     """Name of the environment variable that holds the token (API key) of the server at url; none: the server
     needs no token. A server that Lockstep starts gets one automatically."""
     replicas: PositiveInt = Field(1, le=1024)
@@ -123,10 +125,17 @@ class EngineConfig(Config):
     """More arguments for the engine's constructor, under its own names, such as attention_backend."""
     env: dict[str, str] = Field(default_factory=dict)
     """More environment variables for a started server, such as LD_LIBRARY_PATH or NCCL_SOCKET_IFNAME."""
+    secrets: dict[Variable, SecretPlace] = Field(default_factory=dict)
+    """More environment variables for a started server, each with the place of its value: env:VARIABLE, or
+    file:/absolute/path of a file of mode 0600. What is read there stands in no file, log or error."""
 
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
         check_engine(self)
+        if both := self.secrets.keys() & self.env.keys():
+            raise ConfigError(
+                f"{min(both)} is in env and in secrets; leave one out", code="duplicate", setting="secrets"
+            )
         return self
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config.other_names import ours
 from lockstep.errors import ConfigError, LockstepError, nearest
 from lockstep.observe.text import printable
+from lockstep.redaction import names_secret
 
 DEPTH = 64
 """Deepest nesting of tables and lists."""
@@ -127,13 +128,13 @@ def _code(kind: str) -> str:
 
 
 def _line(path: str, details: list[Any]) -> str:
-    first = details[0]
+    first, path = details[0], printable(path)
     if first["type"] in ("value_error", "assertion_error"):
         text = str(first["ctx"]["error"])
         return f"{path}: {text}" if path else text
     if first["type"] == "missing":
         return f"{path}: is required; set it"
-    value = first["input"]
+    value = "..." if names_secret(path.rpartition(".")[2]) else first["input"]
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
     return f"{path} = {value!r}: expected {expected}"
 
@@ -190,7 +191,7 @@ def _unknown(
     sections: Mapping[str, type[BaseModel]],
 ) -> str:
     here = printable(".".join((*path, key)))
-    assigned = "" if isinstance(value, Mapping) else f" = {value!r}"
+    assigned = "" if isinstance(value, Mapping) or names_secret(key) else f" = {value!r}"
     elsewhere = [
         f"{section}.{key}".lstrip(".") for section, other in sections.items() if key in other.model_fields
     ]

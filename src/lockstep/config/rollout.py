@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seconds, Temperature
+from lockstep.config.secrets import SecretPlace, Variable
 from lockstep.errors import ConfigError
 
 
@@ -99,7 +100,7 @@ class RewardConfig(Config):
     url: Name | None = None
     """http: the address that samples are sent to, http://... or https://...; the protocol is in
     docs/how-to/own-reward.md."""
-    token_env: Name | None = None
+    token_env: Variable | None = None
     """http: the environment variable with the token that is sent as `Authorization: Bearer TOKEN`."""
     batch_size: PositiveInt = 64
     """http: most samples in one request."""
@@ -113,6 +114,25 @@ class RewardConfig(Config):
     kernel offers no sandbox (see `lockstep doctor`). On other machines they are still sandboxed."""
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
     """Keyword arguments of length, format and `module:attribute`."""
+    secrets: dict[str, SecretPlace] = Field(default_factory=dict)
+    """`module:attribute`: more keyword arguments, each with the place of its value: env:VARIABLE, or
+    file:/absolute/path of a file of mode 0600. What is read there stands in no file, log or error."""
+
+    @model_validator(mode="after")
+    def _check_secret_arguments(self) -> RewardConfig:
+        if self.secrets and ":" not in self.name:
+            raise ConfigError(
+                f"secrets has no effect with name = {self.name!r}; leave it out (http has token_env)",
+                code="no-effect",
+                setting="secrets",
+            )
+        if both := self.secrets.keys() & self.kwargs.keys():
+            raise ConfigError(
+                f"{min(both)!r} is in kwargs and in secrets; leave one out",
+                code="duplicate",
+                setting="secrets",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_service(self) -> RewardConfig:

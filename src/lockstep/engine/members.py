@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, SharesWeights
-from lockstep.registry import require_members
+from lockstep.registry import require_call, require_members
 
 
 def load_engine_class(name: str) -> Any:
@@ -25,7 +25,10 @@ def load_engine_class(name: str) -> Any:
         wanted = ["external", *methods(protocol_of(getattr(found, "external", False)))]
     else:
         wanted = ["external"]
-    require_members(found, wanted, what=f"engine.name = {name!r}")
+    what = f"engine.name = {name!r}"
+    require_members(found, wanted, what=what)
+    if ":" in name:
+        require_call(found, "config", named=["spec" if found.external else "model"], what=what)
     return found
 
 

@@ -6,10 +6,10 @@ import inspect
 
 from lockstep.config.backends import check_own_settings
 from lockstep.config.declarations import Entry, own_rows
-from lockstep.config.run import RunConfig, record_refusal
+from lockstep.config.run import GRPORun, RunConfig, record_refusal
 from lockstep.config.support import SETTINGS
 from lockstep.errors import ConfigError
-from lockstep.registry import load_object
+from lockstep.registry import load_object, require_call, require_members
 
 
 def own_support(run: RunConfig, *, attention: str) -> list[Entry]:
@@ -65,3 +65,38 @@ def check_own_backend(run: RunConfig) -> None:
                 code="unsupported-combination",
                 setting="cluster.peer_copy",
             )
+
+
+_ALGORITHM = ("keep", "advantages", "loss_weights", "loss")
+_KERNEL = ("cu_seqlens", "max_seqlen", "lengths", "scale", "window", "mask")
+
+
+def check_own_algorithm(run: GRPORun) -> None:
+    """Check the signatures of an algorithm, an advantage estimator and an objective of the user's, before
+    anything is loaded or sampled for them.
+
+    Raises:
+        ConfigError: there is no such part, or it cannot be called as it will be.
+    """
+    for field, given, named in (
+        ("name", ("config",), ("max_tokens",)),
+        ("advantage", ("rewards", "mask"), ()),
+        ("objective", ("terms", "config"), ()),
+    ):
+        if ":" in (name := getattr(run.algorithm, field) or ""):
+            what = f"algorithm.{field} = {name!r}"
+            part = load_object(name, what=what)
+            if field == "name":
+                require_members(part, _ALGORITHM, what=what)
+            require_call(part, *given, named=named, what=what)
+
+
+def check_own_attention(name: str) -> None:
+    """Check the signature of an attention kernel of the user's; others are left alone.
+
+    Raises:
+        ConfigError: there is no such kernel, or it cannot be called as it will be.
+    """
+    if ":" in name and not name.startswith("hf:"):
+        what = f"train.attention = {name!r}"
+        require_call(load_object(name, what=what), "q", "k", "v", named=_KERNEL, what=what)

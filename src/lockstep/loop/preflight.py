@@ -18,13 +18,14 @@ from lockstep.data.sources import check_source
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, DataError, ModelError, nearest, together, unknown_name
 from lockstep.loop.checks import Check, faults, reward_checks, row_checks
-from lockstep.loop.own_parts import check_own_backend
+from lockstep.loop.own_parts import check_own_algorithm, check_own_attention, check_own_backend
 from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.files import path_problem
 from lockstep.observe.metrics import check_wandb
 from lockstep.observe.run_dir import check_free, finished
-from lockstep.registry import load_object, require_members
+from lockstep.registry import load_object, require_call, require_members
 
+BACKEND_ARGUMENTS = ("model", "total_steps", "temperature", "ref")
 BACKEND_CLASS_MEMBERS = (
     "shards_weights",
     "logprobs",
@@ -109,8 +110,26 @@ def _check_backend(run: RunConfig) -> None:
     if ":" in run.train.backend:
         what = f"train.backend = {run.train.backend!r}"
         members = [*BACKEND_CLASS_MEMBERS, *(["rest"] if isinstance(run, GRPORun) and run.sleep else [])]
-        require_members(load_object(run.train.backend, what=what), members, what=what)
+        backend = load_object(run.train.backend, what=what)
+        require_members(backend, members, what=what)
+        require_call(backend, "config", named=BACKEND_ARGUMENTS, what=what)
         check_own_backend(run)
+    check_own_attention(run.train.attention)
+    if isinstance(run, GRPORun):
+        check_own_algorithm(run)
+    if isinstance(run, GRPORun) and run.reward_model is not None:
+        _check_reward_models(run, run.reward_model)
+    for reward in run.rewards if isinstance(run, GRPORun) else ():
+        if ":" not in reward.name and reward.name not in BUILTIN_REWARDS:
+            raise ConfigError(
+                unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]),
+                code="unknown-name",
+            )
+    _check_packages(run)
+    for section, config in _data(run):
+        _check_data(section, config, run)
+    _check_rows(run)
+    return None
 
 
 def _check_packages(run: RunConfig) -> None:

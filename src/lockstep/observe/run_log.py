@@ -27,6 +27,7 @@ from typing import Any
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.files import file_errors
 from lockstep.observe.text import echo, printable
+from lockstep.redaction import redacted
 
 _MAX_CHARS = 20_000
 """Longest text: of a longer one only the end is written."""
@@ -57,7 +58,7 @@ class RunLog:
         A full disk does not end the run here: it is reported once on stderr, and later lines are dropped.
         """
         time = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
-        lines = [f"{time} {printable(line)}\n" for line in text[-_MAX_CHARS:].splitlines() or [""]]
+        lines = [f"{time} {printable(line)}\n" for line in redacted(text)[-_MAX_CHARS:].splitlines() or [""]]
         with self._lock:
             if self._file is None:
                 return

@@ -6,6 +6,8 @@ import sys
 import unicodedata
 from typing import TextIO
 
+from lockstep.redaction import redacted
+
 # Unicode's categories: control, format, unassigned, private, surrogate, line and paragraph separators.
 _UNSAFE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 
@@ -34,12 +36,14 @@ def printable_text(text: str) -> str:
 
 
 def echo(text: object = "", *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print, with control characters escaped. All output for users goes through here.
+    """Print, with control characters escaped and secrets taken out. All output for users goes through here.
 
     Args:
         file: None: stdout.
     """
-    print(printable_text(str(text)), end=end, file=sys.stdout if file is None else file, flush=flush)
+    print(
+        printable_text(redacted(str(text))), end=end, file=sys.stdout if file is None else file, flush=flush
+    )
 
 
 def _escaped(character: str) -> str:

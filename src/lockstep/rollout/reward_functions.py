@@ -18,6 +18,8 @@ from lockstep.errors import ConfigError
 from lockstep.observe.text import printable
 from lockstep.protocols.reward import RewardInput
 
+LARGEST_REWARD = 1e30
+"""In size, of a reward and of a total: sums and squares of larger ones overflow."""
 TEXT_LENGTH = 2000
 """Most characters of a user's text in an error."""
 MATCHES = f"{__name__}:matches"
@@ -116,7 +118,9 @@ def score_of(value: Any) -> float | str:
     try:
         plain = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
         if isinstance(plain, int | float) and math.isfinite(number := float(plain)):
-            return number
+            if abs(number) <= LARGEST_REWARD:
+                return number
+            return f"returned {number:g}, which float32 cannot compute with ({LARGEST_REWARD:g} at most)"
     except (Exception, GeneratorExit):  # a user's object, or an int beyond any float
         pass
     return f"returned {short_repr(value)} ({printable(type(value).__name__)}), not a finite number"

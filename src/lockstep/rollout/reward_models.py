@@ -19,7 +19,7 @@ from lockstep.config.batch import RewardModelConfig, RewardRoleConfig
 from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.models.reward import RewardModel
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout.rewards import Scored
+from lockstep.rollout.rewards import Scored, check_total
 
 MODEL = "model"
 """The reward model's name in `Rollout.rewards`; an ensemble's members are numbered beside it: model#1."""
@@ -96,8 +96,10 @@ class RewardModels:
                 code="duplicate",
             )
         weights = {name: self.config.weight if name == MODEL else 0.0 for name in by_name}
+        total = score.total + self.config.weight * by_name[MODEL]
+        check_total(total, by_name)
         return Scored(
-            total=score.total + self.config.weight * by_name[MODEL],
+            total=total,
             by_name={**score.by_name, **by_name},
             weights={**score.weights, **weights},
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.rollout import RewardConfig
+from lockstep.config.secrets import read_secrets
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo, printable, printable_lines
 from lockstep.processes.jobs import JobProcess, ProcessEnded, end
@@ -136,7 +137,8 @@ class RewardWorker:
         name = self._config.name
         try:
             # No arguments of the program, which everybody on the machine can read: a key may be among them.
-            first = process.exchange({"kwargs": self._config.kwargs}, seconds=START_SECONDS)
+            given = {**self._config.kwargs, **read_secrets(self._config.secrets, setting="rewards.secrets")}
+            first = process.exchange({"kwargs": given}, seconds=START_SECONDS)
         except (TimeoutError, ProcessEnded) as error:
             self._ended()
             raise ConfigError(

@@ -29,6 +29,7 @@ from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import printable
 from lockstep.protocols.reward import RewardInput
+from lockstep.redaction import hide, redacted
 from lockstep.rollout.reward_process import RewardFailure, sent
 
 PROTOCOL = "lockstep-reward-1"
@@ -40,6 +41,8 @@ _REPLY_BYTES = 1 << 16
 _SCORE_BYTES = 1 << 12
 """Largest answer: the first, and the second for each sample."""
 _PREVIEW = 200
+_LOOKED_AT = _PREVIEW + 4096
+"""Of an answer, for a token that reaches beyond its preview."""
 
 
 class _Retriable(RewardFailure):
@@ -69,6 +72,7 @@ class RewardService:
                     code="wrong-environment",
                     setting="rewards.token_env",
                 )
+            hide(token)
             self._headers["Authorization"] = f"Bearer {token}"
         self._tls = ssl.create_default_context() if self._parts.scheme == "https" else None
         self._lock = threading.Lock()
@@ -240,12 +244,12 @@ def read_reply(body: bytes, request_id: str, count: int) -> list[float | RewardF
         raise RewardFailure(f"the service answered no object with 'scores': {_preview(body)}")
     if reply.get("request_id") != request_id:
         raise RewardFailure(
-            f"the service answered request_id {reply.get('request_id')!r:.60} to request {request_id!r}; it "
-            "must be given back as it was sent"
+            f"the service answered request_id {short(repr(reply.get('request_id'))):.60} to request "
+            f"{request_id!r}; it must be given back as it was sent"
         )
     scores = reply["scores"]
     if not isinstance(scores, list) or len(scores) != count:
-        found = f"{len(scores)} scores" if isinstance(scores, list) else f"scores = {scores!r:.60}"
+        found = f"{len(scores)} scores" if isinstance(scores, list) else f"scores = {short(repr(scores)):.60}"
         raise RewardFailure(f"the service answered {found} for {count} samples; one for each is expected")
     return [_score(score) for score in scores]
 
@@ -253,7 +257,7 @@ def read_reply(body: bytes, request_id: str, count: int) -> list[float | RewardF
 def _score(score: Any) -> float | RewardFailure:
     match score:
         case {"error": str() as text}:
-            return RewardFailure(f"the service says {printable(text[:_PREVIEW])!r}")
+            return RewardFailure(f"the service says {printable(short(text[:_LOOKED_AT]))!r}")
         case bool():
             pass
         case int() | float():
@@ -261,7 +265,8 @@ def _score(score: Any) -> float | RewardFailure:
                 if math.isfinite(value := float(score)):
                     return value
     return RewardFailure(
-        f"the service answered the score {score!r:.60}; a finite number or {{'error': TEXT}} is expected"
+        f"the service answered the score {short(repr(score)):.60}; a finite number or {{'error': TEXT}} is "
+        "expected"
     )
 
 
@@ -271,4 +276,9 @@ def _conversation(sample: RewardInput) -> Any:
 
 
 def _preview(content: bytes) -> str:
-    return repr(content[:_PREVIEW].decode(errors="replace"))
+    return repr(short(content[:_LOOKED_AT].decode(errors="replace")))
+
+
+def short(text: str) -> str:
+    """Return the beginning of a text of the service, which may have our token in it."""
+    return redacted(text)[:_PREVIEW]

@@ -25,7 +25,16 @@ from lockstep.errors import ConfigError, DataError, RewardError, unknown_name
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.calls import CallThread, LoopThread
 from lockstep.rollout.extract import EXTRACTORS, answer_number, first_number, last_number
-from lockstep.rollout.reward_functions import MATCHES, bind, is_async, own_row, raised, score_of, short_repr
+from lockstep.rollout.reward_functions import (
+    LARGEST_REWARD,
+    MATCHES,
+    bind,
+    is_async,
+    own_row,
+    raised,
+    score_of,
+    short_repr,
+)
 from lockstep.rollout.reward_process import RewardFailure, RewardWorker, close_all
 from lockstep.rollout.reward_rows import check_row
 from lockstep.rollout.reward_service import RewardService
@@ -53,6 +62,16 @@ class Scorer(Protocol):
     """Scores many completions by one reward: a value or an exception for each."""
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[Any]: ...
+
+
+def check_total(total: float, by_name: Mapping[str, float]) -> None:
+    """Raises RewardError for a sum of weighted rewards that no step can compute with."""
+    if not abs(total) <= LARGEST_REWARD:
+        raise RewardError(
+            f"the total reward is {total:g} (before weights: {dict(by_name)}), which float32 cannot compute "
+            f"with ({LARGEST_REWARD:g} at most); lower rewards.weight",
+            code="not-finite",
+        )
 
 
 class RewardSet:
@@ -131,6 +150,7 @@ class RewardSet:
             # fsum rounds once, so the total does not depend on the order of the rewards.
             total = math.fsum(c.weight * value for c, value in zip(self._configs, present, strict=True))
             by_name = dict(zip(self._names, present, strict=True))
+            check_total(total, by_name)
             scored.append(Scored(total=total, by_name=by_name, weights=self._weights))
         return scored
 

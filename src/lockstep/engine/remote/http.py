@@ -41,8 +41,11 @@ import pydantic_core
 
 from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.text import printable
+from lockstep.redaction import redacted
 
 CONNECT_SECONDS = 10.0
+_SECRET_CHARS = 4096
+"""Longest token that is looked for across the end of a preview."""
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
 _READ_BYTES = 256 * 1024
@@ -120,7 +123,7 @@ class Reply:
         for key in ("error", "message", "detail"):
             while isinstance(value, dict) and key in value:
                 value = value[key]
-        return printable(value[:_PREVIEW_CHARS]) if isinstance(value, str) else _preview(self.body)
+        return printable(redacted(value)[:_PREVIEW_CHARS]) if isinstance(value, str) else _preview(self.body)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +150,8 @@ def reply_errors(what: str, **fields: Any) -> Iterator[None]:
 
 
 def _preview(body: bytes) -> str:
-    text = body[: _PREVIEW_CHARS + 1].decode("utf-8", errors="replace")
+    # Taken out before the cut: a server may give back the token that it was sent.
+    text = redacted(body[: _PREVIEW_CHARS + _SECRET_CHARS].decode("utf-8", errors="replace"))
     return repr(text[:_PREVIEW_CHARS]) + (f" ... ({len(body)} bytes)" if len(text) > _PREVIEW_CHARS else "")
 
 

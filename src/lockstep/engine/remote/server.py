@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.config.engine import EngineConfig
+from lockstep.config.secrets import read_secrets
 from lockstep.engine.remote.http import HttpClient
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.text import printable
 from lockstep.processes.child import LINGER_SECONDS, Child, describe_status
+from lockstep.redaction import hide, redacted
+from lockstep.wire.server_token import TOKEN
 
 LOOPBACK = "127.0.0.1"
 _PACKAGES = Path(__file__).resolve().parents[3]
@@ -100,6 +103,23 @@ def server_environment(
     return dict(sorted({**kept, "PYTHONUNBUFFERED": "1", **needed, **extra}.items()))
 
 
+def own_variables(config: EngineConfig) -> dict[str, str]:
+    """Return the variables that the user gives a server: engine.env, and engine.secrets as they are read.
+
+    Raises:
+        ConfigError: a secret cannot be read, or takes the place of the token of the server.
+    """
+    for name in (TOKEN, "VLLM_API_KEY"):
+        for setting, given in (("env", config.env), ("secrets", config.secrets)):
+            if name in given:
+                raise ConfigError(
+                    f"engine.{setting}.{name}: a started server gets a token of its own; leave it out",
+                    code="contradiction",
+                    setting=f"engine.{setting}.{name}",
+                )
+    return {**config.env, **read_secrets(config.secrets, setting="engine.secrets")}
+
+
 def own_program() -> dict[str, str]:
     """Return the variables that a server of Lockstep's own needs, to be the same program with the same
     bits."""
@@ -111,7 +131,9 @@ def own_program() -> dict[str, str]:
 
 def new_token() -> str:
     """A new access token for a server that we start: other users of the machine reach loopback too."""
-    return secrets.token_hex(32)
+    token = secrets.token_hex(32)
+    hide(token)
+    return token
 
 
 def server_client(config: EngineConfig, server: ServerProcess | None) -> HttpClient:
@@ -141,12 +163,15 @@ def _url_token(config: EngineConfig) -> str:
             setting="engine.token_env",
             reason="empty" if token else "not set",
         )
+    hide(token)
     return token
 
 
 def masked(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without the values of secrets, for logs and manifests."""
-    return {n: "(set)" if _SECRET.search(n) and v else v for n, v in environment.items()}
+    return {
+        n: "(set)" if v and (_SECRET.search(n) or redacted(v) != v) else v for n, v in environment.items()
+    }
 
 
 _PORTS_LOCK = threading.Lock()

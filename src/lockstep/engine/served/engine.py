@@ -31,6 +31,7 @@ from lockstep.engine.remote.server import (
     own_gpus,
     own_program,
     own_server,
+    own_variables,
     server_client,
     server_environment,
 )
@@ -39,7 +40,7 @@ from lockstep.engine.remote.stream import EventStreams
 from lockstep.engine.served.driver import ServedDriver
 from lockstep.engine.served.host import request_json
 from lockstep.engine.spec import EngineSpec
-from lockstep.errors import ConfigError, EngineError
+from lockstep.errors import EngineError
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import printable
 from lockstep.schema.contract import KernelContract
@@ -169,13 +170,7 @@ class _Flow:
 
 def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     """A server that is not started yet, and the file that describes it."""
-    port, token = free_port(), new_token()
-    if TOKEN in config.env:
-        raise ConfigError(
-            f"engine.env.{TOKEN}: a started server gets a token of its own; leave it out",
-            code="contradiction",
-            setting=f"engine.env.{TOKEN}",
-        )
+    port, token, own = free_port(), new_token(), own_variables(config)
     spec.work_dir.mkdir(parents=True, exist_ok=True)
     path = spec.work_dir.resolve() / f"{config.name}-server.json"
     write_atomic(path, json.dumps(describe_server(config, spec, port=port), indent=1))
@@ -187,7 +182,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
         config,
         spec,
         command=[sys.executable, "-m", "lockstep.engine.served.server", str(path)],
-        environment=server_environment(needed=needed, extra={**config.env, TOKEN: token}),
+        environment=server_environment(needed=needed, extra={**own, TOKEN: token}),
         port=port,
         token=token,
     )

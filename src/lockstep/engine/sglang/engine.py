@@ -32,6 +32,7 @@ from lockstep.engine.remote.server import (
     new_token,
     own_gpus,
     own_server,
+    own_variables,
     server_client,
     server_environment,
 )
@@ -264,7 +265,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
         "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
         "CUDA_VISIBLE_DEVICES": own_gpus(config, spec),
     }
-    environment = server_environment(needed=needed, extra=config.env)
+    environment = server_environment(needed=needed, extra=own_variables(config))
     if environment.get(ORIGINAL_LOGPROBS, "0").lower() in ("1", "true", "yes", "y", "on"):
         raise ConfigError(
             f"{ORIGINAL_LOGPROBS} = {environment[ORIGINAL_LOGPROBS]} makes SGLang give logprobs before the "

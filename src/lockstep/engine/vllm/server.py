@@ -40,6 +40,7 @@ from lockstep.engine.remote.server import (
     new_token,
     own_gpus,
     own_server,
+    own_variables,
     server_client,
     server_environment,
 )
@@ -51,7 +52,7 @@ from lockstep.engine.vllm.translate import (
     vllm_sampling,
     vllm_server_command,
 )
-from lockstep.errors import ConfigError, EngineError
+from lockstep.errors import EngineError
 from lockstep.observe.text import printable
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.wire.server_token import TOKEN
@@ -116,12 +117,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     check_interpreter(python)
     installed = installed_vllm(python)
     check_version(installed.version, where=f"engine.python = {python}")
-    if "VLLM_API_KEY" in config.env:
-        raise ConfigError(
-            "engine.env.VLLM_API_KEY: a started server gets a token of its own; leave it out",
-            code="contradiction",
-            setting="engine.env.VLLM_API_KEY",
-        )
+    extra = own_variables(config)
     path = spec.work_dir.resolve() / "path"
     path.mkdir(parents=True, exist_ok=True)
     link = path / "lockstep"
@@ -131,7 +127,6 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
         # would hide those of the server's environment.
         link.symlink_to(_PACKAGE, target_is_directory=True)
     port = free_port()
-    extra = dict(config.env)
     needed = vllm_environment(config, spec, in_process=False) | {
         "PYTHONPATH": ":".join([str(path), *filter(None, [extra.pop("PYTHONPATH", "")])]),
         "PYTHONSAFEPATH": "1",  # the folder we are in is not its business

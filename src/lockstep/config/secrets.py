@@ -1,0 +1,148 @@
+"""Secrets among settings: a config is a file that everybody may read, so it names where a secret is.
+
+[engine.secrets]
+HF_TOKEN = "env:MY_HF_TOKEN"        # an environment variable of the run
+OTHER_KEY = "file:/home/me/.key"    # a file that only its owner can read (mode 0600)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import AfterValidator
+
+from lockstep.errors import ConfigError
+from lockstep.observe.text import printable
+from lockstep.observe.trust import read_own
+from lockstep.redaction import hide, names_secret
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MOST_BYTES = 65536
+_WELL_KNOWN = re.compile(
+    r"(?<![A-Za-z0-9_])(sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|github_pat_[A-Za-z0-9_]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|AKIA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}"
+    r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY-----)"
+    r"|(?i:\bbearer +[A-Za-z0-9._~+/-]{8,})"
+)
+"""Beginnings that services give their keys, a token of JSON, a private key, a header."""
+
+
+def _check_reference(reference: str) -> str:
+    kind, _, place = reference.partition(":")
+    if (kind == "env" and _VARIABLE.fullmatch(place) and not _WELL_KNOWN.search(place)) or (
+        kind == "file" and Path(place).is_absolute() and "\0" not in place
+    ):
+        return reference
+    raise ConfigError(
+        "does not say where the secret is; write 'env:NAME' for an environment variable, or "
+        "'file:/absolute/path' for a file of mode 0600",
+        code="wrong-format",
+    )
+
+
+def _check_variable(name: str) -> str:
+    if _VARIABLE.fullmatch(name) and not _WELL_KNOWN.search(name):
+        return name
+    raise ConfigError(
+        "is not the name of an environment variable (letters, digits and _); give the name of the variable "
+        "that holds the token, not the token",
+        code="wrong-format",
+    )
+
+
+SecretPlace = Annotated[str, AfterValidator(_check_reference)]
+"""Where a secret is."""
+Variable = Annotated[str, AfterValidator(_check_variable)]
+"""The name of an environment variable."""
+
+
+def read_secrets(places: Mapping[str, str], *, setting: str) -> dict[str, str]:
+    """Return the secrets at `places`; they are taken out of every later text.
+
+    Raises:
+        ConfigError: a variable is not set, or a file is missing, or others than its owner can read it.
+    """
+    secrets = {}
+    for name, place in places.items():
+        kind, _, where = place.partition(":")
+        value = os.environ.get(where, "") if kind == "env" else _read_file(where, f"{setting}.{name}")
+        if not value:
+            problem = "that variable is not set" if kind == "env" else "that file is empty"
+            raise ConfigError(
+                f"{setting}.{name} = {place!r}: {problem}; put the secret there",
+                code="wrong-environment",
+                setting=f"{setting}.{name}",
+            )
+        hide(value)
+        secrets[name] = value
+    return secrets
+
+
+def _read_file(path: str, setting: str) -> str:
+    raw = read_own(Path(path), ConfigError, secret=True, limit=_MOST_BYTES)
+    try:
+        return raw.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{setting}: {path} is not text", code="not-text", setting=setting) from error
+
+
+def check_no_secret(name: str, value: Any, *, instead: str) -> None:
+    """Check that neither the setting `name` nor anything in it is a secret.
+
+    Args:
+        instead: what to do with a secret of this table.
+
+    Raises:
+        ConfigError: it is one; the text does not have it.
+    """
+    for path, text in _texts(name, value):
+        why = _why_secret(path.rpartition(".")[2], text)
+        if why is not None:
+            raise ConfigError(
+                f"{printable(path)} {why}, and everybody who can read config.toml would have it; {instead}",
+                code="secret-in-config",
+                setting=path,
+            )
+
+
+def _texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(f"{path}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(path, item)
+
+
+def _why_secret(name: str, value: str) -> str | None:
+    if _WELL_KNOWN.search(value):
+        return "holds what looks like a key or a token"
+    if names_secret(name) and _like_a_secret(name, value):
+        return "has the name of a secret"
+    if "://" in value:
+        try:
+            parts = urlsplit(value)
+        except ValueError:
+            return None
+        if parts.password:
+            return "holds a password in a url"
+        if any(names_secret(key) and given for key, given in parse_qsl(parts.query)):
+            return "holds a secret in the query of a url"
+    return None
+
+
+def _like_a_secret(name: str, value: str) -> bool:
+    """Whether a value under a secret's name may be one: `end_token = "</answer>"` and paths are none."""
+    if not value or value.startswith(("/", "~/")):
+        return False
+    if re.search("token|auth$", name, re.IGNORECASE):
+        plain = re.fullmatch(r"[A-Za-z0-9._~+/=-]{12,}", value)
+        return plain is not None and any(character.isdigit() for character in value)
+    return value.lower() not in ("true", "false", "none", "0", "1")
