@@ -80,12 +80,11 @@ def _checks(run: RunConfig) -> Iterator[Check]:
         yield partial(check_model, run.value.name, setting="value.name")
     if isinstance(run, GRPORun):
         yield partial(_check_engine, run)
-        for field in ("name", "advantage", "objective"):
-            if ":" in (name := getattr(run.algorithm, field) or ""):
-                yield partial(load_object, name, what=f"algorithm.{field} = {name!r}")
+        yield partial(check_own_algorithm, run)
         if run.reward_model is not None:
             yield partial(_check_reward_models, run, run.reward_model)
         yield from reward_checks(run)
+    yield partial(check_own_attention, run.train.attention)
     yield partial(_check_backend, run)
     yield partial(_check_packages, run)
     for section, config in _data(run):
@@ -114,22 +113,6 @@ def _check_backend(run: RunConfig) -> None:
         require_members(backend, members, what=what)
         require_call(backend, "config", named=BACKEND_ARGUMENTS, what=what)
         check_own_backend(run)
-    check_own_attention(run.train.attention)
-    if isinstance(run, GRPORun):
-        check_own_algorithm(run)
-    if isinstance(run, GRPORun) and run.reward_model is not None:
-        _check_reward_models(run, run.reward_model)
-    for reward in run.rewards if isinstance(run, GRPORun) else ():
-        if ":" not in reward.name and reward.name not in BUILTIN_REWARDS:
-            raise ConfigError(
-                unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]),
-                code="unknown-name",
-            )
-    _check_packages(run)
-    for section, config in _data(run):
-        _check_data(section, config, run)
-    _check_rows(run)
-    return None
 
 
 def _check_packages(run: RunConfig) -> None:
