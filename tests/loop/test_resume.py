@@ -65,7 +65,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_begun_again(
     run = tmp_path / "run"
     lockstep("train", tiny_toml, "--run-dir", run, cwd=tmp_path, signals=[order], code=-9)
     before = {f: f.read_bytes() for f in [run / "metrics.jsonl", *sorted((run / "rollouts").glob("[!.]*"))]}
-    ended = lockstep("train", "--resume", run, cwd=tmp_path, code=1)
+    ended = lockstep("train", "--resume", run, cwd=tmp_path, code=2)
     assert len(ended.err.splitlines()) == 1
     assert "holds no checkpoint, but" in ended.err and "steps that are done" in ended.err
     assert {f: f.read_bytes() for f in before} == before

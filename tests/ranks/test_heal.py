@@ -33,6 +33,11 @@ with Path(sys.argv[1], "seen").open("a") as file:
 while rank == "1" and Path(sys.argv[1], "seen").read_text().count("\\n") < 2 * restart["number"] + 2:
     time.sleep(0.02)
 act = sys.argv[2:][restart["number"]] if rank == "1" else "wait"
+if act.startswith("begin"):
+    config = Path(sys.argv[1], "run/config.toml")
+    config.with_suffix(".new").write_text("begun again")
+    config.with_suffix(".new").replace(config)
+    act = act.removeprefix("begin")
 if act.startswith("-"):
     os.kill(os.getpid(), -int(act))
 elif act == "wait":
@@ -42,17 +47,21 @@ else:
 """
 
 
-def rules(tmp_path: Path, *, max_restarts: int = 2) -> HealingRules:
+def rules(tmp_path: Path, *, max_restarts: int = 2, restart: bool = False) -> HealingRules:
     (tmp_path / "memory").mkdir(exist_ok=True)
-    return HealingRules(copy_dir=tmp_path / "memory", max_restarts=max_restarts, run_dir=tmp_path / "run")
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    return HealingRules(copy_dir=memory, max_restarts=max_restarts, run_dir=run, restart=restart)
 
 
-def heal(tmp_path: Path, *acts: str, max_restarts: int = 2) -> tuple[int, list[dict[str, object]]]:
-    """Rank 1 of each generation ends by these: a status, or a signal. The status, and what ranks saw."""
+def heal(
+    tmp_path: Path, *acts: str, max_restarts: int = 2, restart: bool = False
+) -> tuple[int, list[dict[str, object]]]:
+    """Rank 1 of each generation ends by these: a status, or a signal; begin: it writes the
+    config first. The status, and what ranks saw."""
     command = [sys.executable, "-c", WORKER, str(tmp_path), *acts]
     status = launch_healing(
         lambda logs: Launch(command, ranks=2, log_dir=logs, graceful=True),
-        rules(tmp_path, max_restarts=max_restarts),
+        rules(tmp_path, max_restarts=max_restarts, restart=restart),
         log_dir=tmp_path / "logs",
     )
     assert list((tmp_path / "memory").iterdir()) == []
@@ -82,6 +91,16 @@ def test_ranks_of_which_one_is_killed_are_started_again(tmp_path, capfd):
         "logs-restart-1",
         "logs-restart-2",
     ]
+
+
+def test_a_run_that_is_begun_again_has_begun_when_its_config_is_written(tmp_path):
+    """--restart: until then the ranks begin it again, and do not resume what it was."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text("as it was")
+    status, seen = heal(tmp_path, "-9", "begin-9", "0", restart=True)
+    assert status == 0
+    begun = {line["restart"]["number"]: line["restart"].get("run_dir") for line in seen}  # type: ignore
+    assert begun == {0: None, 1: None, 2: str(tmp_path / "run")}
 
 
 def test_restarts_are_bounded(tmp_path, capfd):
