@@ -658,7 +658,6 @@ class Session:
     def save(self, done: int, backend: Saved, *, wait: bool = False) -> Path:
         """Save a checkpoint of the state after `done` steps and prune older ones. wait: not in the
         background, whatever checkpoint.background says; so is that of the last step.
-
         In the middle of the next step, the generators go back to where they were after `done` steps."""
         boundary = self._boundary
         assert boundary is not None and boundary.done == done, "only the last boundary can be saved"
