@@ -78,10 +78,10 @@ from lockstep.ranks.recorded_hang import name_recording
 from lockstep.recording import corpus
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.batch import PolicyBatch
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 from lockstep.train.local import LocalBackend
 
 ROOT = Path(__file__).parents[2]
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 # 14. LoRA targets
 
