@@ -82,7 +82,7 @@ def load_scored(tmp_path: Path, tokenizer: Any, rows: list[dict[str, Any]], **se
 def test_a_reward_models_document_is_scored_at_its_last_token_that_is_no_pad(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    pairs = load_scored(tmp_path, tokenizer, [{**ROW, "margin": 0.5}, ROW])
+    pairs = load_scored(tmp_path, tokenizer, [{**ROW, "margin": 0.5}, {**ROW, "margin": 0.0}])
     (sample, other, *_) = samples = pairs.batch(0, 2, seed=0)
     assert {(s.sample_id // 2, s.margin) for s in samples} in ({(0, 0.5), (1, 0.0)}, {(0, 0.0), (1, 0.5)})  # type: ignore[attr-defined]
     for each in (sample, other):

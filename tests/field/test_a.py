@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,19 +24,26 @@ from chats import TOOLS_TEMPLATE, document_texts, smollm2, trained_text, write_r
 from classifiers import save_classifier
 from raising import raises
 from scripted import SCRIPTED, prompts, save_scripted
+from transformers import AutoTokenizer
 
+from lockstep.algorithms.kto import mismatched
 from lockstep.cli.main import main
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig
+from lockstep.config.load import load_run
 from lockstep.config.model import LoraConfig, ModelConfig
+from lockstep.data.preferences import load_preferences, load_scored_pairs
 from lockstep.data.sft import load_sft
-from lockstep.errors import ModelError
+from lockstep.data.unpaired import load_unpaired
+from lockstep.errors import DataError, ModelError
+from lockstep.loop.offline import train_offline
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.exported import exported_folder, weights_fingerprint
 from lockstep.models.load import load_model
 from lockstep.models.reward import RewardModel
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.run_history import read_lines
+from lockstep.packing import pack
 from lockstep.processes.jobs import JobProcess
 from lockstep.ranks import second_look
 from lockstep.ranks.hang import children_of
@@ -325,6 +334,8 @@ def test_messages_train_on_every_assistant_turn(tiny_folder, tmp_path):
 
 # 7. The BOS token after truncation
 
+# tests/data/test_truncation.py
+
 # end of 7
 
 
@@ -349,10 +360,66 @@ def test_a_completion_is_encoded_as_the_policy_samples_it(prompt, completion, me
 
 # 9. Columns that a setting names
 
+# tests/data/test_named_columns.py
+
 # end of 9
 
 
 # 10. Pairs with different prompts
+
+PAIR = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+LOADERS = {"dpo": load_preferences, "rm": partial(load_scored_pairs, pad_id=0), "kto": load_unpaired}
+
+
+def asked(text):
+    return {"role": "user", "content": text}
+
+
+CALL = {"role": "assistant", "content": "look it up"}
+# (chosen, rejected, prompt: the number of messages that both have, or None: refused)
+TURNS = [
+    ([asked("a"), said("x")], [asked("a"), said("y")], 1),
+    ([asked("a"), said("x")], [asked("b"), said("y")], None),
+    ([*EARLIER, said("x")], [*EARLIER[:2], asked("And 3 + 5?"), said("y")], None),
+    ([{"role": "system", "content": "s"}, asked("a"), said("x")], [asked("a"), said("y")], None),
+    ([asked("a"), said("x"), asked("b"), said("z")], [asked("a"), said("y"), asked("c"), said("z")], 1),
+    ([asked("a"), said("x")], [asked("a"), said("x"), asked("b"), said("y")], 1),
+    ([asked("a")], [asked("a"), said("y")], None),
+    (
+        [asked("a"), CALL, {"role": "tool", "content": "1"}, said("x")],
+        [asked("a"), CALL, {"role": "tool", "content": "2"}, said("y")],
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rm", "kto"])
+@pytest.mark.parametrize(("chosen", "rejected", "prompt"), TURNS)
+def test_both_answers_of_a_pair_are_to_one_prompt(tiny_folder, tmp_path, kind, chosen, rejected, prompt):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    rows = [PAIR, {"chosen": chosen, "rejected": rejected}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(source=str(tmp_path / "rows.jsonl"))
+    if prompt is None:
+        with raises(DataError, "wrong-pairs: line 2"):
+            LOADERS[kind](config, tokenizer=tokenizer)
+        return
+    documents = LOADERS[kind](config, tokenizer=tokenizer)
+    if kind == "dpo":
+        for turns, sample in zip((chosen, rejected), documents[1], strict=True):
+            texts = [turn["content"] + "<|end|>" for turn in turns[prompt:] if turn["role"] == "assistant"]
+            assert tokenizer.decode(sample.token_ids[1:][sample.loss_mask[:-1]]) == "".join(texts)
+
+
+def test_a_prompt_beside_whole_conversations_begins_them(tiny_folder, tmp_path):
+    rows = [{"prompt": [asked("b")], **{k: [asked("a"), said(k)] for k in ("chosen", "rejected")}}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    with raises(DataError, "wrong-pairs: line 1"):
+        load_preferences(
+            DataConfig(source=str(tmp_path / "rows.jsonl")),
+            tokenizer=AutoTokenizer.from_pretrained(tiny_folder),
+        )
+
 
 # end of 10
 
@@ -469,5 +536,44 @@ def test_children_have_names_that_a_person_can_read() -> None:
 
 
 # 13. Mismatched answers of KTO
+
+
+def pairs_of(tmp_path, number):
+    """Rows whose answers name their prompt."""
+    rows = [{"prompt": f"q{i:02}", "chosen": f"good{i:02}", "rejected": f"bad{i:02}"} for i in range(number)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize(("shuffle", "n"), [(False, 24), (True, 24), (False, 6), (True, 8)])
+def test_a_mismatched_answer_is_to_another_prompt(tiny_folder, tmp_path, shuffle, n):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    answers = load_unpaired(DataConfig(source=pairs_of(tmp_path, 12), shuffle=shuffle), tokenizer=tokenizer)
+    for step in range(24 // n):
+        samples = answers.batch(step, n, seed=0)
+        others = mismatched([pack(samples, [s.loss_mask.float() for s in samples])], max_length=64)
+        texts = [tokenizer.decode(sample.token_ids) for sample in others]
+        found = [re.fullmatch(r"<\|user\|>q(\d+)<\|end\|><\|assistant\|>\D+(\d+)<\|end\|>", t) for t in texts]
+        numbers = [(int(match[1]), int(match[2])) for match in found if match]
+        assert len(numbers) == n and all(prompt != answer for prompt, answer in numbers)
+        if (shuffle, n) == (False, 24):  # by hand: of either answer of a pair, the bad one of the pair before
+            assert numbers == [(i, (i - 1) % 12) for i in range(12) for _ in range(2)]
+            assert all("bad" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("number", "more", "fields"),
+    [
+        (4, {"data.shuffle": False}, {"step": 0, "answers": 2}),
+        (2, {"data.prompt_template": "q"}, {"prompts": 1}),
+    ],
+)
+def test_a_step_to_one_prompt_is_refused(tiny_folder, tmp_path, number, more, fields):
+    data = {"data.source": pairs_of(tmp_path, number), "model.name": str(tiny_folder)}
+    run = {"algorithm.name": "kto", "batch_size": 2, "run_dir": str(tmp_path / "run")}
+    with raises(DataError, "wrong-pairs", **fields):
+        train_offline(load_run(kind="dpo", overrides=data | run | more))
+
 
 # end of 13

@@ -20,7 +20,7 @@ from lockstep.errors import TrainError
 from lockstep.ops.masks import document_sums, masked
 from lockstep.ops.preferences import kto
 from lockstep.protocols.train import LossOutput, StepStats
-from lockstep.schema.batch import PackedBatch, TrainSample, UnpairedBatch
+from lockstep.schema.batch import PackedBatch, TrainSample, UnpairedBatch, prompt_ids
 
 Rows = Tensor | slice
 
@@ -106,17 +106,29 @@ class KTO:
 
 
 def mismatched(batches: Sequence[PackedBatch], *, max_length: int) -> list[TrainSample]:
-    """Return each prompt of the step with the answer to the prompt before it, in the order of sample_ids; cut
-    at max_length, and left out where no answer remains."""
+    """Return each prompt of the step with the nearest answer before it that is to another prompt, by
+    sample_id; before the first come the last ones. Cut at max_length, and left out where no answer remains.
+
+    Raises:
+        TrainError: all answers are to one prompt.
+    """
     documents: dict[int, tuple[Tensor, Tensor]] = {}
     for batch in batches:
         documents.update(zip(batch.sample_ids, _documents(batch), strict=True))
     ordered = [documents[sample_id] for sample_id in sorted(documents)]
+    prompts = [prompt_ids(ids, mask) for ids, mask in ordered]
     samples = []
-    for number, (ids, mask) in enumerate(ordered):
-        # The first prompt gets the last one's answer, by index -1.
-        prompt, (other_ids, other_mask) = prompt_ids(ids, mask), ordered[number - 1]
-        answer = other_ids[len(prompt_ids(other_ids, other_mask)) :]
+    for number, prompt in enumerate(prompts):
+        # Negative indices count from the last one.
+        others = (i for i in range(number - 1, number - len(ordered), -1) if prompts[i] != prompt)
+        other = next(others, None)
+        if other is None:
+            raise TrainError(
+                f"all {len(ordered)} answers of the step are to one prompt, and KTO's baseline needs each "
+                "prompt with the answer to another one; raise batch_size",
+                code="wrong-batch",
+            )
+        answer = ordered[other][0][len(prompts[other]) :]
         whole = torch.cat([torch.tensor(prompt, dtype=torch.int64), answer])[:max_length]
         trained = torch.zeros(len(whole), dtype=torch.bool)
         trained[len(prompt) - 1 : -1] = True
@@ -180,11 +192,6 @@ def pair_accuracy(
         both = [(good_ones, [reward for reward, good in zip(rewards, desirable, strict=True) if not good])]
     won = sum(one > other for good_ones, bad_ones in both for one in good_ones for other in bad_ones)
     return won / sum(len(good_ones) * len(bad_ones) for good_ones, bad_ones in both)
-
-
-def prompt_ids(ids: Tensor, mask: Tensor) -> tuple[int, ...]:
-    """Return the ids before the first trained token. ids, mask: [L], the mask True somewhere."""
-    return tuple(ids[: int(mask.to(torch.uint8).argmax()) + 1].tolist())
 
 
 def _documents(batch: PackedBatch) -> list[tuple[Tensor, Tensor]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -541,6 +542,15 @@ class OfflineRun(RunConfig):
         return 1
 
     @property
+    def documents_name(self) -> str:
+        """What batch_size counts."""
+        return "documents"
+
+    def documents_of(self, row: Mapping[str, Any] | None) -> int:
+        """How many of them a row holds; None: at most."""
+        return 1
+
+    @property
     def sets(self) -> dict[str, DataConfig]:
         """The documents of training, and of evaluations if there are any, by the name of their table."""
         sets = {"data": self.data, "eval_data": self.eval_data}
@@ -583,10 +593,10 @@ class OfflineRun(RunConfig):
                 )
         for name, data in self.sets.items():
             self._check_set(name, data)
-        if self.data.size is not None and self.data.size < self.batch_size:
+        if self.data.size is not None and self.data.size * self.documents_of(None) < self.batch_size:
             raise ConfigError(
-                f"data.size = {self.data.size} is below batch_size = {self.batch_size}; raise data.size "
-                "or lower batch_size",
+                f"data.size = {self.data.size} rows are fewer than batch_size = {self.batch_size} "
+                f"{self.documents_name}; raise data.size or lower batch_size",
                 code="contradiction",
                 setting="data.size",
             )
@@ -624,10 +634,27 @@ class SFTRun(OfflineRun):
 class PairRun(OfflineRun):
     """The settings that runs on pairs of a chosen and a rejected answer share."""
 
+    @model_validator(mode="after")
+    def _check_trained(self) -> PairRun:
+        for name, data in self.sets.items():
+            if data.train_on == "all":
+                raise ConfigError(
+                    f"{name}.train_on = 'all' with kind = {self.kind!r}, which compares answers, and the "
+                    "prompt is not part of them; leave it out",
+                    code="unsupported-combination",
+                    setting=f"{name}.train_on",
+                )
+        return self
+
     @property
     def unit(self) -> int:
         """Both answers of a pair."""
         return 2
+
+    @property
+    def documents_name(self) -> str:
+        """See OfflineRun."""
+        return "pairs"
 
 
 class DPORun(PairRun):
@@ -640,6 +667,18 @@ class DPORun(PairRun):
     def unit(self) -> int:
         """A pair; under kto an answer."""
         return 2 if self.algorithm.paired else 1
+
+    @property
+    def documents_name(self) -> str:
+        """See OfflineRun."""
+        return "pairs" if self.algorithm.paired else "answers"
+
+    def documents_of(self, row: Mapping[str, Any] | None) -> int:
+        """See OfflineRun: under kto a pair is two answers."""
+        label = self.data.label_column
+        labels = (label, self.data.columns.get(label, label))
+        single = self.algorithm.paired or (row is not None and any(name in row for name in labels))
+        return 1 if single else 2
 
     @model_validator(mode="after")
     def _check_unpaired(self) -> DPORun:

@@ -13,8 +13,8 @@ import torch
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, clean_messages
 from lockstep.data.order import batch_rows
-from lockstep.data.sft import Content, Conversation, DocumentMaker, row_content, tokenise
-from lockstep.data.sources import load_rows, missing_column
+from lockstep.data.sft import Content, Conversation, DocumentMaker, answered, tokenise
+from lockstep.data.sources import missing_column, named_columns, rows_of
 from lockstep.data.spans import Document
 from lockstep.errors import DataError
 from lockstep.schema.batch import PreferenceSample, ScoredSample, StateSample, TrainSample
@@ -121,7 +121,7 @@ def load_scored_pairs(
     maker = DocumentMaker(config, tokenizer, kind="RM", vocab_size=vocab_size)
     found = list(_pairs(maker, scored=True))
     pairs = [(_scored(a, pad_id, where), _scored(b, pad_id, where)) for where, (a, b), _ in found]
-    margins = [_margin(row, config, where) for where, _, row in found]
+    margins = _margins([(row, where) for where, _, row in found], config)
     report = _counted(maker, pairs)
     return PreferenceSet(
         pairs, shuffle=config.shuffle, report=report, margins=margins, notes=maker.chat.notes
@@ -136,7 +136,7 @@ def _pairs(maker: DocumentMaker, *, scored: bool = False) -> Iterator[tuple[str,
     """
     config = maker.config
     read = _as_a_reward_reads_it if scored else tokenise
-    for row in load_rows(config):
+    for row in rows_of(config):
         where = row.where
         chat = maker.chat.for_row(row, where=where)
         contents = pair_contents(row, config, chat, where)
@@ -200,16 +200,31 @@ def _scored(sample: TrainSample, pad_id: int | None, where: str) -> TrainSample:
     return StateSample(token_ids=sample.token_ids, loss_mask=mask)
 
 
-def _margin(row: Mapping[str, Any], config: DataConfig, where: str) -> float:
-    value = row.get(config.margin_column)
+def _margins(rows: Sequence[tuple[Mapping[str, Any], str]], config: DataConfig) -> list[float]:
+    """The margin of each row: of all of them, or 0 where none has one and no setting names a column."""
+    column = config.margin_column
+    if "margin_column" not in named_columns(config) and all(row.get(column) is None for row, _ in rows):
+        return [0.0] * len(rows)
+    return [_margin(row, column, where) for row, where in rows]
+
+
+def _margin(row: Mapping[str, Any], column: str, where: str) -> float:
+    value = row.get(column)
     if value is None:
-        return 0.0
+        raise DataError(
+            f"{where} has no margin in column {column!r} (data.margin_column), as other rows do; write "
+            "one, 0 for a pair that needs none",
+            code="missing-column",
+            setting="data.margin_column",
+            name=column,
+            where=where,
+        )
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise DataError(
-            f"{where}, {config.margin_column}: {value!r} is not a margin; write a number >= 0, or rename the "
-            "column (data.margin_column)",
+            f"{where}, {column}: {value!r} is not a margin; write a number >= 0, or rename the column "
+            "(data.margin_column)",
             code="wrong-row",
-            name=config.margin_column,
+            name=column,
             where=where,
         )
     return float(value)
@@ -224,7 +239,7 @@ def pair_contents(
         DataError: one of them is missing or malformed, or they answer different prompts.
     """
     chosen, rejected = (
-        row_content(_as_sft(row, column, config, where), config, chat, f"{where}, {column}")
+        _content(row, column, config=config, chat=chat, where=where)
         for column in (config.chosen_column, config.rejected_column)
     )
     if isinstance(chosen, tuple) or isinstance(rejected, tuple):
@@ -268,27 +283,21 @@ def _last_turn(messages: Sequence[Message]) -> int:
     return max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
 
 
-def _as_sft(row: Mapping[str, Any], column: str, config: DataConfig, where: str) -> dict[str, Any]:
-    """The row of an SFT set that holds the prompt and this answer of a pair."""
-    answer = row.get(column)
+def _content(
+    row: Mapping[str, Any], column: str, *, config: DataConfig, chat: ChatFormat, where: str
+) -> Content:
+    """The prompt with the answer in this column."""
+    answer, prompt, place = row.get(column), row.get(config.prompt_column), f"{where}, {column}"
     if answer is None:
         setting = "data.chosen_column" if column == config.chosen_column else "data.rejected_column"
         raise missing_column(column, row, setting=setting, source=where)
-    read_by_sft = {
-        config.prompt_column,
-        config.messages_column,
-        config.completion_column,
-        config.text_column,
-    }
-    rest = {key: value for key, value in row.items() if key not in read_by_sft}
-    prompt = row.get(config.prompt_column)
     if _is_conversation(answer):
         if not isinstance(prompt, list):  # a text beside conversations is a copy of one of their messages
-            return {**rest, config.messages_column: answer}
-        prompt, answer = _split(prompt, answer, f"{where}, {column}")
+            return Conversation(messages=chat.with_system(clean_messages(answer, where=place)))
+        prompt, answer = _split(prompt, answer, place)
     if prompt is None:
         raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
-    return {**rest, config.prompt_column: prompt, config.completion_column: answer}
+    return answered(prompt, answer, row, config=config, chat=chat, where=place)
 
 
 def _is_conversation(answer: Any) -> bool:

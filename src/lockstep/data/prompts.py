@@ -19,9 +19,9 @@ from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_templat
 from lockstep.data.generated import IdRows, ReasoningGymRows, RowGenerator
 from lockstep.data.order import batch_rows
 from lockstep.data.rows import place
-from lockstep.data.sources import load_rows, missing_column
+from lockstep.data.sources import missing_column, named_columns, rows_of
 from lockstep.errors import ConfigError, DataError
-from lockstep.observe.truncation import kept_at_end
+from lockstep.observe.token_ids import check_known, kept_at_end
 from lockstep.schema.rollout import Prompt
 
 MAX_ATTEMPTS = 1000
@@ -73,8 +73,16 @@ class PromptSet(ABC):
 class PromptMaker:
     """Turns rows into Prompts according to one DataConfig, and counts those that it left out."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any, exclude: Collection[str]) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        exclude: Collection[str],
+        *,
+        vocab_size: int | None = None,
+    ) -> None:
         self.config = config
+        self.vocab_size = vocab_size
         self.exclude = frozenset(_normal(text) for text in exclude)
         self.ids_only = config.source == "ids"
         if tokenizer is None and not self.ids_only:
@@ -132,6 +140,9 @@ class PromptMaker:
                 code="empty",
                 where=where,
             )
+        if self.vocab_size is not None and self.chat is not None:
+            tokenizer = self.chat.tokenizer
+            check_known(ids, self.vocab_size, tokenizer=tokenizer, model="the model", where=where)
         return Prompt(
             index=index,
             token_ids=tuple(ids),
@@ -181,12 +192,13 @@ class PromptMaker:
         return problem, messages
 
     def _prompt_value(self, row: Mapping[str, Any], where: str) -> Any:
-        config = self.config
+        config, named = self.config, named_columns(self.config)
         if config.prompt_column in row:
             return row[config.prompt_column]
-        if config.source.startswith("reasoning_gym:"):
+        only = "prompt_column" in named and "messages_column" not in named
+        if config.source.startswith("reasoning_gym:") and not only:
             return row["question"]
-        if config.messages_column in row:
+        if config.messages_column in row and not only:
             return row[config.messages_column]
         raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
 
@@ -325,7 +337,8 @@ def load_prompts(
 
     Args:
         exclude: texts (of questions or of rendered prompts, white space aside) that must not occur.
-        vocab_size: of the model, needed by source `ids` only.
+        vocab_size: entries of the model's embedding, which source `ids` needs; None: not compared with the
+            token ids of texts.
 
     Raises:
         DataError: missing or malformed data, nothing left after exclusion, or a task with fewer distinct
@@ -334,7 +347,7 @@ def load_prompts(
     """
     if config.exclude is not None:
         exclude = frozenset(exclude) | _texts_of_source(config, config.exclude, tokenizer)
-    maker = PromptMaker(config, tokenizer, exclude)
+    maker = PromptMaker(config, tokenizer, exclude, vocab_size=vocab_size)
     if config.generated:
         rows = IdRows(config, vocab_size=vocab_size) if config.source == "ids" else ReasoningGymRows(config)
         if config.size is None:
@@ -343,7 +356,7 @@ def load_prompts(
         return FixedPrompts(generated, shuffle=config.shuffle, maker=maker)
     prompts = (
         maker.make(row, index=index, key=index)
-        for index, row in enumerate(load_rows(config), start=config.skip)
+        for index, row in enumerate(rows_of(config), start=config.skip)
     )
     loaded = FixedPrompts((p for p in prompts if p is not None), shuffle=config.shuffle, maker=maker)
     if not len(loaded):

@@ -14,10 +14,10 @@ import torch
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_template
 from lockstep.data.order import batch_rows
-from lockstep.data.sources import load_rows, missing_column
+from lockstep.data.sources import missing_column, named_columns, rows_of
 from lockstep.data.spans import Document, conversation, text_document, whole_conversation
 from lockstep.errors import ConfigError, DataError
-from lockstep.observe.truncation import kept_at_end
+from lockstep.observe.token_ids import check_known, kept_at_end
 from lockstep.schema.batch import TrainSample
 
 
@@ -88,7 +88,7 @@ def load_sft(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = Non
     """
     maker = DocumentMaker(config, tokenizer, kind="SFT", vocab_size=vocab_size)
     samples = []
-    for row in load_rows(config):
+    for row in rows_of(config):
         chat = maker.chat.for_row(row, where=row.where)
         content = row_content(row, config, chat, row.where)
         sample = maker.sample(tokenise(content, config, chat, row.where), row.where)
@@ -174,7 +174,9 @@ class DocumentMaker:
                 )
             self.counts["dropped_untrained"] += 1
             return None
-        self._check_ids(ids, where)
+        if self.vocab_size is not None:
+            tokenizer = self.chat.tokenizer
+            check_known(ids, self.vocab_size, tokenizer=tokenizer, model="the model", where=where)
         return TrainSample(
             token_ids=torch.tensor(ids, dtype=torch.int64), loss_mask=torch.tensor(mask, dtype=torch.bool)
         )
@@ -185,19 +187,6 @@ class DocumentMaker:
             return ids[:limit], trained[:limit]
         first, rest = kept_at_end(ids, limit, tokenizer=self.chat.tokenizer, template=self.chat.template)
         return ids[:first] + ids[rest:], trained[:first] + trained[rest:]
-
-    def _check_ids(self, ids: list[int], where: str) -> None:
-        if self.vocab_size is None or max(ids) < self.vocab_size:
-            return
-        token = next(i for i in ids if i >= self.vocab_size)
-        raise DataError(
-            f"{where}: token id {token} ({self.chat.tokenizer.convert_ids_to_tokens(token)!r}) is outside "
-            f"the vocabulary of {self.vocab_size} entries: the tokenizer has tokens for which the model's "
-            "embedding has no row; add rows (transformers' resize_token_embeddings), or leave the token out",
-            code="outside-vocabulary",
-            where=where,
-            token=token,
-        )
 
 
 def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFormat:
@@ -238,33 +227,48 @@ def tokenise(content: Content, config: DataConfig, chat: ChatFormat, where: str)
 
 
 def row_content(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str) -> Content:
-    """Return the content of a row, see `load_sft`."""
-    if row.get(config.messages_column) is not None:
-        return Conversation(
-            messages=chat.with_system(clean_messages(row[config.messages_column], where=where))
-        )
-    if row.get(config.completion_column) is not None:
-        if config.prompt_column not in row:
-            raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
-        prompt, completion = row[config.prompt_column], row[config.completion_column]
-        if isinstance(prompt, str) and isinstance(completion, str) and chat.template is None:
-            return fill_template(config.prompt_template, {**row, "prompt": prompt}), completion
-        before, answer = _pair(prompt, completion, row, config, where)
-        messages = chat.with_system([*before, *answer])
-        return Conversation(messages=messages, prompt=len(messages) - len(answer))
-    if isinstance(row.get(config.text_column), str):
-        return "", row[config.text_column]
+    """Return the content of a row, see `load_sft`. Where settings name columns, a row must have one of them,
+    and others count for nothing."""
+    forms = ("messages_column", "completion_column", "text_column")
+    named = [form for form in forms if form in named_columns(config)]
+    for form in named or forms:
+        value = row.get(getattr(config, form))
+        if value is None:
+            continue
+        if form == "messages_column":
+            return Conversation(messages=chat.with_system(clean_messages(value, where=where)))
+        if form == "completion_column":
+            if config.prompt_column not in row:
+                raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
+            return answered(row[config.prompt_column], value, row, config=config, chat=chat, where=where)
+        if isinstance(value, str):
+            return "", value
+    if named:
+        setting = f"data.{named[0]}"
+        raise missing_column(getattr(config, named[0]), row, setting=setting, source=where)
     pair = f"{config.prompt_column} + {config.completion_column}"
     setting = f"data.messages_column; {pair} or {config.text_column} would do too"
     raise missing_column(config.messages_column, row, setting=setting, source=where)
 
 
-def _pair(
-    prompt: Any, completion: Any, row: Mapping[str, Any], config: DataConfig, where: str
-) -> tuple[list[Message], list[Message]]:
+def answered(
+    prompt: Any,
+    completion: Any,
+    row: Mapping[str, Any],
+    *,
+    config: DataConfig,
+    chat: ChatFormat,
+    where: str,
+) -> Content:
+    """Return the content of a prompt and its answer, texts or lists of messages; `row` fills the prompt's
+    template."""
     if isinstance(prompt, str):
-        content = fill_template(config.prompt_template, {**row, "prompt": prompt})
-        prompt = [{"role": "user", "content": content}]
+        text = fill_template(config.prompt_template, {**row, "prompt": prompt})
+        if isinstance(completion, str) and chat.template is None:
+            return text, completion
+        prompt = [{"role": "user", "content": text}]
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    return clean_messages(prompt, where=where), clean_messages(completion, where=where)
+    answer = clean_messages(completion, where=where)
+    messages = chat.with_system([*clean_messages(prompt, where=where), *answer])
+    return Conversation(messages=messages, prompt=len(messages) - len(answer))

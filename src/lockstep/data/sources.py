@@ -67,6 +67,28 @@ def load_rows(config: DataConfig) -> list[PlacedRow]:
     return rows
 
 
+def rows_of(config: DataConfig) -> list[PlacedRow]:
+    """Load the rows to make documents or prompts of, see `load_rows`.
+
+    Raises:
+        DataError, ConfigError: as `load_rows`; and no row has a column that is named by a `*_column` setting.
+    """
+    rows = load_rows(config)
+    for setting in named_columns(config):
+        column = getattr(config, setting)
+        if not any(column in row for row in rows):
+            raise missing_column(column, rows[0], setting=f"data.{setting}", source=config.source)
+    return rows
+
+
+def named_columns(config: DataConfig) -> list[str]:
+    """Return the `*_column` settings that have another value than their own."""
+    fields = type(config).model_fields
+    return [
+        name for name in fields if name.endswith("_column") and getattr(config, name) != fields[name].default
+    ]
+
+
 def check_source(config: DataConfig) -> None:
     """Check that the source exists, without reading it.
 
@@ -114,6 +136,7 @@ def missing_column(column: str, row: Mapping[str, Any], *, setting: str, source:
         code="missing-column",
         setting=setting,
         name=column,
+        where=source,
     )
 
 

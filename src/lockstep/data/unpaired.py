@@ -4,21 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat
+from lockstep.data.order import batch_rows
 from lockstep.data.preferences import pair_contents
 from lockstep.data.rows import PlacedRow
-from lockstep.data.sft import Content, DocumentMaker, SFTSet, row_content, tokenise
-from lockstep.data.sources import load_rows, missing_column
+from lockstep.data.sft import Content, DocumentMaker, SFTSet, answered, tokenise
+from lockstep.data.sources import missing_column, rows_of
 from lockstep.errors import DataError
-from lockstep.schema.batch import UnpairedSample
+from lockstep.schema.batch import UnpairedSample, prompt_ids
 
 
 class UnpairedSet(SFTSet):
     """Tokenised answers with labels; samples are UnpairedSamples."""
+
+    def check_prompts(self, *, steps: int, n: int, seed: int) -> None:
+        """Check that no batch of n answers is to one prompt alone: KTO's baseline takes each prompt with the
+        answer to another one.
+
+        Raises:
+            DataError: the step, and what to change.
+        """
+        prompts = [prompt_ids(self[i].token_ids, self[i].loss_mask) for i in range(len(self))]
+        most = max(Counter(prompts).values())
+        if most == len(self):
+            raise DataError(
+                f"all {most} answers are to one prompt, and KTO's baseline takes each prompt with the answer "
+                "to another one; add answers to other prompts",
+                code="wrong-pairs",
+                prompts=1,
+            )
+        for step in range(steps if most >= n else 0):
+            rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
+            if len({prompts[row] for row in rows}) == 1:
+                or_shuffle = "" if self._shuffle else ", or set data.shuffle = true"
+                raise DataError(
+                    f"the {n} answers of step {step + 1} are all to one prompt, and KTO's baseline takes "
+                    f"each prompt with the answer to another one; raise batch_size above {most}, the most "
+                    f"answers that a prompt has{or_shuffle}",
+                    code="wrong-pairs",
+                    step=step,
+                    answers=n,
+                )
 
     @property
     def fingerprint(self) -> str:
@@ -46,7 +77,7 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None 
     """
     maker = DocumentMaker(config, tokenizer, kind="KTO", vocab_size=vocab_size)
     samples: list[UnpairedSample] = []
-    for row in load_rows(config):
+    for row in rows_of(config):
         chat = maker.chat.for_row(row, where=row.where)
         for content, desirable, place in _answers(row, config, chat):
             sample = maker.sample(tokenise(content, config, chat, place), place)
@@ -93,8 +124,8 @@ def _answers(row: PlacedRow, config: DataConfig, chat: ChatFormat) -> Iterator[t
         ):
             if row.get(column) is None:
                 raise missing_column(column, row, setting=setting, source=where)
-        alone = {k: v for k, v in row.items() if k != config.messages_column}
-        yield row_content(alone, config, chat, where), bool(label), where
+        prompt, answer = row[config.prompt_column], row[config.completion_column]
+        yield answered(prompt, answer, row, config=config, chat=chat, where=where), bool(label), where
         return
     if config.chosen_column not in row and config.rejected_column not in row:
         raise missing_column(config.label_column, row, setting="data.label_column", source=where)

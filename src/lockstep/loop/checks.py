@@ -158,11 +158,15 @@ def _check_count(run: GRPORun | OfflineRun, section: str, config: DataConfig) ->
     else:
         setting, needed = "batch_size", run.batch_size
     after = config.size if isinstance(run, GRPORun) and run.eval_data is None and evaluates(run) else None
-    rows = len(load_rows(_raw(config, size=after + 1 if after else config.size or needed)))
-    if rows < needed:
+    found = load_rows(_raw(config, size=after + 1 if after else config.size or needed))
+    rows, answers = len(found), ""
+    count = sum(map(run.documents_of, found)) if isinstance(run, OfflineRun) else rows
+    if isinstance(run, OfflineRun) and count != rows:
+        answers = f", which are {count} {run.documents_name}"
+    if count < needed:
         raise ConfigError(
-            f"{setting} = {needed} is more than data.source = {config.source!r} has: {rows} rows; lower "
-            f"{setting}, or give more data",
+            f"{setting} = {needed} is more than data.source = {config.source!r} has: {rows} rows{answers}; "
+            f"lower {setting}, or give more data",
             code="not-enough",
             setting=setting,
             rows=rows,

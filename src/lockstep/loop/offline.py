@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.config.run import OfflineRun
-from lockstep.errors import together
+from lockstep.errors import DataError, together
 from lockstep.loop.axes import Axes, as_started, total_device_bytes
 from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
@@ -133,13 +133,33 @@ def _load(
     run: OfflineRun, task: OfflineTask, display: Display
 ) -> tuple[OpenedModel, OfflineSet, OfflineSet | None]:
     """The model without its weights, the documents, and the held-out ones. All their faults are reported
-    together. Raises ConfigError for a document that is longer than the positions."""
+    together.
+
+    Raises:
+        DataError: they cannot be read, or are fewer than those of a step.
+        ConfigError: one is longer than the positions.
+    """
     model = open_model(run.model, task.head)
     sets: dict[str, OfflineSet] = {}
 
     def load(name: str, config: DataConfig) -> None:
-        sets[name] = task.load(config, model)
-        check_positions(model, sets[name].longest, setting=f"{name}.max_length")
+        documents = sets[name] = task.load(config, model)
+        subject = (
+            f"{name}.max_length = {config.max_length} lets the longest document of {config.source!r} have "
+            f"{documents.longest} tokens"
+        )
+        check_positions(model, documents.longest, setting=f"{name}.max_length", subject=subject)
+        held_out = name == "eval_data"
+        n = len(documents) if held_out else run.batch_size
+        if len(documents) < n:
+            raise DataError(
+                f"batch_size = {n}, but only {len(documents)} {run.documents_name} of data.source = "
+                f"{config.source!r} are left ({documents.report}); lower batch_size, or give more data",
+                code="not-enough",
+                setting="batch_size",
+                documents=len(documents),
+            )
+        task.check(documents, steps=1 if held_out else run.steps, n=n, seed=run.seed)
 
     if found := faults(partial(load, name, config) for name, config in run.sets.items()):
         raise together(found)

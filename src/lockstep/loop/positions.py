@@ -6,20 +6,26 @@ from lockstep.errors import ConfigError
 from lockstep.models.load import LoadedModel, OpenedModel
 
 
-def check_positions(model: LoadedModel | OpenedModel, longest: int, *, setting: str) -> None:
+def check_positions(
+    model: LoadedModel | OpenedModel, longest: int, *, setting: str, subject: str | None = None
+) -> None:
     """Refuse documents of more tokens than the model has positions.
 
     Args:
         longest: tokens of the longest document that the run has or may have.
         setting: which settings make it that long.
+        subject: the beginning of the message; None: the settings allow it.
 
     Raises:
         ConfigError: the numbers, and what to lower.
     """
     if longest > model.max_positions:
+        subject = subject or f"{setting} allows documents of {longest} tokens"
         raise ConfigError(
-            f"{setting} allows documents of {longest} tokens, which exceeds the {model.max_positions} "
-            f"positions of {model.name} (max_position_embeddings); lower it to {model.max_positions}",
+            f"{subject}, which exceeds the {model.max_positions} positions of {model.name} "
+            f"(max_position_embeddings); lower {setting} to {model.max_positions}",
             code="too-long",
             setting=setting,
+            tokens=longest,
+            limit=model.max_positions,
         )

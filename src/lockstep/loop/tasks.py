@@ -18,7 +18,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.run import DPORun, OfflineRun, RewardModelRun, SFTRun
 from lockstep.data.preferences import load_preferences, load_scored_pairs
 from lockstep.data.sft import load_sft
-from lockstep.data.unpaired import load_unpaired
+from lockstep.data.unpaired import UnpairedSet, load_unpaired
 from lockstep.models.load import OpenedModel
 from lockstep.models.scalar import HeadKind
 from lockstep.packing import Planner
@@ -59,6 +59,9 @@ class OfflineTask(ABC):
 
     @abstractmethod
     def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet: ...
+    def check(self, documents: OfflineSet, *, steps: int, n: int, seed: int) -> None:  # noqa: B027
+        """Check that the batches of n documents of all steps can be trained on. Raises DataError."""
+
     @abstractmethod
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]: ...
     @abstractmethod
@@ -81,7 +84,7 @@ class SFTTask(SFT, OfflineTask):
 
     def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_sft."""
-        return load_sft(config, tokenizer=model.tokenizer)
+        return load_sft(config, tokenizer=model.tokenizer, vocab_size=_vocab_size(model))
 
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
         """loss and perplexity."""
@@ -99,7 +102,7 @@ class DPOTask(DPO, OfflineTask):
 
     def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_preferences."""
-        return load_preferences(config, tokenizer=model.tokenizer)
+        return load_preferences(config, tokenizer=model.tokenizer, vocab_size=_vocab_size(model))
 
 
 class KTOTask(KTO, OfflineTask):
@@ -109,7 +112,12 @@ class KTOTask(KTO, OfflineTask):
 
     def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_unpaired."""
-        return load_unpaired(config, tokenizer=model.tokenizer)
+        return load_unpaired(config, tokenizer=model.tokenizer, vocab_size=_vocab_size(model))
+
+    def check(self, documents: OfflineSet, *, steps: int, n: int, seed: int) -> None:
+        """See UnpairedSet.check_prompts."""
+        assert isinstance(documents, UnpairedSet), "of load"
+        documents.check_prompts(steps=steps, n=n, seed=seed)
 
     def prepared(
         self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
@@ -129,8 +137,12 @@ class RewardModelTask(RewardModel, OfflineTask):
 
     def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_scored_pairs."""
-        pad_id = model.text.pad_token_id
-        return load_scored_pairs(config, tokenizer=model.tokenizer, pad_id=pad_id)
+        return load_scored_pairs(
+            config,
+            tokenizer=model.tokenizer,
+            pad_id=model.text.pad_token_id,
+            vocab_size=_vocab_size(model),
+        )
 
 
 def offline_task(run: OfflineRun) -> OfflineTask:
@@ -141,6 +153,10 @@ def offline_task(run: OfflineRun) -> OfflineTask:
         return RewardModelTask(run.algorithm)
     assert isinstance(run, SFTRun)
     return SFTTask(run.algorithm)
+
+
+def _vocab_size(model: OpenedModel) -> int:
+    return int(model.text.vocab_size)
 
 
 def _with_ref(batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:

@@ -40,7 +40,7 @@ from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.quiet import quiet_transformers
 from lockstep.models.rest import Rest
 from lockstep.observe.chat_template import ChatTemplate, row_variables
-from lockstep.observe.truncation import kept_at_end
+from lockstep.observe.token_ids import check_known, kept_at_end
 
 _LENGTHS = (5, 9, 20, 70)
 """Tokens of the documents that are scored at load."""
@@ -153,17 +153,8 @@ class RewardModel:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise DataError(f"{where}: prompt and completion are empty", code="empty")
-        if max(ids) >= self._vocab_size:
-            token = next(i for i in ids if i >= self._vocab_size)
-            raise DataError(
-                f"{where}: token id {token} ({self.tokenizer.convert_ids_to_tokens(token)!r}) is outside "
-                f"the vocabulary of {self._vocab_size} entries of reward model {self.config.name!r}: its "
-                "tokenizer has tokens for which its embedding has no row; choose another model, or leave the "
-                "row out",
-                code="outside-vocabulary",
-                where=where,
-                token=token,
-            )
+        name = f"reward model {self.config.name!r}"
+        check_known(ids, self._vocab_size, tokenizer=self.tokenizer, model=name, where=where)
         if len(ids) <= self.max_length:
             return Document(ids=tuple(ids), truncated=False)
         if self.config.overlong == "error":

@@ -144,6 +144,11 @@ class UnpairedSample(TrainSample):
     """The label: the answer is a good one."""
 
 
+def prompt_ids(ids: Tensor, mask: Tensor) -> tuple[int, ...]:
+    """Return the ids before the first trained token. ids, mask: [L], the mask True somewhere."""
+    return tuple(ids[: int(mask.to(torch.uint8).argmax()) + 1].tolist())
+
+
 def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
     """Return one document per trajectory, in order, sample_id counting from 0, trained on every token that
     the policy wrote.

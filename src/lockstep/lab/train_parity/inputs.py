@@ -182,7 +182,8 @@ def _documents(spec: InputsSpec, sizes: Sizes) -> tuple[SFTSet, str, tuple[str, 
         source = data.source
     size = min(spec.max_samples, data.size or spec.max_samples)
     data = data.model_copy(update={"size": size, "max_length": min(longest, data.max_length)})
-    return load_sft(data, tokenizer=tokenizer), source, tuple(notes)
+    documents = load_sft(data, tokenizer=tokenizer, vocab_size=sizes.vocab_size)
+    return documents, source, tuple(notes)
 
 
 def generated_rows(source: str, *, size: int, seed: int) -> list[dict[str, str]]:
@@ -217,7 +218,8 @@ def _pairs(spec: InputsSpec, sizes: Sizes) -> InputsReport:
     notes: tuple[str, ...]
     if spec.data is not None and not spec.data.generated:
         longest = min(spec.max_length, sizes.max_positions, spec.token_budget // 2)
-        pairs, source, notes = read_pairs(spec, spec.data, longest=longest), spec.data.source, ()
+        pairs = read_pairs(spec, spec.data, longest=longest, vocab_size=sizes.vocab_size)
+        source, notes = spec.data.source, ()
     else:
         half = spec.model_copy(update={"max_length": min(spec.max_length, spec.token_budget // 2)})
         documents, source, notes = _documents(half, sizes)
@@ -505,15 +507,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- preference pairs -------------------------------------------------------------------------------------
 
 
-def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int) -> PreferenceSet:
+def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int, vocab_size: int) -> PreferenceSet:
     """Load at most max_samples / 2 pairs of `data`. Raises ConfigError, DataError."""
     size = min(max(1, spec.max_samples // 2), data.size or spec.max_samples)
     config = data.model_copy(update={"size": size, "max_length": min(longest, data.max_length)})
     tokenizer = load_tokenizer(spec.model)
     if spec.algorithm != "rm":
-        return load_preferences(config, tokenizer=tokenizer)
+        return load_preferences(config, tokenizer=tokenizer, vocab_size=vocab_size)
     pad_id = text_config(meta_module(spec.model, dtype=torch.bfloat16)).pad_token_id
-    return load_scored_pairs(config, tokenizer=tokenizer, pad_id=pad_id)
+    return load_scored_pairs(config, tokenizer=tokenizer, pad_id=pad_id, vocab_size=vocab_size)
 
 
 def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> PreferenceSet:

@@ -1,9 +1,11 @@
-"""Cutting a text off at its beginning."""
+"""Token ids of a text: which of them are kept when it is truncated, and whether a model knows them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from lockstep.errors import DataError
 
 
 def kept_at_end(ids: Sequence[int], limit: int, *, tokenizer: Any, template: str | None) -> tuple[int, int]:
@@ -31,3 +33,25 @@ def _beginning(ids: Sequence[int], tokenizer: Any, template: str | None) -> int:
     # Some tokenizers name a token as bos that opens every turn (<|im_start|>): it begins no sequence.
     written = template is not None and "bos_token" in template
     return int(written or tokenizer.bos_token_id not in ids[1:])
+
+
+def check_known(ids: Sequence[int], vocab_size: int, *, tokenizer: Any, model: str, where: str) -> None:
+    """Refuse ids beyond the embedding of a model: its layers would fail without a word about the row.
+
+    Args:
+        model: "the model", or its name.
+
+    Raises:
+        DataError: token, row, and what to do.
+    """
+    if not ids or max(ids) < vocab_size:
+        return
+    token = next(i for i in ids if i >= vocab_size)
+    raise DataError(
+        f"{where}: token id {token} ({tokenizer.convert_ids_to_tokens(token)!r}) is outside the vocabulary "
+        f"of {vocab_size} entries: the tokenizer has tokens for which the embedding of {model} has no row; "
+        "add rows (transformers' resize_token_embeddings), or leave the token out",
+        code="outside-vocabulary",
+        where=where,
+        token=token,
+    )
