@@ -593,10 +593,12 @@ class OfflineRun(RunConfig):
                 )
         for name, data in self.sets.items():
             self._check_set(name, data)
-        if self.data.size is not None and self.data.size * self.documents_of(None) < self.batch_size:
+        most = None if self.data.size is None else self.data.size * self.documents_of(None)
+        if most is not None and most < self.batch_size:
+            at_most = "" if most == self.data.size else f", at most {most} {self.documents_name},"
             raise ConfigError(
-                f"data.size = {self.data.size} rows are fewer than batch_size = {self.batch_size} "
-                f"{self.documents_name}; raise data.size or lower batch_size",
+                f"data.size = {self.data.size}{at_most} is below batch_size = {self.batch_size}; raise "
+                "data.size or lower batch_size",
                 code="contradiction",
                 setting="data.size",
             )
