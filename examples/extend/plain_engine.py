@@ -6,7 +6,7 @@ lockstep train grpo --recipe tiny --engine.name plain_engine:PlainEngine
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.requests import RequestCheck, completion_text
+from lockstep.engine.requests import Decoding, RequestCheck, completion_text
 from lockstep.engine.sampling import Sampler, SampleState
 from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.engine.weights import copy_weights
@@ -32,6 +32,7 @@ class PlainEngine(Streaming):
             vocab_size=text_config(model.module).vocab_size,
             max_positions=model.max_positions,
             tokenizer=model.tokenizer,
+            eos_token_ids=model.eos_token_ids,
         )
         self.module = causal_lm(share_parameters(model.module, attention="hf:sdpa"))
         self.sampler, self.state = Sampler(), "awake"
@@ -88,13 +89,15 @@ class PlainEngine(Streaming):
     def _completion(self, state: SampleState, logprobs: list[float], reason: FinishReason) -> Completion:
         self.counts["prompt_tokens"] += len(state.prompt_token_ids)
         self.counts["completion_tokens"] += len(state.token_ids)
+        tokenizer, ends = self.model.tokenizer, self.model.eos_token_ids
+        decoding = None if tokenizer is None else Decoding.of(tokenizer, state.params, eos_token_ids=ends)
         return Completion(
             prompt_token_ids=state.prompt_token_ids,
             token_ids=tuple(state.token_ids),
             logprobs=tuple(logprobs),
             finish_reason=reason,
             stop_reason=state.token_ids[-1] if reason == "stop" else None,
-            text=completion_text(self.model.tokenizer, state.token_ids, stop=None, keep=True),
+            text=completion_text(decoding, state.token_ids, stop=None, keep=True),
             seed=state.seed,
             engine="plain",
             policy_version=self.version,
