@@ -69,7 +69,7 @@ def test_more_steps_under_a_decay_are_refused(lockstep, run):
 def test_a_damaged_checkpoint_is_named_with_the_flag_that_goes_back(lockstep, straight, run):
     (run / "summary.json").unlink()
     flip(run / "checkpoints" / "step-000004" / "optimizer.safetensors")
-    ended = lockstep("train", "--resume", run, cwd=run, code=1)
+    ended = lockstep("train", "--resume", run, cwd=run, code=2)
     assert "step-000004 is damaged" in ended.err and "add --checkpoint 2" in ended.err
     assert len(metrics_of(run)) == 7, "a resume that failed has rewound the run"
     lockstep("train", "--resume", run, "--checkpoint", "2", cwd=run)

@@ -47,7 +47,7 @@ def test_display_off_prints_the_verdict_only(lockstep: Commands, tiny_toml: Path
 
 
 def test_a_failed_run_says_why_last(lockstep: Commands, tiny_toml: Path, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "broken.py").write_text("import no_such_module as reward\n")
     argv = ("train", tiny_toml, "--run-dir", tmp_path / "run", "--rewards", "broken:reward")
     ended = lockstep(*argv, cwd=tmp_path, code=2)
     assert ended.err.startswith("lockstep train: ") and "no_such_module" in ended.err

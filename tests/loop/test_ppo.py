@@ -114,7 +114,7 @@ def test_a_checkpoint_without_a_part_of_a_role_is_damaged(lockstep, ppo_toml, tm
     for name in ("algorithm.json", "value/model.safetensors", "value/state.json"):
         kept = (folder / name).read_bytes()
         (folder / name).write_bytes(kept[:-1])
-        ended = lockstep("train", "--resume", run, "--steps", "4", cwd=tmp_path, code=1)
+        ended = lockstep("train", "--resume", run, "--steps", "4", cwd=tmp_path, code=2)
         assert "is damaged" in ended.err and name in ended.err, ended.err
         (folder / name).write_bytes(kept)
 

@@ -217,7 +217,7 @@ def test_a_killed_run_goes_on_exactly_and_refuses_other_weights(straight, lockst
     before = file.read_bytes()
     weights = {name: tensor * 2 for name, tensor in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
-    ended = lockstep("train", "--resume", run, cwd=place, code=1)
+    ended = lockstep("train", "--resume", run, cwd=place, code=2)
     assert "has other weights than when" in ended.err
     file.write_bytes(before)
 
