@@ -108,7 +108,8 @@ def load_object(target: str, *, what: str) -> Any:
         raise ConfigError(
             f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}; correct the module",
             code="wrong-part",
-            name=module_name,
+            name="import",
+            module=module_name,
         ) from error
     try:
         value: Any = module

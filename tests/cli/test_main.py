@@ -23,7 +23,7 @@ def command(monkeypatch: pytest.MonkeyPatch, error: BaseException | int) -> None
     ("error", "status", "told"),
     [
         (
-            ConfigError("train.lr is 0; set 1e-6", code="wrong-state"),
+            ConfigError("train.lr is 0; set 1e-6", code="out-of-range"),
             2,
             "lockstep train: train.lr is 0; set 1e-6\n",
         ),

@@ -25,6 +25,7 @@ CHANGES = {
     "stop_token_ids": (5,),
     "keep_stop": False,
     "ignore_eos": True,
+    "skip_special_tokens": True,
     "logprob_kind": "raw",
 }
 WAYS = {
@@ -35,7 +36,7 @@ WAYS = {
     "sglang, seeded": lambda p: sglang.sglang_sampling(p, seed=1, eos_token_ids=(2,), seeded=True),
     "sglang, unseeded": lambda p: sglang.sglang_sampling(p, seed=1, eos_token_ids=(2,), seeded=False),
 }
-OURS = {"sglang": {"stop", "keep_stop"}}
+OURS = {"sglang": {"stop", "keep_stop", "skip_special_tokens"}}
 """Done by the engine's client, in the ids that stream in."""
 
 
@@ -79,6 +80,7 @@ ELSEWHERE = {
     "url",
     "token_env",
     "env",
+    "secrets",
     "start_seconds",
     "max_restarts",
     "request_seconds",

@@ -175,7 +175,9 @@ def test_a_class_that_shards_weights_is_not_recorded_between_optimizer_steps(tmp
         *("save", "load", "export", "close", "compile_report"),
     ]
     methods = "".join(f"    def {name}(self): ...\n" for name in members)
-    (tmp_path / "sharding.py").write_text(f"class Sharding:\n    shards_weights = True\n{methods}")
+    (tmp_path / "sharding.py").write_text(
+        f"class Sharding:\n    shards_weights = True\n    def __init__(self, config, **_): ...\n{methods}"
+    )
     monkeypatch.chdir(tmp_path)
     flags = ["--train.backend", "sharding:Sharding", "--run-dir", str(tmp_path / "run"), "--record.enabled"]
     assert main(["train", "grpo", "--recipe", "tiny", *flags, "--train.minibatches", "2"]) == 2

@@ -347,7 +347,7 @@ def test_without_a_sandbox_an_evaluating_task_is_refused_unless_allowed_by_name(
     (tmp_path / "bare_judge.py").write_text(BARE)
     monkeypatch.syspath_prepend(tmp_path)
     real = verifiers.JobProcess
-    monkeypatch.setattr(verifiers, "JobProcess", lambda _, *rest, env: real("bare_judge", *rest, env=env))
+    monkeypatch.setattr(verifiers, "JobProcess", lambda _, *rest, **more: real("bare_judge", *rest, **more))
     process = VerifierProcess()
     _, countdown = rows("countdown")
     _, plain = rows("chain_sum")

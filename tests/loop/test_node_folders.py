@@ -45,7 +45,7 @@ def test_a_run_is_saved_resumed_and_collected(
     second.rename(tmp_path / "kept")  # a node that is new to the run
     second.mkdir()
     shutil.copy(first / "config.toml", second)
-    assert on_nodes(tmp_path, "train", "--resume", "run", "--steps", "4") == 1
+    assert on_nodes(tmp_path, "train", "--resume", "run", "--steps", "4") == 2
     assert "recordings/rank-0001 is not there" in capfd.readouterr().err
     shutil.rmtree(second)
     (tmp_path / "kept").rename(second)

@@ -128,7 +128,7 @@ def test_kinds_of_problems_are_reported_apart() -> None:
         answered("9 - 2", "7", completion="9 - 2 = 7"),
     ]
     kinds = {"sums": r"\d \+ \d", "differences": r"\d - \d", "products": r"\*"}
-    numbers = score(judge(rewards, kinds=kinds), groups).as_dict()
+    numbers = score(judge(rewards, kinds=kinds), groups, max_tokens=8).as_dict()
     assert numbers["lenient_accuracy"] == 0.5
     assert numbers["lenient_accuracy/sums"] == 1.0
     assert numbers["lenient_accuracy/differences"] == pytest.approx(1 / 3)
@@ -155,7 +155,7 @@ def test_what_an_evaluation_counts_is_not_reported_by_the_next_step(tmp_path: Pa
             return {"verifier/no_answer": taken}
 
     rewards = Counting()
-    result = score(judge(rewards), [answered("1 + 1", "2", completion="none")])
+    result = score(judge(rewards), [answered("1 + 1", "2", completion="none")], max_tokens=8)
     assert (result.strict_accuracy, result.lenient_accuracy) == (0.0, 0.0)
     assert rewards.take_counts() == {"verifier/no_answer": 0}
 

@@ -90,7 +90,7 @@ class RewardWorker:
 
     def _scores(self, samples: Sequence[RewardInput], *, seconds: float, **more: Any) -> list[Any]:
         seeds = [self._seed(sample) for sample in samples]
-        job = {"samples": [sent(s) for s in samples], "seeds": seeds}
+        job = {"samples": [{**sent(s), "seed": s.seed} for s in samples], "seeds": seeds}
         # One exchange at a time: the process serves its jobs in order, and a reply must name the last one.
         with self._lock:
             process = self._running()
@@ -185,7 +185,6 @@ def sent(sample: RewardInput) -> Message:
         "completion_token_ids": list(sample.completion_token_ids),
         "finish_reason": sample.finish_reason,
         "index": sample.index,
-        "seed": sample.seed,
     }
 
 

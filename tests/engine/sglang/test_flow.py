@@ -121,7 +121,10 @@ def test_stop_strings_are_found_here_and_the_sample_is_ended_there(engines, tmp_
 class Letters:
     """Token i is the character i."""
 
-    all_special_tokens = ()
+    chat_template, added_tokens_decoder = None, {}
+
+    def convert_ids_to_tokens(self, ids):
+        return [chr(i) for i in ids]
 
     def decode(self, ids, **_):
         return "".join(map(chr, ids))
