@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import GenerationConfig, modeling_utils
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers import modeling_utils
 
 from lockstep.errors import ModelError
 from lockstep.models.causal_lm import causal_lm, hf_config
@@ -46,6 +46,7 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
         # A bare skeleton is saved in the module's place: save_pretrained writes into what it saves' config.
         bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation))
         with naming(temporary), quiet_transformers(), _never_wrapped():
+            _write_as_read(bare)
             bare.save_pretrained(temporary, state_dict=merged_state_dict(module))
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
@@ -55,6 +56,20 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+class _AsRead(GenerationConfig):
+    """Written without being judged: transformers 5.17 refuses to save some that it has loaded, such as a
+    temperature without do_sample; 5.23 refuses only what was changed. Remove with a lower bound of 5.23."""
+
+    def validate(self, strict: bool = False) -> None:
+        """See GenerationConfig."""
+
+
+def _write_as_read(bare: nn.Module) -> None:
+    generation = getattr(bare, "generation_config", None)  # a classifier has none
+    if generation is not None:
+        generation.__class__ = _AsRead
 
 
 def export_tensors(
@@ -197,6 +212,7 @@ class _Writer:
         if self._waiting:
             self._write()
         with naming(self._temporary), quiet_transformers(), _never_wrapped():
+            _write_as_read(self._bare)
             self._bare.save_pretrained(self._temporary, state_dict={})  # configs, and nothing else
             if tokenizer is not None:
                 tokenizer.save_pretrained(self._temporary)
