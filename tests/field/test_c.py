@@ -89,6 +89,7 @@ def _plant_copies(folder: Path) -> Callable[[], object]:
 
 def _plant_address(folder: Path) -> Callable[[], object]:
     """In the folder above that of the cluster."""
+    pytest.importorskip("ray")
     (folder / "ray").mkdir()
     os.chown(folder / "ray", STRANGER, -1)
     return lambda: local_cluster(ClusterConfig(temp_dir=folder / "ray"), ranks=1).__enter__()
