@@ -28,7 +28,7 @@ LOWEST_STAMP := $(LOWEST_VENV)/.installed
 LOWEST_TESTS := tests/config tests/data tests/field tests/observe tests/ops tests/packing tests/schema \
 	tests/recording/test_corpus.py tests/loop/test_lockstep_run.py tests/loop/test_resume.py tests/test_api.py
 # The Pythons that the tests were run with. Any other 3.11 or 3.12 is taken, and make venv says so.
-TESTED_PYTHONS := 3.11.2 3.11.7 3.12.1
+TESTED_PYTHONS := 3.11.2 3.11.7 3.12.3
 
 # A name on PATH may be a shim for a version that is not installed, so each is tried.
 FIND_PYTHON = for p in python3.12 python3.11 python3 python; do \

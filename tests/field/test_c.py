@@ -408,7 +408,7 @@ def test_no_setting_holds_a_secret(values):
 FREE = [
     {"rewards": [{"name": "m:f", "kwargs": {"end_token": "</answer>", "max_tokens": "5", "token": "END"}}]},
     {"engine": {"name": "vllm", "python": "/p", "env": {"TOKENIZERS_PARALLELISM": "false"}}},
-    {"engine": {"name": "vllm", "python": "/p", "env": {"GOOGLE_APPLICATION_CREDENTIALS": "/home/me/key"}}},
+    {"engine": {"name": "vllm", "python": "/p", "env": {"GOOGLE_APPLICATION_CREDENTIALS": "/keys/mine"}}},
     {"engine": {"name": "vllm", "python": "/p", "env": {"HTTPS_PROXY": "http://proxy:3128"}}},
 ]
 

@@ -13,7 +13,6 @@ from lockstep.config.model import Dtype, ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.loop.preflight import check_no_lost_run
 from lockstep.observe.files import read_json
 
 if TYPE_CHECKING:
@@ -102,6 +101,8 @@ def find_run(where: str, checkpoint: str | None) -> tuple[RunConfig, Path] | Non
         ModelError: it is the path of a run that does not exist.
         CheckpointError: see `find_weights`.
     """
+    from lockstep.loop.preflight import check_no_lost_run  # numpy: not for every command
+
     check_no_lost_run(where)
     folder = Path(where).expanduser()
     file = folder / "config.toml"

@@ -2,7 +2,7 @@
 
 [engine.secrets]
 HF_TOKEN = "env:MY_HF_TOKEN"        # an environment variable of the run
-OTHER_KEY = "file:/home/me/.key"    # a file that only its owner can read (mode 0600)
+OTHER_KEY = "file:/run/secrets/key"    # a file that only its owner can read (mode 0600)
 """
 
 from __future__ import annotations
