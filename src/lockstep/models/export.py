@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class _AsRead(GenerationConfig):
     """Written without being judged: transformers 5.17 refuses to save some that it has loaded, such as a
     temperature without do_sample; 5.23 refuses only what was changed. Remove with a lower bound of 5.23."""
 
-    def validate(self, strict: bool = False) -> None:
+    def validate(self, *_: Any, **__: Any) -> None:
         """See GenerationConfig."""
 
 
