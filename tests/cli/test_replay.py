@@ -99,7 +99,7 @@ def replayed(run_dir: Path, *flags: str, status: int = 0) -> tuple[list[dict[str
         ("", "float32"),
         ('layout = "padded"\npadding_side = "left"', "float32"),
         ("static_capacity = true", "bfloat16"),
-        pytest.param('execution = "compile"', "float32", marks=pytest.mark.slow),
+        pytest.param('execution = "compile"', "float32", marks=pytest.mark.exhaustive),
         pytest.param('execution = "compile"\nlayout = "padded"', "bfloat16", marks=pytest.mark.slow),
     ],
 )
@@ -172,7 +172,11 @@ def test_a_recording_directory_is_a_recording_too(run_dir):
         (["--activation-checkpointing"], "sdpa + eager + shared + checkpointing"),
         (["--dtype", "bfloat16"], "sdpa + eager + shared"),
         (["--packing"], "sdpa + eager + packed"),
-        pytest.param(["--compile", "--capacity", "256"], "sdpa + compile + shared", marks=pytest.mark.slow),
+        pytest.param(
+            ["--compile", "--capacity", "256"],
+            "sdpa + compile + shared",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda flags: " ".join(flags) if isinstance(flags, list) else "",
 )

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "ppo_ray"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_four_roles_train_on_two_ranks_as_the_readme_says(tmp_path: Path) -> None:
     readme = (EXAMPLE / "README.md").read_text()

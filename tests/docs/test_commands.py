@@ -128,8 +128,22 @@ def test_every_block_is_marked(page: Path) -> None:
             assert block.output, f"{block.where}: show the last real output, in a ```console block"
 
 
+LONG = (
+    "README.md",
+    "bench-step.md",
+    "engine-parity.md",
+    "extend.md",
+    "matrix.md",
+    "parity.md",
+    "record-and-replay.md",
+    "several-gpus.md",
+    "session.md",
+)
+"""Pages whose commands take more than ten seconds of one core."""
 RUNNABLE = [
-    page for page in PAGES if any(b.kind == "run" for b in blocks_of(page.read_text(encoding="utf-8"), ""))
+    pytest.param(page, marks=[pytest.mark.exhaustive] if page.name in LONG else [])
+    for page in PAGES
+    if any(b.kind == "run" for b in blocks_of(page.read_text(encoding="utf-8"), ""))
 ]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from selected import exhaustive
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "examples" / "tasks"
@@ -41,7 +42,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", EXPECTED)
+@pytest.mark.parametrize(
+    "task", exhaustive(EXPECTED, quick=("grpo_own_reward", "kill_and_resume", "own_loop"))
+)
 def test_a_task_does_what_it_says(task: str, tmp_path: Path, warm: Path) -> None:
     for path in ROOT.iterdir():  # as in a clone
         if path.name not in (".git", "runs"):

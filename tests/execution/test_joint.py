@@ -189,7 +189,7 @@ def test_inductor_gives_the_eager_numbers_within_rounding():
     assert largest_gap(eager, found) <= 2e-6 and relative_error(eager_grads, grads) <= 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_batch_invariant_modules_give_the_bits_of_compiled_blocks():
     """Eager, blocks by inductor and joint by inductor: trainer and engine may each be any of them."""
     found = []

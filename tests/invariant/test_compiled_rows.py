@@ -43,7 +43,7 @@ def unequal(module, whole, cases):
                 name,
                 dtype,
                 [(n, g) for n in (1, 8, 200) for g in (True, False)],
-                marks=pytest.mark.slow,
+                marks=pytest.mark.exhaustive,
             )
             for name in ("qwen2", "qwen3", "gemma3_text")
             for dtype in (torch.float32, torch.bfloat16)

@@ -263,7 +263,7 @@ def test_the_compiler_is_told_from_the_kernel(recording, monkeypatch):
     assert gaps["a", "b-eager"] < 1e-5 < gaps["b-eager", "b"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fault_of_the_kernel_is_not_blamed_on_the_compiler(recording, monkeypatch):
     from lockstep.attention import adapters
 

@@ -68,7 +68,7 @@ def test_an_error_gets_small_and_its_recording_shows_it(tmp_path, monkeypatch):
     assert "ValueError" in crash_markdown(found) and said[0].endswith(": ok")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_gets_small(tmp_path, monkeypatch):
     found, out, _ = searched(tmp_path, monkeypatch, EQUAL)
     trial = found.shrunk.trial
@@ -78,7 +78,7 @@ def test_a_process_that_is_killed_gets_small(tmp_path, monkeypatch):
     assert "planted" in (out / "crash-traceback.txt").read_text()  # faulthandler's stack
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hang_is_a_crash(tmp_path, monkeypatch):
     found, out, _ = searched(tmp_path, monkeypatch, HANG, seconds=4.0, max_trials=12)
     assert found.shrunk.crash.type == "timeout" and found.index == 2

@@ -251,7 +251,7 @@ def test_where_a_rank_was_when_its_time_was_up(tmp_path: Path) -> None:
     assert lab.where_it_was(tmp_path / "nowhere") == ""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_real_stacks_take_the_same_steps(tmp_path: Path) -> None:
     """One of each backend: how far every stack is from local is tested in parity/test_train_backends.py."""
     stacks = "deepspeed:zero2,fsdp2:tp2,fsdp2:tp3"

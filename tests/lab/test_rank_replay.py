@@ -138,7 +138,7 @@ def test_gradients_over_different_weights_are_told(recorded: Path, simulated: Pa
         assert "mixed weights" not in (out / "replay.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_the_guard_steps_mix_and_the_deadline_ends_it_with_a_diagnosis(
     recorded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +183,7 @@ def test_an_input_that_fails_on_one_rank_leaves_its_step_without_gradients(
     assert "TrainError" in (out / log).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_optimizer_steps_on_ranks_move_all_ranks_alike(recorded: Path, tmp_path: Path) -> None:
     flags = ["--steps", "0:1", "--ranks", "2", "--optimizer-step", *KEEP]
     first, second = tmp_path / "real", tmp_path / "simulated"
@@ -238,7 +238,7 @@ def test_a_killed_rank_ends_the_replay_and_is_named(recorded: Path, tmp_path: Pa
             process.communicate(timeout=30)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_the_same_command_runs_under_other_launchers(
     recorded: Path, simulated: Path, tmp_path: Path, launcher: str
@@ -264,7 +264,7 @@ def test_the_same_command_runs_under_other_launchers(
     assert logprobs == 0.0 and gradients < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_zero_stages_on_two_ranks_with_unequal_counts(recorded: Path, tmp_path: Path, stage: int) -> None:
     """Stage 1 has the gradients of stage 0 until the optimizer's step, which this replay does not take."""

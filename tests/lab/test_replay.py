@@ -56,8 +56,11 @@ def losses(result: ReplayResult) -> list[float]:
         {"activation_checkpointing": True},
         {"attention": "varlen", "batch_invariant": True, "dtype": "bfloat16"},
         pytest.param({"execution": "joint", "bucket": STATIC}, marks=pytest.mark.slow),
-        pytest.param({"execution": "compile", "bucket": STATIC}, marks=pytest.mark.slow),
-        pytest.param({"execution": "compile", "bucket": STATIC, "layout": "padded"}, marks=pytest.mark.slow),
+        pytest.param({"execution": "compile", "bucket": STATIC}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"execution": "compile", "bucket": STATIC, "layout": "padded"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )
@@ -134,10 +137,11 @@ def test_another_model_is_a_mismatch(recording: Any) -> None:
         {"attention": "hf:eager"},
         {"activation_checkpointing": True},
         pytest.param({"execution": "compile"}, marks=pytest.mark.slow),
-        pytest.param({"execution": "compile", "layout": "padded"}, marks=pytest.mark.slow),
-        pytest.param({"execution": "compile", "attention": "varlen"}, marks=pytest.mark.slow),
+        pytest.param({"execution": "compile", "layout": "padded"}, marks=pytest.mark.exhaustive),
+        pytest.param({"execution": "compile", "attention": "varlen"}, marks=pytest.mark.exhaustive),
         pytest.param(
-            {"execution": "compile", "attention": "varlen", "layout": "padded"}, marks=pytest.mark.slow
+            {"execution": "compile", "attention": "varlen", "layout": "padded"},
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,
@@ -182,7 +186,7 @@ def test_a_padded_cell_really_computes_b_times_l_rows(recording: Any) -> None:
         assert [row.tokens for row in rows] == [47, 18, 43]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_cells_have_one_shape_per_bucket(recording: Any) -> None:
     packed = run(recording, {"execution": "compile"}, capacity=256)
     # quarters of 256 slots; every input fits the first, and pads may be 64 long

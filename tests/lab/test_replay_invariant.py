@@ -31,7 +31,7 @@ def run(recording: Any, cell: dict[str, Any]) -> ReplayResult:
         {"layout": "padded"},
         {"layout": "padded", "padding_side": "left", "activation_checkpointing": True},
         pytest.param({"execution": "compile"}, marks=pytest.mark.slow),
-        pytest.param({"execution": "joint"}, marks=pytest.mark.slow),
+        pytest.param({"execution": "joint"}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selected import exhaustive
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_arms import arm_of, batch_of, leak, perturb, scale_gradient, shift_rope
@@ -169,12 +170,15 @@ def test_the_script_imports_neither_lockstep_nor_transformers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "attention"),
-    [
-        ("shape:tiny-llama", "sdpa"),
-        ("shape:tiny-llama", "varlen"),
-        ("shape:tiny-gemma3", "varlen"),
-        ("shape:tiny-mistral", "sdpa"),
-    ],
+    exhaustive(
+        [
+            ("shape:tiny-llama", "sdpa"),
+            ("shape:tiny-llama", "varlen"),
+            ("shape:tiny-gemma3", "varlen"),
+            ("shape:tiny-mistral", "sdpa"),
+        ],
+        quick=[("shape:tiny-gemma3", "varlen")],
+    ),
 )
 def test_a_whole_layer_compiled_and_eager(tmp_path, capsys, model, attention):
     """Rope, GQA, biases, norms and windows of the inlined layer are the model's: it recomputes both sides."""

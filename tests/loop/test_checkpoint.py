@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from raising import raises
+from selected import exhaustive
 
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
@@ -355,7 +356,7 @@ def test_a_file_that_cannot_grow_leaves_the_old_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", exhaustive([False, True], quick=[True]))
 def test_a_killed_process_leaves_a_checkpoint_that_loads(tmp_path: Path, background: bool) -> None:
     """SIGKILL at random moments of saving, 15 times: what was reported as saved is there, whole. In the
     background the weights change while they are being written."""
@@ -412,7 +413,8 @@ print("stopped", stopped)
 
 
 @pytest.mark.parametrize(
-    ("step", "background"), [(2, False), (1, False), pytest.param(2, True, marks=pytest.mark.slow)]
+    ("step", "background"),
+    [(2, False), (1, False), pytest.param(2, True, marks=pytest.mark.exhaustive)],
 )
 def test_the_end_may_come_before_any_file_operation(tmp_path: Path, step: int, background: bool) -> None:
     """It ends before the n-th open, mkdir, rename or removal, for every n; step 1 replaces a checkpoint."""

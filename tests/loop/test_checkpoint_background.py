@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from loop_runs import FILE, OPTIMIZER, everything, kill
+from selected import exhaustive
 
 COPY = "lockstep.train.state.save_load:_RankFiles.put"
 POLL = "lockstep.loop.checkpoint:CheckpointManager.poll"
@@ -22,7 +23,7 @@ MOMENTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", MOMENTS)
+@pytest.mark.parametrize("phase", exhaustive(MOMENTS, quick=list(MOMENTS)[:2]))
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(phase, lockstep, straight, tiny_toml, tmp_path):
     lockstep.broken_off(tiny_toml, tmp_path / "run", MOMENTS[phase], *FLAGS)
     assert everything(tmp_path / "run") == straight()

@@ -47,7 +47,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(case: str, held: dict[str, list[str]]) -> None:
     assert held.get(case) == [f"rank-{rank}" for rank in range(4)], "the rank's error is shown above"

@@ -162,6 +162,7 @@ if os.environ.get("RANK") == "1":
 """Kills the server of rank 1 when 3 of the second step's samples have come from it."""
 
 
+@pytest.mark.exhaustive
 def test_ranks_have_an_engine_each_and_keep_the_bits_when_one_is_killed(tmp_path):
     """Its weights are spread over both ranks: the other one helps to send them again."""
     toml = KINDS["grpo"].replace(

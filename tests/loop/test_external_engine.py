@@ -14,6 +14,7 @@ import torch
 from loop_runs import TINY, metrics_of
 from raising import raises
 from safetensors.torch import load_file
+from selected import exhaustive
 from starting import lockstep, succeeds
 
 EXTERNAL = Path(__file__).parents[1] / "transfer"
@@ -53,7 +54,7 @@ def assert_same(run: Path, reference: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["memory", "disk"])
+@pytest.mark.parametrize("transport", exhaustive(["memory", "disk"], quick=["memory"]))
 def test_it_trains_to_the_bit_as_with_hf(transport: str, tmp_path: Path) -> None:
     train_online(run_of(tmp_path, "hf"))
     chosen = {

@@ -44,7 +44,7 @@ def assert_as_alone(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kills_at_every_place_leave_no_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kills = [
         # in the middle of an update; the same again while the state is loaded

@@ -36,7 +36,7 @@ def train(folder: Path, name: str, *flags: str, env: dict[str, str]) -> subproce
     return lockstep("train", "tiny.toml", "--run-dir", name, *flags, cwd=folder, seconds=SECONDS, **env)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_and_then_a_node_die_and_leave_no_trace_while_a_node_is_free(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:

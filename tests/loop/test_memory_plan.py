@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from raising import raises
+from selected import exhaustive
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from lockstep.config.batch import RewardRoleConfig
@@ -262,14 +263,14 @@ def measured(*arguments: object) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", exhaustive(["float32", "bfloat16"], quick=["bfloat16"]))
 def test_the_peak_of_a_tiny_model_with_a_large_budget(dtype: str) -> None:
     peak, planned = measured("shape:tiny-llama", dtype, 512, 64, 16384)
     print(f"peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f} GiB")
     assert planned / 1.5 < peak < planned * 1.5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_peak_of_the_bundled_model() -> None:
     pytest.importorskip("gguf")
     peak, planned = measured("bundled:smollm2-135m", "bfloat16", 256, 4, 512)

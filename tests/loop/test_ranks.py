@@ -177,7 +177,7 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder, 
     assert recorded(folder / "stopped") == recorded(folder / "straight")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "LoRA"])
 def test_a_run_moves_from_one_backend_to_another(adapters, folder, monkeypatch):
     """deepspeed on 2 ranks, then fsdp2 on 2, then one process; and the result is that of one process."""
@@ -224,7 +224,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("launcher", "backend"), [(TORCHRUN, "deepspeed"), (DEEPSPEED, "fsdp2")])
 def test_the_same_command_works_under_other_launchers(launcher, backend, sft_toml, folder):
     flags = ("--train.device", "cpu", "--steps", "3", "--checkpoint.no-export-at-end")

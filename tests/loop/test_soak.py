@@ -145,7 +145,7 @@ def test_one_sample_is_maximal_and_all_keep_their_places(script: ModuleType) -> 
     assert script.READINGS[-1].step == 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_forty_steps_are_flat(script: ModuleType, tmp_path: Path) -> None:
     found = script.soak(
         tmp_path / "run", engine="hf", steps=40, model="shape:tiny-llama", settings={"max_batch": 16}

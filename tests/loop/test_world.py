@@ -304,7 +304,7 @@ def test_a_reference_that_is_killed_in_a_step_costs_no_bit(tmp_path, monkeypatch
     assert "was killed by SIGKILL, at logprobs" in (tmp_path / "apart" / "logs" / "rank-0.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_value_model_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     """And on the way an update whose answer is lost is not done twice."""
     train_online(run_of(PPO, tmp_path / "together"))
@@ -327,7 +327,7 @@ APART = {"colocate": [["policy"], ["ref"], ["value"]], "world_gpus": "own"}
 TOGETHER = {"colocate": [["policy"], ["ref", "value"]], "world_gpus": "own"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_worlds_with_devices_of_their_own_work_at_the_same_time_and_keep_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +360,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     return names
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_value_model_that_dies_while_the_policy_learns_ends_the_run_which_goes_on_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

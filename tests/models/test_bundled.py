@@ -162,7 +162,7 @@ def test_query_heads_get_their_rotary_halves_back():
 
 
 @needs_wheel
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_conversion_equals_the_loader_of_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 

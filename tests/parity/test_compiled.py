@@ -25,7 +25,7 @@ def _fresh_compiler():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("kernel", "layout"), CELLS)
 def test_compiled_equals_eager_with_one_graph_per_kind_of_layer(kernel, layout, architecture):
     module = tiny_model(architecture, kernel)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lockstep_runs import build, config, train
 from raising import raises
+from selected import exhaustive
 from starting import succeeds
 
 from lockstep.attention import cpu_reference, cpu_tiles
@@ -52,7 +53,7 @@ def assert_lockstep(steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "dtype"), MODELS)
+@pytest.mark.parametrize(("model", "dtype"), exhaustive(MODELS, quick=MODELS[1:2]))
 def test_twenty_compiled_steps_without_a_gap(model, dtype):
     parts = build(config(model, dtype, "compile"))
     steps = train(parts, steps=20)
@@ -88,8 +89,8 @@ def test_eager_steps_without_a_gap(model, dtype, settings):
 @pytest.mark.parametrize(
     ("model", "dtype", "execution"),
     [
-        ("tiny-llama", "float32", "compile"),
-        ("tiny-qwen3", "bfloat16", "joint"),
+        pytest.param("tiny-llama", "float32", "compile", marks=pytest.mark.exhaustive),
+        pytest.param("tiny-qwen3", "bfloat16", "joint", marks=pytest.mark.exhaustive),
         ("tiny-gemma3", "bfloat16", "eager"),
     ],
 )
@@ -102,7 +103,7 @@ def test_adapters_without_a_gap(model, dtype, execution):
     parts.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
     """Other graphs on the two sides, of the same ops."""
     parts = build(config("tiny-llama", "float32", "joint"))
@@ -114,11 +115,11 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
 @pytest.mark.parametrize(
     ("model", "dtype", "execution", "flags"),
     [
-        ("tiny-llama", "float32", "compile", FSDP2),
-        ("tiny-llama", "float32", "joint", FSDP2),
+        pytest.param("tiny-llama", "float32", "compile", FSDP2, marks=pytest.mark.exhaustive),
+        pytest.param("tiny-llama", "float32", "joint", FSDP2, marks=pytest.mark.exhaustive),
         ("tiny-gemma3", "bfloat16", "eager", FSDP2),
-        ("tiny-gemma3", "bfloat16", "joint", DDP),
-        ("tiny-qwen3", "bfloat16", "eager", DDP),
+        pytest.param("tiny-gemma3", "bfloat16", "joint", DDP, marks=pytest.mark.exhaustive),
+        pytest.param("tiny-qwen3", "bfloat16", "eager", DDP, marks=pytest.mark.exhaustive),
     ],
     ids=["fsdp2, compile", "fsdp2, joint", "fsdp2, bfloat16", "ddp, joint", "ddp, bfloat16"],
 )

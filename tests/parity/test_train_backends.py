@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selected import selected
 from starting import run_ranks
 from train_backends_worker import SCALAR, STEPS, Run, make, reference
 
@@ -94,8 +95,22 @@ LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
     ),
 }
 """Ranks, and what each stack is trained on."""
+QUICK = {
+    "fsdp2 on 2": {"fsdp2": (SFT_SGD, GRPO_ADAMW, BF16, SHARED, JOINT, LORA), "fsdp2:ring2": (GRPO_ADAMW,)},
+    "fsdp2 on 4": {"fsdp2:tp2+ring2": (SFT_SGD, BF16)},
+    "deepspeed on 2": {"deepspeed:zero2": (SFT_SGD, PADDED), "deepspeed:zero3": (GRPO_ADAMW,)},
+    "scores, fsdp2 on 2": {"fsdp2:tp2": (VALUE, RM)},
+    "scores, deepspeed on 2": {"deepspeed:zero2": (VALUE,)},
+}
+"""What `make test` trains; `make test-all` trains everything."""
 CASES = [
-    pytest.param(launch, stack, run, id=f"{launch}: {stack}, {run.name}")
+    pytest.param(
+        launch,
+        stack,
+        run,
+        id=f"{launch}: {stack}, {run.name}",
+        marks=[] if run in QUICK.get(launch, {}).get(stack, ()) else [pytest.mark.exhaustive],
+    )
     for launch, (_, stacks) in LAUNCHES.items()
     for stack, runs in stacks
     for run in runs
@@ -105,34 +120,40 @@ BOUNDS = {"sgd": 1e-5, "adamw": 1e-4}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return selected(request, "test_a_stack_trains_as_local_does")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, cases: list[dict[str, Any]]) -> Iterator[Path]:
     """Inputs, and what LocalBackend makes of them."""
     place = tmp_path_factory.mktemp("train_backends")
     make(place)
-    for run in {run.name: run for case in CASES for run in [case.values[2]]}.values():
-        reference(run, place)  # type: ignore[arg-type]
+    for run in {case["run"].name: case["run"] for case in cases}.values():
+        reference(run, place)
     yield place
     shutil.rmtree(place)
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> Any:
+def results(folder: Path, cases: list[dict[str, Any]]) -> Any:
     """launch name -> {(stack, run): what each rank saw}; each launch at its first use."""
     done: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
 
     def of(name: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
         if name not in done:
-            done[name] = launch(folder, *LAUNCHES[name])
+            jobs = [(case["stack"], case["run"]) for case in cases if case["name"] == name]
+            done[name] = launch(folder, LAUNCHES[name][0], jobs)
         return done[name]
 
     return of
 
 
 def launch(
-    folder: Path, ranks: int, stacks: list[tuple[str, tuple[Run, ...]]]
+    folder: Path, ranks: int, stacks: list[tuple[str, Run]]
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """What each rank says of each stack and run."""
-    jobs = json.dumps([(stack, asdict(run)) for stack, runs in stacks for run in runs])
+    jobs = json.dumps([(stack, asdict(run)) for stack, run in stacks])
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for printed in run_ranks(WORKER, str(folder), jobs, ranks=ranks, seconds=TIMEOUT):
         for result in printed:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from selected import exhaustive
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEADLINE = 30.0
@@ -35,7 +36,7 @@ def faults() -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", exhaustive(KINDS, quick=("skipped", "engine-dead", "stopped")))
 def test_a_hang_is_named_with_rank_and_cause(
     kind: str, faults: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +52,7 @@ def test_a_hang_is_named_with_rank_and_cause(
             assert found["by"] == "error" or found["seconds_after_last_sign"] < DEADLINE + 60
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_runs_that_are_killed_at_random_moments_end_as_the_undisturbed_one() -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "kills.py"), "--n", "6", "--seed", "18", "--set", "steps", "6"],

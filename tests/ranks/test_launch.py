@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from raising import raises
+from selected import exhaustive
 from starting import alive, wait_for
 
 import lockstep.ranks.launch
@@ -137,7 +138,9 @@ def launcher(out: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", exhaustive([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], quick=[signal.SIGTERM])
+)
 def test_signals_end_the_launcher_and_leave_no_process(launcher, out, number):
     paths = [out / f"pid-{rank}" for rank in range(2)]
     assert wait_for(lambda: all(p.exists() and p.read_text() for p in paths), seconds=300)

@@ -49,7 +49,7 @@ def test_a_skipped_collective_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "likely cause: rank 1 skipped all_reduce [64] float32 (step 2: optimizer)" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_computes_for_longer_than_the_deadline_does_not_hang(tmp_path: Path) -> None:
     assert launch("slow", tmp_path) == 0
     assert not (tmp_path / HANG_FILE).exists()

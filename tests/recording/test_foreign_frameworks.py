@@ -25,6 +25,7 @@ from foreign_parts import (
 )
 from raising import raises
 from safetensors.torch import load_file
+from selected import exhaustive, selected
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -172,7 +173,7 @@ def test_trl_grpo(folder: Path, tmp_path: Path) -> None:
     replayed(tmp_path / "r", tmp_path / "replay")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trl_grpo_with_several_updates_per_batch(folder: Path, tmp_path: Path) -> None:
     """Old logprobs are computed then, without a graph, by the module that is trained."""
     more = {
@@ -232,7 +233,7 @@ def sft(folder: Path, tmp_path: Path, directory: Path | None, **more: Any) -> Ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("packing", exhaustive([False, True], quick=[True]), ids=["padded", "packed"])
 def test_trl_sft(folder: Path, tmp_path: Path, packing: bool) -> None:
     more = {"packing": packing, "padding_free": packing, "gradient_checkpointing": not packing}
     plain = sft(folder, tmp_path, None, **more)
@@ -260,7 +261,7 @@ BACKENDS = {"ddp-compiled": "ddp"} | {f"deepspeed{stage}": "deepspeed" for stage
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Number of ranks -> the folder in which one launch has left every run of so many, by name."""
     done: dict[int, Path] = {}
 
@@ -268,10 +269,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         if count not in done:
             done[count] = tmp_path_factory.mktemp(f"on-{count}")
             jobs: list[tuple[str, str, dict[str, Any]]] = [
-                (kind, kind, {}) for kind, n in WRAPPED if n == count
+                (case["kind"], case["kind"], {})
+                for case in selected(request, "test_wrapped")
+                if case["count"] == count
             ]
             if count == 2:
-                jobs[:0] = [(kind, f"{kind}-one", {"ranks": [1]}) for kind in ONE_OF_TWO]
+                ones = [case["kind"] for case in selected(request, "test_one_of_two_ranks_records")]
+                jobs[:0] = [(kind, f"{kind}-one", {"ranks": [1]}) for kind in ones]
             for _, name, _ in jobs:
                 (done[count] / name).mkdir()
             launch([(kind, str(done[count] / name), options) for kind, name, options in jobs], count)
@@ -312,7 +316,7 @@ def ranks_of(out: Path, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), WRAPPED)
+@pytest.mark.parametrize(("kind", "count"), exhaustive(WRAPPED, quick=[("ddp", 2), ("fsdp2", 2)]))
 def test_wrapped(kind: str, count: int, runs: Callable[[int], Path]) -> None:
     """Two updates of two micro-batches on each rank, old logprobs in between, activation checkpointing."""
     place = runs(count) / kind
@@ -340,7 +344,7 @@ def test_wrapped(kind: str, count: int, runs: Callable[[int], Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ONE_OF_TWO)
+@pytest.mark.parametrize("kind", exhaustive(ONE_OF_TWO, quick=["ddp"]))
 def test_one_of_two_ranks_records(kind: str, runs: Callable[[int], Path]) -> None:
     place = runs(2) / f"{kind}-one"
     results = ranks_of(place, 2)

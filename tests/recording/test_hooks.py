@@ -11,6 +11,7 @@ import pytest
 import torch
 from foreign_parts import gradient_error, recomputed
 from raising import raises
+from selected import exhaustive
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -318,15 +319,13 @@ class Holder(nn.Module):
         return self.policy(**named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    [
-        *(
-            pytest.param(how, marks=pytest.mark.slow)
-            for how in ("module", "in place", "fullgraph", "layers", "inside")
-        ),
-        "before",
-    ],
+    exhaustive(
+        ("module", "in place", "fullgraph", "layers", "inside", "before"),
+        quick=("module", "fullgraph", "before"),
+    ),
 )
 def test_compiled(tmp_path: Path, how: str) -> None:
     """Nothing but dynamo (backend "eager"): what is in question is whose hooks run when."""

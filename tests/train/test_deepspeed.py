@@ -83,7 +83,7 @@ def two_rank_cases(stage: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_twenty_steps_of_two_ranks(tmp_path: Path) -> None:
     """Every rank is given all micro-batches, of which one rank has one more; gradients are clipped."""
     sgd, offload = {"optimizer": "sgd", "lr": 0.1}, {"optimizer_device": "cpu"}
@@ -193,7 +193,7 @@ def check_errors(results: list[dict[str, Any]]) -> None:
         assert "updated 2 times, other parameters 1 times" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_equals_eager() -> None:
     compiled = {"train": {"execution": "compile"}, "micro_batches": 1, "steps": 0, "inputs": 1}
     cases: list[dict[str, Any]] = [{"stage": stage, **compiled} for stage in (1, 3)]
@@ -202,7 +202,7 @@ def test_compiled_equals_eager() -> None:
     check(run_cases(cases), cases)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bfloat16() -> None:
     """One micro-batch: LocalBackend would add several up in float32. Gradients of bfloat16 weights have 8
     bits; the updates go through float32 masters on both sides, at stage 0 too: the very same numbers."""

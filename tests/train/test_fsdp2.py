@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from raising import raises
+from selected import exhaustive, selected
 from starting import run_ranks
 
 from lockstep.config.train import TrainConfig
@@ -35,10 +37,18 @@ FOUR = (
     *("sharded_start_tp", "hf_plan_refused", "lora", "lora_ring_tp", "lora_value"),
 )
 
+QUICK_ON_TWO = (
+    *("sgd", "adamw", "tp", "ring", "value", "joint", "checkpointing", "static_padded", "ref"),
+    *("several_calls", "collectives", "not_finite", "recovers", "rest", "groups_left_out", "bfloat16"),
+    *("sharded_start", "checkpoint_of_local", "deadlines", "hf_plan", "export", "lora", "lora_tp"),
+    "lora_state",
+)
+QUICK_ON_FOUR = ("ring_tp", "checkpoints")
+
 Results = dict[str, list[dict[str, Any]]]
 
 
-def launch(ranks: int, checks: tuple[str, ...]) -> Results:
+def launch(ranks: int, checks: Sequence[str]) -> Results:
     """What each rank says of each check."""
     found: Results = defaultdict(list)
     for printed in run_ranks(WORKER, *checks, ranks=ranks, seconds=TIMEOUT):
@@ -48,23 +58,23 @@ def launch(ranks: int, checks: tuple[str, ...]) -> Results:
 
 
 @pytest.fixture(scope="module")
-def of_two() -> Results:
-    return launch(2, TWO)
+def of_two(request: pytest.FixtureRequest) -> Results:
+    return launch(2, [case["check"] for case in selected(request, "test_on_two_ranks")])
 
 
 @pytest.fixture(scope="module")
-def of_four() -> Results:
-    return launch(4, FOUR)
+def of_four(request: pytest.FixtureRequest) -> Results:
+    return launch(4, [case["check"] for case in selected(request, "test_on_four_ranks")])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", TWO)
+@pytest.mark.parametrize("check", exhaustive(TWO, quick=QUICK_ON_TWO))
 def test_on_two_ranks(of_two: Results, check: str) -> None:
     passed(of_two[check], ranks=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", FOUR)
+@pytest.mark.parametrize("check", exhaustive(FOUR, quick=QUICK_ON_FOUR))
 def test_on_four_ranks(of_four: Results, check: str) -> None:
     passed(of_four[check], ranks=4)
 

@@ -12,7 +12,7 @@ from lockstep.train.loss_module import LogprobModule, LossModule
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", pytest.param("padded", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 def test_the_whole_module_is_one_graph_and_computes_what_the_chunked_head_computes(
     tiny_model: Any, documents: Any, batch_of: Any, loss: Any, attention: str, layout: Any

@@ -103,7 +103,7 @@ def check_export(folder: Path, config: dict[str, Any]) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_ranks_with_unequal_parts_compute_what_one_computes(run_cases: Any) -> None:
     cases = [{"config": SHAPES[name] | THREE} for name in ("tiny-llama", "tiny-qwen3", "tiny-gemma3")]
     results = run_cases(cases, ranks=3)

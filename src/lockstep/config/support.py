@@ -7,7 +7,8 @@ The first row that matches a cell decides, and the last matches every cell. Unsu
 supported, then untested ones; rows of one status in the order of whose file they are in: an engine's, an
 execution mode's, a backend's, nobody's, a kernel's.
 
-    supported     a parity test covers it; `tested` says where it ran: `ci-cpu:TEST`, or `gpu:RESULT_FILE`
+    supported     a parity test covers it; `tested` says where it ran: `gpu:RESULT_FILE`, or `ci-cpu:TEST`, of
+                  which `make test` runs the quick cells and `make test-all` every one
     untested      it may be used, no parity test has run with it, and start-up says so
     unsupported   refused, with `reason` and with what to set instead
 """
