@@ -17,6 +17,7 @@ from lockstep.loop.evaluate import score
 from lockstep.loop.online import train_online
 from lockstep.loop.session import Session
 from lockstep.ranks.context import RankContext
+from lockstep.rollout import prompt_kinds
 from lockstep.schema.rollout import RolloutGroup
 
 TINY = {
@@ -138,6 +139,25 @@ def test_kinds_of_problems_are_reported_apart() -> None:
 def test_a_kind_that_is_no_regular_expression_is_refused() -> None:
     with raises(ValueError, "wrong-format: kinds.sums"):
         EvalConfig(kinds={"sums": "("})
+
+
+def test_a_kind_that_would_be_searched_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_kinds, "CPU_SECONDS", 0.2)
+    rewards = SimpleNamespace(strict=lambda row, completion: None, take_counts=dict)
+    groups = [answered("1 + 1", "2", completion="2"), answered("a" * 40 + "!", "2", completion="2")]
+    kinds = {"sums": r"\d \+ \d", "letters": "(a+)+$"}
+    with raises(ConfigError, "deadline: eval.kinds.letters"):
+        score(judge(rewards, kinds=kinds), groups, max_tokens=8)
+
+
+def test_such_a_kind_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_kinds, "CPU_SECONDS", 0.2)
+    run = tiny(tmp_path / "run", **{"eval.after": True, "eval.kinds": {"any": "(.+)+!"}})
+    with raises(ConfigError, "deadline: eval.kinds.any"):
+        train_online(run)
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_an_evaluation_counts_is_not_reported_by_the_next_step(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +62,7 @@ from lockstep.protocols import (
 from lockstep.ranks.context import RankContext
 from lockstep.recording.recorder import Recorder
 from lockstep.registry import require_members
+from lockstep.rollout.prompt_kinds import prompt_kinds
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.contract import KernelContract
@@ -221,6 +223,7 @@ def _load_prompts(
             if isinstance(prompts, FixedPrompts) and len(prompts):
                 rewards.check_row(prompts[0].row)
                 rewards.check_rows(prompts)
+        prompt_kinds(islice(both[1], run.eval.num_prompts), run.eval.kinds)  # while a search can be refused
         loaded.append(both)
 
     longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from lockstep.config.rollout import SamplingConfig
 from lockstep.errors import ConfigError
 from lockstep.loop.build import OnlineParts
+from lockstep.rollout.prompt_kinds import prompt_kinds
 from lockstep.rollout.rewards import lenient_accuracy, lenient_correct
 from lockstep.rollout.sampler import GroupSampler, SampleKey
 from lockstep.schema.rollout import Prompt, RolloutGroup
@@ -125,14 +125,8 @@ def _mark(parts: OnlineParts, texts: Sequence[tuple[Prompt, str]]) -> _Marks:
     rows = [(prompt.row, text) for prompt, text in texts]
     strict = [mark for row, text in rows if (mark := parts.rewards.strict(row, text)) is not None]
     parts.rewards.take_counts()  # else the next training step would report them as its own
-    lenient = [
-        (_kinds(parts, prompt), marks)
-        for prompt, text in texts
-        if (marks := lenient_correct(prompt.row, text)) is not None
+    marked = [
+        (prompt, marks) for prompt, text in texts if (marks := lenient_correct(prompt.row, text)) is not None
     ]
-    return strict, lenient
-
-
-def _kinds(parts: OnlineParts, prompt: Prompt) -> list[str]:
-    kinds = parts.run.eval.kinds
-    return [name for name, expression in kinds.items() if re.search(expression, prompt.text)]
+    kinds = prompt_kinds((prompt for prompt, _ in marked), parts.run.eval.kinds)
+    return strict, [(kinds[prompt.text], marks) for prompt, marks in marked]

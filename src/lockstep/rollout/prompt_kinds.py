@@ -1,0 +1,68 @@
+"""The kinds of a prompt, by a user's regular expressions, which are searched for in a process of their own.
+
+An expression such as `(a+)+$` can take longer than anybody waits, and holds the interpreter's lock all that
+time: no thread could stop it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from lockstep.errors import ConfigError
+from lockstep.processes.jobs import JobProcess, ProcessEnded, end
+from lockstep.schema.rollout import Prompt
+
+CPU_SECONDS = 2.0
+"""Of one search; the kernel ends the process beyond it. A usual one takes microseconds."""
+_SECONDS = 120.0
+"""Deadline of a search on a busy machine, and of the start of the process."""
+
+
+def prompt_kinds(prompts: Iterable[Prompt], expressions: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return for the text of each prompt the names of those `expressions`, of `eval.kinds`, that are found in
+    it.
+
+    Raises:
+        ConfigError: a search took too long, or its process died.
+    """
+    found: dict[str, list[str]] = {}
+    if not expressions:
+        return {prompt.text: [] for prompt in prompts}
+    process: JobProcess | None = None
+    try:
+        for prompt in prompts:
+            if prompt.text in found:
+                continue
+            process = process or _started()
+            found[prompt.text] = [
+                name
+                for name, expression in expressions.items()
+                if _is_found(process, name, expression, prompt)
+            ]
+    finally:
+        if process is not None:
+            end([process])
+    return found
+
+
+def _started() -> JobProcess:
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return JobProcess("lockstep.rollout.prompt_kinds_child", role="search", env=kept)
+
+
+def _is_found(process: JobProcess, name: str, expression: str, prompt: Prompt) -> bool:
+    job = {"expression": expression, "text": prompt.text, "seconds": CPU_SECONDS}
+    try:
+        return bool(process.exchange(job, seconds=_SECONDS).get("found"))
+    except (TimeoutError, ProcessEnded) as error:
+        where = prompt.where or f"row {prompt.index + 1}"
+        raise ConfigError(
+            f"eval.kinds.{name} = {expression!r}: the search for it in the prompt of {where}, "
+            f"{len(prompt.text):,} characters, was stopped: {error}. It may take {CPU_SECONDS:g} s of "
+            "processor time, and a usual one takes microseconds; write the expression without a repetition "
+            "inside a repetition, such as (a+)+ or (a|b*)*",
+            code="deadline",
+            setting=f"eval.kinds.{name}",
+            where=where,
+        ) from None
