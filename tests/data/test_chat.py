@@ -68,11 +68,15 @@ def test_messages_are_cleaned():
     assert clean_messages([{"role": "user", "content": parts, "tool_calls": None}], where="r") == [
         {"role": "user", "content": "xy"}
     ]
-    for bad, name in (
-        ([], "messages"),
-        ("text", "messages"),
-        ([{"content": "x"}], "role"),
-        ([{"role": "user", "content": [{"type": "image", "url": "u"}]}], "content"),
+    user = {"role": "user", "content": "x"}
+    for bad, name, turn in (
+        ([], "messages", None),
+        ("text", "messages", None),
+        ([{"content": "x"}], "role", 1),
+        ([user, {"content": "x"}], "role", 2),
+        ([user, {"role": "user", "content": [{"type": "image", "url": "u"}]}], "content", 2),
     ):
-        with raises(DataError, f"wrong-row: {name}, row 2"):
+        where = {} if turn is None else {"turn": turn}  # counted from 1, as rows and lines are
+        with raises(DataError, f"wrong-row: {name}, row 2", **where) as refused:
             clean_messages(bad, where="row 2")
+        assert turn is None or f"row 2, message {turn}: " in str(refused.value)

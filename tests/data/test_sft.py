@@ -74,7 +74,7 @@ def test_a_template_that_renders_earlier_turns_otherwise(tokenizer: Any, tmp_pat
 
 def test_a_template_that_hides_a_turn_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     only_last = "{{ messages[-1].content }}"
-    with raises(DataError, "unsupported-chat-template: line 1", turn=2):
+    with raises(DataError, "unsupported-chat-template: line 1", turn=3):
         load(tmp_path, tokenizer, [{"messages": TURNS}], chat_template=only_last)
 
 

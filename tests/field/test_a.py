@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -401,7 +402,8 @@ def test_both_answers_of_a_pair_are_to_one_prompt(tiny_folder, tmp_path, kind, c
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = DataConfig(source=str(tmp_path / "rows.jsonl"))
     if prompt is None:
-        with raises(DataError, "wrong-pairs: line 2"):
+        differs = [one != other for one, other in zip_longest(chosen, rejected)]
+        with raises(DataError, "wrong-pairs: line 2", turn=differs.index(True) + 1):
             LOADERS[kind](config, tokenizer=tokenizer)
         return
     documents = LOADERS[kind](config, tokenizer=tokenizer)

@@ -78,7 +78,7 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
             name="messages",
         )
     messages = []
-    for number, message in enumerate(value):
+    for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             keys = isinstance(message, Mapping) and {"from", "value"} <= message.keys()
             hint = "; write ShareGPT's from and value as role (human: user, gpt: assistant) and content"
@@ -88,24 +88,26 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
                 code="wrong-row",
                 where=where,
                 name="role",
+                turn=number,
             )
         kept = {key: item for key, item in message.items() if item is not None}
-        kept["content"] = _text_of(kept.get("content", ""), f"{where}, message {number}")
+        kept["content"] = _text_of(kept.get("content", ""), where, number)
         messages.append(kept)
     return messages
 
 
-def _text_of(content: Any, where: str) -> str:
+def _text_of(content: Any, where: str, number: int) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else []
     texts = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
     if not texts or len(texts) != len(parts):
         raise DataError(
-            f"{where}: only text content is supported, got {str(content)[:80]!r}",
+            f"{where}, message {number}: only text content is supported, got {str(content)[:80]!r}",
             code="wrong-row",
             where=where,
             name="content",
+            turn=number,
         )
     return "".join(texts)
 

@@ -273,7 +273,7 @@ def _shared_prompt(chosen: Conversation, rejected: Conversation, where: str) -> 
             f"{other} in the other; correct the row, or leave it out",
             code="wrong-pairs",
             where=where,
-            turn=shared,
+            turn=shared + 1,
         )
     return prompt
 

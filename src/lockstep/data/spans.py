@@ -122,12 +122,12 @@ def _turn_span(
             start = first if start < 0 else min(first, start + len(tail))
         return start, end
     raise DataError(
-        f"{where}: message {number} is not found in the rendered conversation, because the chat template "
+        f"{where}: message {number + 1} is not found in the rendered conversation, because the chat template "
         "rewrites earlier turns; use a template with {% generation %} around the assistant's text, or "
         "data.train_on = 'all'",
         code="unsupported-chat-template",
         where=where,
-        turn=number,
+        turn=number + 1,
     )
 
 
