@@ -288,7 +288,8 @@ def errors_page() -> str:
         "# Error codes",
         NOTE,
         "Every error that Lockstep raises on purpose is a `lockstep.errors.LockstepError`. Its text is for "
-        "people, and may be worded otherwise in the next version. A program reads `error.code`, which says "
+        "people, and may be worded otherwise in the next version. The command line prints it after the code: "
+        "`lockstep train: error[out-of-range]: train.lr = ...`. A program reads `error.code`, which says "
         "what kind of mistake it is, and `error.fields`, the values that the text names, such as `setting`, "
         "`path` or `name`; of errors with one code and setting, `name`, `state` or `reason` tells which it "
         "is. "

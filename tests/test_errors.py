@@ -1,17 +1,30 @@
 """Errors: each has a code of the table, every code of the table is used, and code and fields survive a
-pickle."""
+pickle, a rank and another text."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lockstep.errors import CODES, ConfigError, DataError
+from lockstep.engine.remote.http import Unreachable
+from lockstep.errors import (
+    CODES,
+    ConfigError,
+    DataError,
+    EngineError,
+    LockstepError,
+    RewardError,
+    from_another_process,
+    together,
+    underway,
+)
+from lockstep.ranks.context import PeerFailed, _Failure
 from lockstep.ranks.guard import Desync
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
@@ -54,28 +67,36 @@ def codes_of(call: ast.Call) -> Iterator[str]:
                     yield node.value
 
 
-def has_code(call: ast.Call) -> bool:
-    """Whether a call names a code, or passes on code and fields of another error by `**error.data`."""
-    return any(keyword.arg in ("code", None) for keyword in call.keywords)
+def code_in_message(call: ast.Call) -> Iterator[str]:
+    """The first word of the message, unless the call passes a code, or on what another error has."""
+    if not any(keyword.arg in ("code", None) for keyword in call.keywords):
+        yield first_words(call.args[0]).partition(": ")[0] if call.args else ""
+
+
+def first_words(message: ast.expr) -> str:
+    """What a message begins with in the source: none of it comes from outside."""
+    if isinstance(message, ast.BinOp):
+        return first_words(message.left)
+    if isinstance(message, ast.JoinedStr):
+        return first_words(message.values[0])
+    return message.value if isinstance(message, ast.Constant) and isinstance(message.value, str) else ""
 
 
 def test_every_error_has_a_code_of_the_table() -> None:
     classes = error_classes() - OWN_CONSTRUCTOR
-    without, unknown = [], []
+    unknown = []
     for path, tree in trees():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue
-            where = f"{path}:{node.lineno}"
-            unknown += [f"{where}: {code}" for code in codes_of(node) if code not in CODES]
-            if name_of(node.func) in classes and not has_code(node):
-                without.append(where)
-    assert not without and not unknown
+            codes = [*codes_of(node), *(code_in_message(node) if name_of(node.func) in classes else ())]
+            unknown += [f"{path}:{node.lineno}: {code}" for code in codes if code not in CODES]
+    assert not unknown
 
 
 def test_every_code_of_the_table_is_used() -> None:
     used = {
-        node.value
+        node.value.partition(": ")[0]
         for path, tree in trees()
         if path != Path("errors.py")
         for node in ast.walk(tree)
@@ -104,8 +125,104 @@ def test_code_and_fields_survive_a_pickle() -> None:
     assert desync.data == {"code": "out-of-step", "step": 3} and desync.positions == {0: None}
 
 
-def test_an_error_is_raised_again_with_the_code_of_its_cause() -> None:
-    cause = DataError("row 3: empty", code="empty", name="row 3")
-    with pytest.raises(DataError) as caught:
-        raise DataError(f"eval_data: {cause}", **cause.data) from cause
-    assert caught.value.data == {"code": "empty", "name": "row 3"}
+@pytest.mark.parametrize(
+    ("message", "given", "text", "data"),
+    [
+        ("no-effect: n = 1 does nothing", {}, "n = 1 does nothing", {"code": "no-effect"}),
+        (
+            "out-of-range: train.lr = 0 is not above 0",
+            {"name": "lr"},
+            "train.lr = 0 is not above 0",
+            {"code": "out-of-range", "setting": "train.lr", "name": "lr"},
+        ),
+        (
+            "no-effect: rewards[0].kwargs = {}",
+            {},
+            "rewards[0].kwargs = {}",
+            {"code": "no-effect", "setting": "rewards[0].kwargs"},
+        ),
+        ("empty: --data a.jsonl", {}, "--data a.jsonl", {"code": "empty", "setting": "--data"}),
+        ("empty: --eval-data: no", {}, "--eval-data: no", {"code": "empty", "setting": "--eval-data"}),
+        # a setting that is given is the one, and a file is none
+        ("empty: --data a", {"setting": "data"}, "--data a", {"code": "empty", "setting": "data"}),
+        ("empty: rows.jsonl is empty", {}, "rows.jsonl is empty", {"code": "empty"}),
+        ("empty: rows.jsonl: no", {}, "rows.jsonl: no", {"code": "empty"}),
+        # only the first code is one, and text from outside is left as it is
+        ("empty: no-effect: x", {}, "no-effect: x", {"code": "empty"}),
+        ("x: y", {"code": "empty"}, "x: y", {"code": "empty"}),
+        ("no-effect: train.lr = 1", {"code": "empty"}, "no-effect: train.lr = 1", {"code": "empty"}),
+        ("empty: ", {}, "", {"code": "empty"}),
+    ],
+)
+def test_the_first_word_is_the_code_unless_one_is_given(message, given, text, data) -> None:
+    error = DataError(message, **given)
+    assert (str(error), error.data) == (text, data)
+
+
+@pytest.mark.parametrize("message", ["", "x: y", "empty", "empty:x", " empty: x", "Empty: x"])
+def test_an_error_without_a_code_is_a_mistake(message) -> None:
+    with pytest.raises(TypeError):
+        DataError(message)
+
+
+def failed() -> EngineError:
+    """An error of work that had begun, with a field that its message does not show."""
+    with pytest.raises(Unreachable) as caught, underway(lambda: True):
+        raise Unreachable("unreachable: empty: no answer", tries=3)
+    return caught.value
+
+
+@pytest.mark.parametrize("same", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_a_copy_has_everything(same: Callable[[EngineError], EngineError]) -> None:
+    again = same(failed())
+    assert type(again) is Unreachable and str(again) == "empty: no answer" and again.underway
+    assert again.data == {"code": "unreachable", "tries": 3}
+
+
+def test_another_text_keeps_code_and_fields() -> None:
+    cause = DataError("empty: no text", name="row 3")
+    inner = cause.with_message(f"wrong-row: {cause}", line=4)  # a file of that name, not a code
+    outer = inner.with_message(f"data: {inner}; mend it", kind=RewardError, name="math")
+    assert str(outer) == "data: wrong-row: no text; mend it" and type(outer) is RewardError
+    assert outer.data == {"code": "empty", "name": "math", "line": 4}
+    assert (type(inner), inner.data) == (DataError, {"code": "empty", "name": "row 3", "line": 4})
+    assert cause.data == {"code": "empty", "name": "row 3"} and str(cause) == "no text"
+
+
+def test_another_text_keeps_what_a_class_has_of_its_own() -> None:
+    desync = Desync("gone", step=3, positions={0: None})
+    desync.add_note("of the cause alone")
+    again = desync.with_message(f"rank 0: {desync}")
+    assert type(again) is Desync and again.positions == {0: None} and str(again) == "rank 0: gone"
+    assert not hasattr(again, "__notes__")
+    assert failed().with_message("x").underway and failed().with_message("x", kind=EngineError).underway
+
+
+def test_problems_together_have_the_class_and_code_of_the_first() -> None:
+    both = together([Desync("gone", step=3, positions={}), DataError("empty: row 3", name="row 3")])
+    assert type(both) is Desync and both.data == {
+        "code": "out-of-step",
+        "step": 3,
+        "problems": [{"code": "out-of-step", "step": 3}, {"code": "empty", "name": "row 3"}],
+    }
+
+
+def on_another_rank(error: Exception) -> LockstepError:
+    return pickle.loads(pickle.dumps(_Failure.of(error))).as_error(1, "saving")
+
+
+def test_another_rank_raises_the_same_error() -> None:
+    error = on_another_rank(ConfigError("out-of-range: no-effect: x: y", setting="train.lr"))
+    assert type(error) is ConfigError and str(error) == "rank 1: no-effect: x: y"
+    assert error.data == {"code": "out-of-range", "setting": "train.lr"}
+    twice = on_another_rank(error)
+    assert str(twice) == "rank 1: rank 1: no-effect: x: y" and twice.data == error.data
+
+
+def test_a_class_of_the_same_name_is_not_ours() -> None:
+    theirs = type("DataError", (Exception,), {})
+    assert from_another_process("DataError", "empty: x", {}) is None
+    assert from_another_process("CODES", "x", {"code": "empty"}) is None
+    error = on_another_rank(theirs("empty: x"))
+    assert type(error) is PeerFailed and error.data == {"code": "peer-failed", "rank": 1}
+    assert str(error) == "saving: rank 1 failed with DataError: empty: x"

@@ -11,35 +11,58 @@
     ├── RecordingError(ValueError)   a recording is missing, damaged or does not fit what it is replayed on
     └── ParityError(AssertionError)  two things that must agree do not
 
-A message names the value, the reason and what to set instead. A `code` of CODES says which kind of mistake it
-is, and `fields` hold what the message names: a program reads these, and not the words.
+A message names the value, the reason and what to set instead. The kind of mistake, a code of CODES, is its
+first word:
+
+    raise ConfigError(f"out-of-range: train.lr = {lr} is not above 0; set 1e-6")
+
+`str(error)` is the message without the code. A program reads `error.code` and `error.fields`, not the words.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.redaction import redacted
+
+_SETTING = re.compile(r"--[a-z][\w-]*(?=[ :]|$)|[a-z_]\w*(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?)+(?= = )")
+"""What a message begins with that is about a flag (`--lr ...`) or a setting (`train.lr = ...`). A dotted name
+alone is not enough: `rows.jsonl is empty` is about a file."""
 
 
 class LockstepError(Exception):
     """Root of the errors that Lockstep raises on purpose.
 
     Args:
-        message: one line for the user, sometimes more.
-        code: the kind of mistake, one of CODES.
+        message: "CODE: text for the user". The setting or flag that the text begins with becomes the field
+            `setting`.
+        code: the kind of mistake, one of CODES. The whole message is then the text, whatever it begins with.
         fields: what the message names, as JSON values: setting="train.lr", path=..., name=...; of a path and
             of anything else that JSON does not have its text is kept.
 
+    Raises:
+        TypeError: `code` is not given, and the message does not begin with a code of CODES.
+
     Example:
-        >>> error = ConfigError("train.lr = -1 ...", code="out-of-range", setting="train.lr")
-        >>> error.data
-        {'code': 'out-of-range', 'setting': 'train.lr'}
+        >>> error = ConfigError("out-of-range: train.lr = -1 is not above 0; set 1e-6")
+        >>> str(error), error.data
+        ('train.lr = -1 is not above 0; set 1e-6', {'code': 'out-of-range', 'setting': 'train.lr'})
     """
 
-    def __init__(self, message: str, *, code: str, **fields: Any) -> None:
+    def __init__(self, message: str, *, code: str | None = None, **fields: Any) -> None:
+        if code is None:
+            code, colon, text = message.partition(": ")
+            if not colon or code not in CODES:
+                raise TypeError(
+                    f"an error needs a code of CODES as the first word of its message: {redacted(message)}"
+                )
+            message = text
+            if begins := _SETTING.match(message):
+                fields = {"setting": begins[0], **fields}
         super().__init__(redacted(message))
         self.code = code
         self.underway = False
@@ -48,9 +71,28 @@ class LockstepError(Exception):
 
     @property
     def data(self) -> dict[str, Any]:
-        """Code and fields: what an error that says more about this one is raised with, and what is written
-        where an error is written as JSON."""
+        """Code and fields, as they are written where an error is written as JSON."""
         return {"code": self.code, **self.fields}
+
+    def with_message(
+        self, message: str, *, kind: type[LockstepError] | None = None, **fields: Any
+    ) -> LockstepError:
+        """Return this error with another text: `raise error.with_message(f"row 3: {error}") from error`.
+
+        Args:
+            message: the whole text; a code in front of it would be part of the text.
+            kind: class of the new error, if not that of this one.
+            fields: added to this error's, or in place of them.
+        """
+        if kind is None or kind is type(self):
+            error = copy.copy(self)  # with what a class of its own keeps beside code and fields
+            error.args = (redacted(message),)
+            error.fields = self.fields | {name: _plain(value) for name, value in fields.items()}
+            error.__dict__.pop("__notes__", None)  # they stand below the cause
+        else:
+            error = kind(message, **{**self.data, **fields})
+            error.underway = self.underway
+        return error
 
     @property
     def status(self) -> int:
@@ -61,7 +103,7 @@ class LockstepError(Exception):
         return 2 if given and not self.underway and self.code != "wrong-state" else 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception is pickled with its positional arguments only, and `code` is none.
+        # An exception is pickled with its positional arguments only, and made again from them.
         return _rebuilt, (type(self), self.args, self.__dict__)
 
 
@@ -81,6 +123,20 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     # Half a surrogate pair, as in the name of a file, could be sent to no other rank.
     return redacted(str(value).encode("utf-8", errors="backslashreplace").decode("utf-8"))
+
+
+def from_another_process(kind: str, message: str, data: Mapping[str, Any]) -> LockstepError | None:
+    """Return the error that another process of the run raised, or None if it was not one of this module.
+
+    Args:
+        kind: name of its class; a class of somebody else may have the same name.
+        message: the whole text; a code in front of it would be part of the text.
+        data: its `LockstepError.data`, empty for an error that is not a LockstepError.
+    """
+    known = globals().get(kind)
+    if "code" in data and isinstance(known, type) and issubclass(known, LockstepError):
+        return known(message, **data)
+    return None
 
 
 @contextlib.contextmanager
@@ -331,8 +387,8 @@ def together(errors: Sequence[LockstepError]) -> LockstepError:
         return errors[0]
     first = errors[0]
     lines = "\n  ".join(str(error).replace("\n", "\n  ") for error in errors)
-    data = first.data | {"problems": [each for error in errors for each in _problems(error)]}
-    return type(first)(f"{len(errors)} problems\n  {lines}", **data)
+    problems = [each for error in errors for each in _problems(error)]
+    return first.with_message(f"{len(errors)} problems\n  {lines}", problems=problems)
 
 
 def _problems(error: LockstepError) -> list[dict[str, Any]]:

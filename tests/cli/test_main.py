@@ -23,12 +23,12 @@ def command(monkeypatch: pytest.MonkeyPatch, error: BaseException | int) -> None
     ("error", "status", "told"),
     [
         (
-            ConfigError("train.lr is 0; set 1e-6", code="out-of-range"),
+            ConfigError("out-of-range: train.lr is 0; set 1e-6"),
             2,
-            "lockstep train: train.lr is 0; set 1e-6\n",
+            "lockstep train: error[out-of-range]: train.lr is 0; set 1e-6\n",
         ),
-        (RewardError("row 3", code="wrong-state"), 1, "lockstep train: row 3\n"),
-        (LockstepError("x", code="wrong-state"), 1, "lockstep train: x\n"),
+        (RewardError("row 3", code="wrong-state"), 1, "lockstep train: error[wrong-state]: row 3\n"),
+        (LockstepError("x", code="wrong-state"), 1, "lockstep train: error[wrong-state]: x\n"),
         (KeyboardInterrupt(), 130, "lockstep train: interrupted\n"),
         (0, 0, ""),
         (7, 7, ""),

@@ -92,7 +92,7 @@ def test_rewards_are_names_with_weights_or_tables():
 def test_flags_and_files_fail_with_the_same_words(capsys):
     assert main(["train", "grpo", "--steps", "0", "--train.lr", "-1"]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == "lockstep train: lockstep train grpo: 2 problems"
+    assert told[0] == "lockstep train: error[out-of-range]: lockstep train grpo: 2 problems"
     assert "  steps = 0: expected a number greater than 0" in told
 
 

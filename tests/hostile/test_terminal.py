@@ -99,7 +99,7 @@ def test_errors_are_one_escaped_message(monkeypatch, capsys):
     fails(monkeypatch, LockstepError(f"two problems\n  {EVIL}", code="wrong-state"))
     assert main(["train"]) == 1
     assert check(capsys.readouterr().err).splitlines() == [
-        "lockstep train: two problems",
+        "lockstep train: error[wrong-state]: two problems",
         f"  {printable(EVIL)}",
     ]
     fails(monkeypatch, OSError(28, "No space left on device", f"runs/{EVIL}"))
@@ -146,7 +146,7 @@ def test_variables_of_launchers(variables, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["train", "grpo", "--recipe", "tiny", "--print-config"]) == 2
     said = check(capsys.readouterr().err)
-    assert said.startswith("lockstep train: the environment variable ")
+    assert said.startswith("lockstep train: error[wrong-environment]: the environment variable ")
     assert said.count("\n") == 1
 
 

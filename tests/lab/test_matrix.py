@@ -116,6 +116,9 @@ def test_the_table_of_document_000(fake: Fake, run: Callable[..., MatrixResult],
     )
 
 
+REFUSED = "lockstep replay: error[unknown-name]: no such kernel; set another"
+
+
 def test_every_way_to_end_is_a_result(fake: Fake, run: Callable[..., MatrixResult], tmp_path: Path) -> None:
     failed = ["failed", "RuntimeError", "CUDA error: an illegal memory access"]
     oom = ["oom", "OutOfMemoryError", "CUDA out of memory"]
@@ -123,7 +126,7 @@ def test_every_way_to_end_is_a_result(fake: Fake, run: Callable[..., MatrixResul
         {
             "sdpa --no-compile --packing": {"signal": "SIGSEGV"},
             "sdpa --compile --no-packing": {"sleep": 600, "say": "waiting"},
-            "sdpa --compile --packing": {"exit": 2, "say": "lockstep replay: no such kernel; set another"},
+            "sdpa --compile --packing": {"exit": 2, "say": REFUSED},
             "varlen --no-compile --no-packing": {"fail": {"1": failed, "2": failed}},
             "varlen --no-compile --packing": {"fail": {"2": oom}},
             "varlen --compile --no-packing": {"silent": True},

@@ -181,8 +181,8 @@ def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
         ),
         ("KeyError: 'first'\nduring that\nRuntimeError: second\nbye\n", "RuntimeError: second"),
         (
-            "note: fine\nlockstep replay: train.attention = 'x' is not supported\n",
-            "lockstep replay: train.attention = 'x' is not supported",
+            "note: fine\nlockstep replay: error[no-effect]: train.attention = 'x' is not supported\n",
+            "lockstep replay: error[no-effect]: train.attention = 'x' is not supported",
         ),
         (
             "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\n",

@@ -214,7 +214,9 @@ def test_a_rank_that_dies_or_fails_ends_the_run_and_is_named(folder):
     failed = lockstep(folder, *RL, "--run-dir", "failed", *spread, at="1:12:raise")
     assert failed.code == 1, failed.out + failed.err
     assert "RewardError" not in failed.out
-    assert "lockstep train: rank 1: " in failed.err and "no reward on rank 1" in failed.err
+    assert (
+        "lockstep train: error[reward-failed]: rank 1: " in failed.err and "no reward on rank 1" in failed.err
+    )
     summary = json.loads((folder / "failed/summary.json").read_text())
     assert summary["outcome"] == "failed" and "no reward on rank 1" in summary["error"]
     assert (folder / "failed/checkpoints/step-000001/complete.json").exists(), "the step before was saved"

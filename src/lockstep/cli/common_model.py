@@ -172,7 +172,7 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
     try:
         opened = StoredTensors(read_index(directory))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; choose another --checkpoint", **error.data) from error
+        raise error.with_message(f"{error}; choose another --checkpoint") from error
     with opened as stored, torch.no_grad():
         weights = stored.weights()
         wrong = [n for n, load in weights.items() if n not in own or own[n].shape != load.shape]

@@ -89,7 +89,7 @@ def _run(command: str, *rest: str) -> int:
     except LockstepError as error:
         sys.stdout.flush()
         if not _reported_by_launcher(error):
-            echo(f"lockstep {command}: {error}", file=sys.stderr)
+            echo(f"lockstep {command}: error[{error.code}]: {error}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
         sys.stdout.flush()

@@ -465,7 +465,7 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
     try:
         return parse_numbers(text, what=flag)
     except RecordingError as error:
-        raise ConfigError(str(error), **error.data) from None
+        raise error.with_message(str(error), kind=ConfigError) from None
 
 
 def _selection(steps: str | None, rank: str | None, **more: Any) -> Any:

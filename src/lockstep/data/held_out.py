@@ -115,7 +115,7 @@ def _held_out(run: GRPORun, *, tokenizer: Any, vocab_size: int | None) -> FixedP
     try:
         held_out = load_prompts(config, tokenizer=tokenizer, vocab_size=vocab_size)
     except DataError as error:
-        raise DataError(f"held-out prompts (eval_data): {error}", **error.data) from error
+        raise error.with_message(f"held-out prompts (eval_data): {error}") from error
     if not isinstance(held_out, FixedPrompts):
         raise ConfigError(
             f"eval_data.source = {config.source!r} is endless; set eval_data.size",

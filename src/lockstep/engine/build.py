@@ -131,6 +131,8 @@ def _together(
                 start.result().close()
         where, first = next((i, error) for i, error in enumerate(failed) if error is not None)
         if isinstance(first, EngineError):
-            raise EngineError(f"replica {where} of {config.replicas}: {first}", **first.data) from first
+            raise first.with_message(
+                f"replica {where} of {config.replicas}: {first}", kind=EngineError
+            ) from first
         raise first
     return DispatcherOfOwnWeights([cast(ReceivesWeights, start.result()) for start in starts])

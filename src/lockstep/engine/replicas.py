@@ -300,7 +300,7 @@ class _Replicas(Streaming, Generic[E]):
     def _raise(self, replica: int, error: BaseException) -> NoReturn:
         where = f"replica {replica} of {len(self.engines)}"
         if isinstance(error, EngineError):
-            raise EngineError(f"{where}: {error}", **{**error.data, "replica": replica}) from error
+            raise error.with_message(f"{where}: {error}", kind=EngineError, replica=replica) from error
         error.add_note(f"in {where}")
         raise error
 

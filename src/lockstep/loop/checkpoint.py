@@ -294,9 +294,7 @@ class CheckpointManager:
                 lambda: read_run_state(path), dict[str, JsonValue], what="reading a checkpoint"
             )
         except CheckpointError as error:
-            raise CheckpointError(
-                self._damage_message(path, str(error)), **{**error.data, "checkpoint": path}
-            ) from error
+            raise error.with_message(self._damage_message(path, str(error)), checkpoint=path) from error
 
     def load(self, path: Path, backend: Saved) -> dict[str, Any]:
         """Check a checkpoint, load it into the backend, and return its run_state.

@@ -151,10 +151,10 @@ class PeerCopies:
                 self._check_room(step, whole)
         except CheckpointError as error:
             if error.code in ("unreachable", "not-authenticated", "bad-reply", "hash-differs"):
-                raise ConfigError(
+                raise error.with_message(
                     f"cluster.peer_copy = true needs connections between the nodes' processes: {error}. Let "
                     "the nodes reach each other, or set cluster.peer_copy = false",
-                    code=error.code,
+                    kind=ConfigError,
                     setting="cluster.peer_copy",
                 ) from error
             raise ConfigError(

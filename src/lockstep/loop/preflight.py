@@ -212,7 +212,7 @@ def _check_data(section: str, config: DataConfig, run: RunConfig) -> None:
             task = config.source.partition(":")[2]
             reasoning_gym_dataset(task, config.task, seed=config.seed, size=1)
     except (ConfigError, DataError) as error:
-        raise type(error)(f"{section}: {error}", **error.data) from error
+        raise error.with_message(f"{section}: {error}") from error
     if isinstance(run, OfflineRun) and config.generated:
         raise ConfigError(
             f"{section}.source = {config.source!r} has prompts only; {run.kind.upper()} needs a file, a "

@@ -749,7 +749,8 @@ class Session:
             saved = (
                 f". All {done} steps are saved; then export with `lockstep train --resume {self.dir.path}`"
             )
-            raise TrainError(f"{error}{saved if self._saved == done else ''}", **error.data) from error
+            text = f"{error}{saved if self._saved == done else ''}"
+            raise error.with_message(text, kind=TrainError) from error
 
     def _close_recorders(self) -> None:
         """End the recordings, of which nothing more comes, and bring what the ranks have written together."""

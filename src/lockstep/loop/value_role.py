@@ -169,9 +169,8 @@ def build_value(
                 head="scalar",
             )
         except ModelError as error:
-            raise ModelError(
-                f"the value model (value.name = {run.value.name!r}): {error}", **error.data
-            ) from error
+            text = f"the value model (value.name = {run.value.name!r}): {error}"
+            raise error.with_message(text) from error
         if run.value.name != POLICY:
             _check_token_ids(model, policy)
         setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"

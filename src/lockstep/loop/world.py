@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 
-from lockstep import errors
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import dump_toml
 from lockstep.config.run import GRPORun
@@ -47,7 +46,7 @@ from lockstep.engine.remote.server import (
     own_program,
     server_environment,
 )
-from lockstep.errors import EngineError, LockstepError, TrainError
+from lockstep.errors import EngineError, TrainError, from_another_process
 from lockstep.loop.axes import Axes
 from lockstep.loop.devices import gpus_of_world
 from lockstep.loop.distributed import resume_command
@@ -253,7 +252,7 @@ class World:
                     roles=self.roles,
                 ) from sign
             except HttpError as error:
-                raise TrainError(str(error), **error.data) from error
+                raise error.with_message(str(error), kind=TrainError) from error
             if reply.status != 200:
                 raise TrainError(
                     f"the {self.name} answered {name} with status {reply.status}: {reply.error_text()}",
@@ -293,9 +292,8 @@ class World:
         text = f"{self.name}, at {name}: {printable_lines(str(reply['text']))}"
         if reply["lost"]:
             return Reply(death=WorldDied(f"{text} {_LOST}", code="peer-failed"))
-        known = getattr(errors, kind, None)
-        if isinstance(known, type) and issubclass(known, LockstepError):
-            raise known(text, **{**data, "roles": self.roles})
+        if (error := from_another_process(kind, text, data)) is not None:
+            raise error.with_message(text, roles=self.roles)
         raise TrainError(f"{text} ({kind}). {self._server.log_text()}", code="bad-reply", roles=self.roles)
 
     def _waiting_for(self) -> str | None:
@@ -342,7 +340,7 @@ class World:
         try:
             self._server.start(self._waiting_for)
         except EngineError as error:
-            raise TrainError(str(error), **error.data) from error
+            raise error.with_message(str(error), kind=TrainError) from error
 
     def _load(self, meeting: Mapping[str, str] | None) -> Mapping[str, Any]:
         """What the process says of itself. Raises WorldDied, and the errors of loading a role."""

@@ -298,10 +298,9 @@ class RunDir:
                         name=name,
                     )
         except CheckpointError as error:
-            raise CheckpointError(
+            raise error.with_message(
                 f"{error}. Restore it from a copy; or write {{}} into it, and data and versions are not "
-                "compared with those that the run was started with",
-                **error.data,
+                "compared with those that the run was started with"
             ) from error
         return value
 

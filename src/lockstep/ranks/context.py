@@ -83,12 +83,9 @@ class _Failure:
 
     def as_error(self, rank: int, what: str) -> LockstepError:
         """The same error for every rank: its type where it is one of lockstep.errors."""
-        kind = getattr(errors, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, LockstepError):
-            return kind(f"rank {rank}: {self.text}", **self.data)
-        return PeerFailed(
-            f"{what}: rank {rank} failed with {self.kind}: {self.text}", code="peer-failed", rank=rank
-        )
+        known = errors.from_another_process(self.kind, f"rank {rank}: {self.text}", self.data)
+        text = f"{what}: rank {rank} failed with {self.kind}: {self.text}"
+        return known or PeerFailed(text, code="peer-failed", rank=rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,9 +259,8 @@ class RankContext:
         if error is None:
             return cast(T, result)
         if isinstance(error, RankError):
-            raise RankError(
-                f"rank {self.rank} of {self.world_size}, at {what}: {error}", **error.data
-            ) from error
+            where = f"rank {self.rank} of {self.world_size}, at {what}"
+            raise error.with_message(f"{where}: {error}", kind=RankError) from error
         if isinstance(error, RuntimeError):  # gloo's errors are RuntimeErrors
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             late = f"a rank did not come within {self.seconds:g} s"

@@ -180,7 +180,7 @@ class RecordingWriter:
             for tensor in encoded.others.values():
                 dtype_name(tensor)
         except RecordingError as error:
-            raise InputError(str(error), **error.data) from error
+            raise error.with_message(str(error), kind=InputError) from error
         if _json_size(encoded) > _LARGEST_JSON:
             raise InputError(
                 f"input {tuple(recorded.meta.key)}: its JSON takes {len(encoded.entry):,} bytes of "

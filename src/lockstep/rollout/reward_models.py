@@ -118,7 +118,7 @@ class RewardModels:
                 for sample in inputs
             ]
         except DataError as error:
-            raise RewardError(f"{name}: {error}", **error.data) from error
+            raise error.with_message(f"{name}: {error}", kind=RewardError) from error
         self.truncated += sum(document.truncated for document in documents)
         scores = model.score(documents)
         for score, sample in zip(scores, inputs, strict=True):

@@ -254,7 +254,7 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     try:
         meta = read_json(file, ConfigError)
     except ConfigError as error:
-        raise ConfigError(f"{error}; start over with --overwrite", **error.data) from error
+        raise error.with_message(f"{error}; start over with --overwrite") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
         raise ConfigError(
             f"{file} is damaged (it names no format); start over with --overwrite",

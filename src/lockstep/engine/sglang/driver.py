@@ -89,7 +89,7 @@ class SGLangDriver(ServerDriver):
         try:
             check_version(version)
         except ConfigError as error:
-            raise EngineError(f"{where}: {error}", **error.data) from error
+            raise error.with_message(f"{where}: {error}", kind=EngineError) from error
         check_server(info, model, config=self._config, spec=self._spec, where=where)
         self.incremental = info.get("incremental_streaming_output") is True
         self.weight_version = model.get("weight_version")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -345,7 +346,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         values = read_json(file, RecordingError)
     except RecordingError as error:
-        raise RecordingError(f"{error}; give the folder of a `lockstep matrix`", **error.data) from error
+        raise error.with_message(f"{error}; give the folder of a `lockstep matrix`") from error
     if not isinstance(values, dict):
         raise RecordingError(
             f"{file}: a JSON object was expected, not {type(values).__name__}", code="wrong-type", path=file
@@ -365,6 +366,8 @@ def _figure(values: Mapping[str, Any], path: str) -> Any:
 
 _USAGE_STATUS = 2
 """lockstep's exit status for an invalid setting."""
+_SAID = re.compile(r"lockstep [a-z]+: (?P<code>error\[[a-z-]+\]: )?")
+"""How a command's own last line begins; argparse writes "error" without a code."""
 
 
 def with_process_result(
@@ -379,12 +382,10 @@ def with_process_result(
     rows, summary = read_rows(folder / "replay" / "results.jsonl"), _read(folder / "replay" / "summary.json")
     outcome = None if summary is None else _outcome(rows, summary)
     status, reason = how_it_ended(exit_status, outcome, log=folder / "log.txt", timeout=timeout)
-    # A command that refuses its settings says so in one line with its name in front; argparse says "error".
-    refuses = reason.startswith("lockstep ") and ": error: " not in reason
-    if exit_status.returncode == _USAGE_STATUS and refuses:
-        status = "refused"
-    if reason.startswith("lockstep replay: ") or status == "refused":
-        reason = reason.partition(": ")[2]
+    if said := _SAID.match(reason):
+        reason = reason[said.end() :]
+        if exit_status.returncode == _USAGE_STATUS and said["code"]:
+            status = "refused"
     return replace(
         result,
         status=status,

@@ -217,10 +217,9 @@ def check_cell(cell: Cell) -> Axes:
     try:
         return resolve_axes(run, engine=None)
     except ConfigError as error:
-        raise ConfigError(
+        raise error.with_message(
             f"{error}. Replay sets these with --attention, --compile, --packing, --device, --dtype and "
-            "--batch-invariant",
-            **error.data,
+            "--batch-invariant"
         ) from error
 
 

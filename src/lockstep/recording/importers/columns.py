@@ -154,9 +154,8 @@ class DumpReader:
         try:
             layout = find_documents(ids, {n: t for n, t in bounding.items() if t is not None})
         except RecordingError as error:
-            raise RecordingError(
-                f"{self.where}: {str(error).removeprefix('record: ')}", **error.data
-            ) from error
+            text = str(error).removeprefix("record: ")
+            raise error.with_message(f"{self.where}: {text}") from error
         if layout.offset_positions and positions is not None:
             self.left["position_ids"] = positions
             self.assumptions.append("position_ids do not start at 0 in every document: kept as they were")
