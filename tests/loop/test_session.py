@@ -109,6 +109,25 @@ def test_times_between_steps_are_reported_with_the_next_step(tmp_path: Path) -> 
     assert ["time/save" in line for line in lines] == [False, True, True]
 
 
+def test_a_start_that_fails_says_that_its_folder_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setattr(prompt_kinds, "CPU_SECONDS", 0.2)
+    with raises(ConfigError, "deadline"):
+        train_online(tiny(folder, **{"eval.after": True, "eval.kinds": {"any": "(.+)+!"}}))
+    assert capsys.readouterr().out.splitlines() == [
+        f"run directory: {folder}",
+        "nothing had begun: what was written there is removed",
+    ]
+    assert not folder.exists()
+    train_online(tiny(folder, steps=1))
+    capsys.readouterr()
+    with pytest.raises(ConfigError):  # a run that is there stays
+        train_online(tiny(folder, **{"train.lr": 0.1}), resume=folder)
+    assert "removed" not in capsys.readouterr().out
+
+
 def judge(rewards: object, **settings: Any) -> OnlineParts:
     """The parts that an evaluation's judging reads."""
     run = SimpleNamespace(eval=EvalConfig(**settings))

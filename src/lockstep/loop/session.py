@@ -234,7 +234,8 @@ class Session:
             # signals last, as SIGTERM's default would end the process in the middle.
             last.callback(self._interrupt.__exit__)
             last.callback(self.dir.close)
-            if not self._leaves_something(error):
+            discards = not self._leaves_something(error)
+            if discards:
                 last.callback(self.dir.discard)
             last.callback(self._logging.close)
             last.callback(self.display.__exit__, kind, error, trace)
@@ -245,6 +246,8 @@ class Session:
                 if part is not None:
                     with self._noting_errors_after(error):
                         part.close()
+            if discards and self.dir.is_new:
+                self.display.note("nothing had begun: what was written there is removed")
         if summary is not None and summary["outcome"] == "interrupted":
             raise Interrupted(summary) from error
 

@@ -180,6 +180,11 @@ class RunDir:
             for folder in (self.rollouts, self.checkpoints):
                 folder.mkdir(exist_ok=True)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether this process made the run: `discard` removes no other."""
+        return self._before is not None
+
     def discard(self) -> None:
         """Remove a new run in which nothing has begun, with the folders that `create` made. What somebody
         else put there stays, and so do the logs of ranks, which their launcher is writing. Does nothing with
