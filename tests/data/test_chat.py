@@ -9,11 +9,15 @@ WITH_BOS = "{{ bos_token + ' ' }}{% for m in messages %}{{ m.content }}{% endfor
 
 
 def test_fill_template_keeps_latex_and_escapes():
-    assert fill_template("{prompt} in \\boxed{{}}, {} or {hint}", {"prompt": "p{x}", "hint": 3}) == (
-        "p{x} in \\boxed{}, {} or 3"
-    )
-    with raises(ConfigError, "unknown-name: promt"):
-        fill_template("{promt}", {"prompt": "x"})
+    values = {"prompt": "p{x}", "hint": 3}
+    filled = fill_template("{prompt} in \\boxed{{}}, {} or {hint}", values, where="row 1")
+    assert filled == "p{x} in \\boxed{}, {} or 3"
+
+
+def test_a_template_that_reads_no_column_names_row_and_columns():
+    with raises(ConfigError, "unknown-name: promt, line 4", setting="data.prompt_template") as refused:
+        fill_template("{promt}", {"prompt": "x", "hint": 3}, where="rows.jsonl, line 4")
+    assert "did you mean 'prompt'? Columns: prompt, hint." in str(refused.value)
 
 
 def test_plain_text_gets_one_bos(bos_tokenizer):

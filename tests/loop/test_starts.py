@@ -68,6 +68,7 @@ def test_all_faults_of_a_start_are_told_together(tmp_path, monkeypatch):
         "model.name": "./nowhere",
         "data.prompt_column": "qestion",
         "data.answer_column": "anwser",
+        "data.prompt_template": "{prompt} {solutoin}",
         "rollout.prompts_per_step": 8,
         "rewards": rewards,
     }
@@ -80,6 +81,7 @@ def test_all_faults_of_a_start_are_told_together(tmp_path, monkeypatch):
         ("wrong-part", "reward"),
         ("missing-column", "qestion"),
         ("missing-column", "anwser"),
+        ("unknown-name", "solutoin"),
         ("not-enough", "rollout.prompts_per_step"),
     }
     assert "did you mean 'rewerd'?" in str(caught.value) and "did you mean 'math'?" in str(caught.value)

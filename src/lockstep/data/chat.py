@@ -12,7 +12,8 @@ from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.data.columns import UNREAD, named_columns
-from lockstep.errors import ConfigError, DataError, unknown_name
+from lockstep.data.sources import column_names
+from lockstep.errors import ConfigError, DataError, nearest
 from lockstep.observe.chat_template import ChatTemplate, row_columns, row_variables
 from lockstep.observe.files import file_errors, path_problem, read_plain
 from lockstep.observe.templates import Rendered
@@ -24,15 +25,15 @@ _OF_MESSAGES = {"role", "content", "weight"}
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
-def fill_template(template: str, values: Mapping[str, Any]) -> str:
+def fill_template(template: str, values: Mapping[str, Any], *, where: str) -> str:
     r"""Replace `{name}` by values[name]; `{{` and `}}` are literal braces, and other braces (LaTeX) stay as
     they are.
 
     Raises:
-        ConfigError: a name in braces is no column.
+        ConfigError: a name in braces is no column of the row, which is at `where`.
 
     Example:
-        >>> fill_template("{prompt} Answer in \boxed{{}}.", {"prompt": "1 + 1?"})
+        >>> fill_template("{prompt} Answer in \boxed{{}}.", {"prompt": "1 + 1?"}, where="row 1")
         '1 + 1? Answer in \\boxed{}.'
     """
 
@@ -41,9 +42,15 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
         if name is None:
             return match.group()[0]
         if name not in values:
-            columns = [printable(column) for column in values]
+            near = nearest(name, values)
+            hint = f"did you mean {' or '.join(repr(printable(each)) for each in near)}? " if near else ""
             raise ConfigError(
-                unknown_name("column in data.prompt_template", name, columns), code="unknown-name", name=name
+                f"{where}: data.prompt_template reads {{{name}}}, and the row has no column {name!r}; {hint}"
+                f"Columns: {column_names(values)}. Correct the name, or write {{{{{name}}}}} for the text",
+                code="unknown-name",
+                setting="data.prompt_template",
+                name=name,
+                where=where,
             )
         return str(values[name])
 

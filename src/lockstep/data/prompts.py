@@ -163,7 +163,7 @@ class PromptMaker:
         assert chat is not None, "an id-level source has no texts"
         value = self._prompt_value(row, where)
         if isinstance(value, str):
-            content = fill_template(self.config.prompt_template, {**row, "prompt": value})
+            content = fill_template(self.config.prompt_template, {**row, "prompt": value}, where=where)
             if chat.template is None:
                 return value, content
             return value, chat.with_system([{"role": "user", "content": content}])
@@ -185,7 +185,7 @@ class PromptMaker:
             )
         problem = "\n".join(m["content"] for m in messages if m["role"] != "system")
         last = messages[-1]
-        filled = fill_template(self.config.prompt_template, {**row, "prompt": last["content"]})
+        filled = fill_template(self.config.prompt_template, {**row, "prompt": last["content"]}, where=where)
         messages = chat.with_system([*messages[:-1], {**last, "content": filled}])
         if chat.template is None:
             return problem, chat.render(messages, generate=True, where=where)

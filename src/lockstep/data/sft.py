@@ -263,7 +263,7 @@ def answered(
     """Return the content of a prompt and its answer, texts or lists of messages; `row` fills the prompt's
     template."""
     if isinstance(prompt, str):
-        text = fill_template(config.prompt_template, {**row, "prompt": prompt})
+        text = fill_template(config.prompt_template, {**row, "prompt": prompt}, where=where)
         if isinstance(completion, str) and chat.template is None:
             return text, completion
         prompt = [{"role": "user", "content": text}]

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.config.data import DataConfig
 from lockstep.config.rollout import BUILTIN_REWARDS, RewardConfig
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, PairRun, RunConfig
+from lockstep.data.chat import fill_template
 from lockstep.data.held_out import evaluates, held_out_size, holds_out_rows, needed_rows
 from lockstep.data.sources import FILE_SUFFIXES, load_rows, missing_column
 from lockstep.errors import ConfigError, LockstepError, nearest, unknown_name
@@ -215,6 +216,7 @@ def _column_checks(run: GRPORun | OfflineRun, section: str, config: DataConfig) 
     if isinstance(run, GRPORun):
         for reward in run.rewards:
             yield partial(check_row, reward, renamed)
+        yield partial(fill_template, config.prompt_template, {**renamed, "prompt": ""}, where=where)
 
 
 def _read_columns(run: GRPORun | OfflineRun, config: DataConfig, row: Mapping[str, Any]) -> list[str]:
