@@ -3,8 +3,9 @@
     hide(token)                                  as soon as one is known
     redacted(f"the service says {reply!r}")      the service says '... Bearer [secret] ...'
 
-Values of environment variables with the name of a secret, such as HF_TOKEN, are known without `hide`. Texts
-are often cut: what is left of a secret is taken out too, down to a few characters.
+Values of environment variables with the name of a secret, such as HF_TOKEN, and the passwords of proxies are
+known without `hide`. Texts are often cut: what is left of a secret is taken out too, down to a few
+characters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 SECRET = "[secret]"
 _SHORTEST = 8
@@ -61,6 +62,10 @@ def _secrets() -> Iterator[str]:
     for name, value in os.environ.items():
         if len(value) >= _SHORTEST and names_secret(name) and not value.startswith(("/", "~/")):
             yield value  # a path, as of GOOGLE_APPLICATION_CREDENTIALS, is none
+        elif name.upper().endswith("_PROXY"):
+            user, _, password = value.rpartition("://")[2].rpartition("@")[0].partition(":")
+            known = (f"{user}:{password}", password, unquote(password)) if password else ()
+            yield from (each for each in known if len(each) >= _SHORTEST)
 
 
 def _without_rest(text: str, secret: str) -> str:

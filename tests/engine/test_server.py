@@ -13,6 +13,8 @@ import pytest
 from raising import raises
 from starting import alive, until
 
+from lockstep import redaction
+from lockstep.engine.remote import server as server_module
 from lockstep.engine.remote.server import (
     check_interpreter,
     check_port_free,
@@ -84,6 +86,29 @@ def test_death_at_start_shows_the_reason(tmp_path):
     assert "exited with status 3" in text
     assert "The first error in its log: ValueError: no kernel for head_dim=16" in text
     assert "frame 39" in text and "frame 1\n" not in text
+
+
+def test_secrets_in_the_log_are_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(redaction, "_hidden", {"bell\x07-in-a-token", "-----KEY\nof-two-lines\nKEY-----"})
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:pass%21word@proxy:3128")
+    monkeypatch.setenv("HF_TOKEN", "0123456789-of-the-hub")
+    lines = "ProxyError: http://me:pass%21word@proxy:3128\nauth pass!word\nbell\x07-in-a-token\n"
+    lines += "-----KEY\nof-two-lines\nKEY-----\n0123456789-of-the-hub\nRuntimeError: no model\n"
+    server = process(tmp_path)
+    server.spec.log.write_text("0123456789-of-the-hub\n" + lines)
+    monkeypatch.setattr(server_module, "_TAIL_BYTES", len(lines) + 8)  # from "the-hub" on
+    text = str(EngineError(server.log_text(), code="process-died"))
+    assert [line.strip() for line in text.splitlines()] == [
+        "The first error in its log: ProxyError: http://[secret]@proxy:3128",
+        f"The end of its log, {server.spec.log}:",
+        "[secret]",
+        "ProxyError: http://[secret]@proxy:3128",
+        "auth [secret]",
+        "[secret]",
+        "[secret]",
+        "[secret]",
+        "RuntimeError: no model",
+    ]
 
 
 def test_death_by_signal_is_named(started):

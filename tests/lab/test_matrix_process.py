@@ -215,3 +215,9 @@ def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path) -> None:
     assert len(tail) == 256 * 1024 and tail.endswith("last\n")
     assert read_tail(tmp_path / "none") == ""
     assert os.path.exists(log)
+
+
+def test_a_log_is_read_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "0123456789-of-the-hub")
+    (tmp_path / "log.txt").write_text("no access with 0123456789-of-the-hub\n")
+    assert read_tail(tmp_path / "log.txt") == "no access with [secret]\n"

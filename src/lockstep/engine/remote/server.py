@@ -362,6 +362,7 @@ class ServerProcess:
             return []
         if self.spec.token:
             text = text.replace(self.spec.token, "(token)")
+        text = redacted(text)  # before a secret with a line end is cut, or a control character escaped
         return [printable(line) for line in text.splitlines() if not _LOG_NOISE.search(line)]
 
 

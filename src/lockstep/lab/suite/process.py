@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe import memory
 from lockstep.observe.files import open_plain
 from lockstep.processes.child import Child, describe_status, end
+from lockstep.redaction import redacted
 
 TAIL_BYTES = 256 * 1024
 """How much of a log's end is searched for the line that matters."""
@@ -121,13 +122,13 @@ class ProcessRunner:
 
 
 def read_tail(log: Path) -> str:
-    """The last TAIL_BYTES of a log; "" where there is none."""
+    """The last TAIL_BYTES of a log, without secrets; "" where there is none."""
     if not log.exists():
         return ""
     with open_plain(log, ConfigError) as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - TAIL_BYTES))
-        return file.read().decode("utf-8", errors="replace")
+        return redacted(file.read().decode("utf-8", errors="replace"))
 
 
 def line_that_matters(text: str, *, limit: int = 300) -> str:
