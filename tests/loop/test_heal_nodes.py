@@ -60,10 +60,12 @@ def test_a_rank_and_then_a_node_die_and_leave_no_trace_while_a_node_is_free(
     # Two nodes are left. One more dies, and none can take its place.
     for done in tmp_path.glob("done-*"):
         done.unlink()
-    (tmp_path / "events.json").write_text(json.dumps([[0, 24, "node"]]))
+    # In the third step, and not before the checkpoint of the second: before one, the way on is --restart.
+    events = [[0, 24, "node", "stuck/checkpoints/step-*/complete.json"]]
+    (tmp_path / "events.json").write_text(json.dumps(events))
     flags = ("--cluster.copy-dir", str(memory), "--cluster.node-seconds", "5", "--checkpoint.every", "2")
     stuck = train(tmp_path, "stuck", *NODES, *flags, env=cluster)
     assert stuck.returncode not in (0, 124), stuck.stdout + stuck.stderr
     assert "cluster.node_seconds = 5" in stuck.stderr and "Traceback" not in stuck.stderr
-    assert "go on with: lockstep train --resume stuck --cluster auto" in stuck.stderr
+    assert "go on with: lockstep train --resume stuck --cluster auto" in stuck.stderr, stuck.stderr
     assert not list(memory.iterdir()) and list((tmp_path / "stuck/checkpoints").iterdir())
