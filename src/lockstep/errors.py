@@ -53,6 +53,9 @@ class LockstepError(Exception):
         ('train.lr = -1 is not above 0; set 1e-6', {'code': 'out-of-range', 'setting': 'train.lr'})
     """
 
+    parts: tuple[LockstepError, ...] = ()
+    """The errors that `together` made one of."""
+
     def __init__(self, message: str, *, code: str | None = None, **fields: Any) -> None:
         if code is None:
             code, colon, text = message.partition(": ")
@@ -388,7 +391,9 @@ def together(errors: Sequence[LockstepError]) -> LockstepError:
     first = errors[0]
     lines = "\n  ".join(str(error).replace("\n", "\n  ") for error in errors)
     problems = [each for error in errors for each in _problems(error)]
-    return first.with_message(f"{len(errors)} problems\n  {lines}", problems=problems)
+    joined = first.with_message(f"{len(errors)} problems\n  {lines}", problems=problems)
+    joined.parts = tuple(errors)
+    return joined
 
 
 def _problems(error: LockstepError) -> list[dict[str, Any]]:

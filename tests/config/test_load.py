@@ -55,6 +55,29 @@ def test_every_problem_is_told_at_once() -> None:
     ]
 
 
+REWARD = {"name": "mine:f", "url": "http://x", "secrets": {"key": "env:KEY"}, "kwargs": {"key": 1}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            {"train.min_lr_ratio": 0.1, "rollout.group_size": 1, "data.size": 2},
+            [
+                ("no-effect", "train.min_lr_ratio"),  # of RunConfig; the others of GRPORun
+                ("nothing-to-do", "rollout.group_size"),
+                ("contradiction", "data.size"),
+            ],
+        ),
+        ({"rewards": [REWARD]}, [("duplicate", "rewards[0].secrets"), ("no-effect", "rewards[0].url")]),
+    ],
+)
+def test_all_checks_of_one_table_are_told(overrides: dict[str, Any], told: list[tuple[str, str]]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run(kind="grpo", overrides=overrides)
+    assert [(each["code"], each["setting"]) for each in caught.value.fields["problems"]] == told
+
+
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, field_validator
 
-from lockstep.config.base import Config, OneOf, PositiveInt
+from lockstep.config.base import Config, OneOf, PositiveInt, check
 from lockstep.errors import ConfigError
 
 ALGORITHM_NAMES = (
@@ -63,7 +63,7 @@ class KLConfig(Config):
     """k3 of a token counts at most this much, and has no gradient beyond it; 10 in verl and OpenRLHF, no such
     bound in TRL (1e9 here). x is kept within 20 nats."""
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> KLConfig:
         reason = NO_PENALTY.get((self.place, self.estimator or ""))
         if reason is not None:
@@ -109,7 +109,7 @@ class RolloutCorrectionConfig(Config):
         """Whether a token's weight needs the other tokens of its completion."""
         return (self.kind != "none" and self.level == "sequence") or self.geometric_high is not None
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> RolloutCorrectionConfig:
         if self.geometric_low is not None and self.geometric_high is None:
             raise ConfigError(
@@ -201,7 +201,7 @@ class GRPOConfig(Config):
         """None is off."""
         return {"penalty": 0.0} if value is None else value
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> GRPOConfig:
         objective = self.objective or published_values(self.name)["objective"]
         for option, why in UNREAD.get(objective, {}).items():
@@ -224,7 +224,7 @@ class GRPOConfig(Config):
             )
         return self
 
-    @model_validator(mode="after")
+    @check
     def _check_rewards_by_themselves(self) -> GRPOConfig:
         if self.multi_objective_aggregation == "sum_then_normalize":
             return self
@@ -372,7 +372,7 @@ class DPOConfig(Config):
         """Whether the loss compares with a reference."""
         return self.name not in ("simpo", "orpo")
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> DPOConfig:
         for option in ("label_smoothing", "margin", "desirable_weight", "undesirable_weight"):
             value = getattr(self, option)

@@ -3,14 +3,17 @@ use."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.secrets import check_no_secret
-from lockstep.errors import ConfigError, unknown_name
+from lockstep.errors import ConfigError, LockstepError, together, unknown_name
 from lockstep.observe.files import path_problem
 from lockstep.observe.text import printable
 
@@ -90,10 +93,41 @@ class Record(BaseModel):
     )
 
 
+_Check = TypeVar("_Check", bound=Callable[[Any], Any])
+_MARK = "is_check"
+
+
+def check(method: _Check) -> _Check:
+    """As pydantic's `model_validator(mode="after")`, for a method of a Config that relies on no other one:
+    what several of them raise is told together."""
+    setattr(method, _MARK, True)
+    return method
+
+
+@cache
+def _checks(config: type[Config]) -> tuple[str, ...]:
+    """The names of a class's checks, those of its bases first."""
+    parts = (item for each in reversed(config.__mro__) for item in vars(each).items())
+    marked = (name for name, it in parts if inspect.isfunction(it) and hasattr(it, _MARK))
+    return tuple(dict.fromkeys(marked))
+
+
 class Config(Record):
     """Base of all configs: a record whose numbers people set, so that each of them is one to compute with."""
 
     @model_validator(mode="after")
+    def _check_all(self) -> Config:
+        found: list[LockstepError] = []
+        for name in _checks(type(self)):
+            try:
+                getattr(self, name)()
+            except LockstepError as error:
+                found.append(error)
+        if found:
+            raise together(found)
+        return self
+
+    @check
     def _check_floats(self) -> Config:
         """Numbers become float32: a larger one would be infinite there, a smaller one 0."""
         for name, value in self:
@@ -106,7 +140,7 @@ class Config(Record):
                     )
         return self
 
-    @model_validator(mode="after")
+    @check
     def _check_no_secrets(self) -> Config:
         """config.toml, manifests and recordings are files that everybody may read."""
         for name, value in self:

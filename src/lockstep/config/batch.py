@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
-
-from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seed
+from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seed, check
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import Dtype, ModelConfig
@@ -37,7 +35,7 @@ class GenerateConfig(Config):
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> GenerateConfig:
         if self.sampling.temperature == 0 and self.n > 1:
             raise ConfigError(
@@ -107,7 +105,7 @@ class RewardRoleConfig(RewardModelConfig):
         """Name and revision of every model."""
         return [(self.name, self.revision), *((name, None) for name in self.others)]
 
-    @model_validator(mode="after")
+    @check
     def _check_ensemble(self) -> RewardRoleConfig:
         names = [self.name, *self.others]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -136,7 +134,7 @@ class ScoreConfig(Config):
     window: PositiveInt = 512
     """Rows that are scored and written together; within a window a reward model sorts them by length."""
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> ScoreConfig:
         if not self.rewards and self.reward_model is None:
             raise ConfigError(

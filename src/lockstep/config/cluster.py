@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator
 
-from lockstep.config.base import Config, FilePath, NonNegativeInt, PositiveInt
+from lockstep.config.base import Config, FilePath, NonNegativeInt, PositiveInt, check
 from lockstep.config.node_layout import NodeLayout
 from lockstep.errors import ConfigError
 
@@ -188,7 +188,7 @@ class ClusterConfig(Config):
             )
         return groups
 
-    @model_validator(mode="after")
+    @check
     def _check_ranks(self) -> ClusterConfig:
         if self.gpus and self.slots != 1:
             raise ConfigError(

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seed
+from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seed, check
 from lockstep.errors import ConfigError
 
 
@@ -89,7 +89,7 @@ class DataConfig(Config):
         """Whether the source generates its rows."""
         return self.source == "ids" or self.source.startswith("reasoning_gym:")
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> DataConfig:
         """Refuse a setting that this kind of source does not read. (subset and split of a file are let
         through: a recipe for a hub set then runs on a local copy by changing its source alone.)"""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seconds
+from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seconds, check
 from lockstep.config.declarations import engines
 from lockstep.config.secrets import SecretPlace, Variable
 from lockstep.errors import ConfigError
@@ -129,7 +129,7 @@ class EngineConfig(Config):
     """More environment variables for a started server, each with the place of its value: env:VARIABLE, or
     file:/absolute/path of a file of mode 0600. What is read there stands in no file, log or error."""
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> EngineConfig:
         check_engine(self)
         if both := self.secrets.keys() & self.env.keys():

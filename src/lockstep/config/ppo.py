@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lockstep.config.algorithm import GRPOConfig, KLConfig
 from lockstep.config.backends import check_backend
-from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt
+from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, check
 from lockstep.config.model import Dtype, LoraConfig, ModelConfig
 from lockstep.config.run import GRPORun, SleepingRole
 from lockstep.config.train import TrainConfig
@@ -31,7 +31,7 @@ class PPOKLConfig(KLConfig):
     """Rollouts over which `target` is approached: the largest change of coef per rollout batch is 0.2 *
     rollouts / horizon; 10,000 in arXiv 1909.08593, verl, OpenRLHF and TRL."""
 
-    @model_validator(mode="after")
+    @check
     def _check_target(self) -> PPOKLConfig:
         if self.target is not None and (self.coef == 0 or self.place == "loss"):
             why = "kl.coef = 0 stays 0" if self.coef == 0 else "kl.place = 'loss' has a fixed coefficient"
@@ -77,7 +77,7 @@ class PPOConfig(GRPOConfig):
     """Advantages are shifted and scaled to mean 0 and deviation 1 over the tokens of the rollout batch; verl,
     OpenRLHF and TRL do it."""
 
-    @model_validator(mode="after")
+    @check
     def _check_estimates(self) -> PPOConfig:
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
             raise ConfigError(
@@ -170,7 +170,7 @@ class ValueConfig(Config):
         own = {name: value for name in shared if (value := getattr(self, name)) is not None}
         return policy.model_copy(update=own | {"batch_invariant": False, "reuse_rollout_logprobs": None})
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> ValueConfig:
         if self.loss == "squared" and self.huber_delta != 1.0:
             raise ConfigError(
@@ -201,7 +201,7 @@ class PPORun(GRPORun):
         """The models of the run that have memory of their own."""
         return (*super().roles, "value")
 
-    @model_validator(mode="after")
+    @check
     def _check_value(self) -> PPORun:
         samples = self.rollout.prompts_per_step * self.rollout.group_size
         train = self.value.train(self.train)

@@ -90,7 +90,16 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
     for detail in error.errors(include_url=False):
         path = ".".join(_path(detail["loc"], model))
         by_path.setdefault(path, []).append(detail)
-    return [Problem(_line(path, details), data_of(path, details[0])) for path, details in by_path.items()]
+    found = [(path, each) for path, details in by_path.items() for each in _apart(details)]
+    return [Problem(_line(path, details), data_of(path, details[0])) for path, details in found]
+
+
+def _apart(details: list[Any]) -> list[list[Any]]:
+    """What pydantic says of one place; apart, where it is several errors of ours in one."""
+    cause = details[0].get("ctx", {}).get("error")
+    if not isinstance(cause, LockstepError) or not cause.parts:
+        return [details]
+    return [[{**details[0], "ctx": {"error": part}}] for part in cause.parts]
 
 
 def first_data(error: ValidationError) -> dict[str, Any]:

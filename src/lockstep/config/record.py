@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import re
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from lockstep.config.base import Config, NonNegativeInt, PositiveInt
+from lockstep.config.base import Config, NonNegativeInt, PositiveInt, check
 from lockstep.errors import ConfigError
 
 _EVERY = re.compile(r"every ([1-9]\d{0,8})", re.ASCII)
@@ -37,7 +37,7 @@ class RecordConfig(Config):
             )
         return weights
 
-    @model_validator(mode="after")
+    @check
     def _check_steps(self) -> RecordConfig:
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(

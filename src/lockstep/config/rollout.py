@@ -4,9 +4,9 @@ import re
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seconds, Temperature
+from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seconds, Temperature, check
 from lockstep.config.secrets import SecretPlace, Variable
 from lockstep.errors import ConfigError
 
@@ -45,7 +45,7 @@ class SamplingConfig(Config):
     """Whether the text of a completion, which rewards, stop strings and files get, leaves out special tokens,
     such as <think> in many models. The end-of-sequence token is never in it."""
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> SamplingConfig:
         if self.min_tokens > self.max_tokens:
             raise ConfigError(
@@ -118,7 +118,7 @@ class RewardConfig(Config):
     """`module:attribute`: more keyword arguments, each with the place of its value: env:VARIABLE, or
     file:/absolute/path of a file of mode 0600. What is read there stands in no file, log or error."""
 
-    @model_validator(mode="after")
+    @check
     def _check_secret_arguments(self) -> RewardConfig:
         if self.secrets and ":" not in self.name:
             raise ConfigError(
@@ -134,7 +134,7 @@ class RewardConfig(Config):
             )
         return self
 
-    @model_validator(mode="after")
+    @check
     def _check_service(self) -> RewardConfig:
         if self.name != "http":
             for option in ("url", "token_env"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from lockstep.config.algorithm import PER_GROUP, DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
 from lockstep.config.backends import check_backend, shards_weights
-from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seed
+from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seed, check
 from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.data import DataConfig
@@ -71,7 +71,7 @@ class RunConfig(Config):
             )
         return name
 
-    @model_validator(mode="after")
+    @check
     def _check_support(self) -> RunConfig:
         check_support(self)
         lora = self.model.lora
@@ -79,7 +79,7 @@ class RunConfig(Config):
         check_backend(self.train, lora=lora is not None, lora_dropout=dropout)
         return self
 
-    @model_validator(mode="after")
+    @check
     def _check_schedule(self) -> RunConfig:
         if self.train.min_lr_ratio > 0 and self.train.schedule == "constant":
             raise ConfigError(
@@ -100,7 +100,7 @@ class RunConfig(Config):
         """Roles that are not with the policy."""
         return frozenset(role for world in self.worlds for role in world)
 
-    @model_validator(mode="after")
+    @check
     def _check_worlds(self) -> RunConfig:
         if self.cluster is None or not self.cluster.colocate:
             return self
@@ -135,7 +135,7 @@ class RunConfig(Config):
             )
         return self
 
-    @model_validator(mode="after")
+    @check
     def _check_devices(self) -> RunConfig:
         cluster, device = self.cluster, self.train.device
         if cluster is None or cluster.layout().per_rank == 1:
@@ -158,7 +158,7 @@ class RunConfig(Config):
             )
         return self
 
-    @model_validator(mode="after")
+    @check
     def _check_record(self) -> RunConfig:
         refusal = record_refusal(self) if shards_weights(self.train) else None
         if refusal is not None:
@@ -380,7 +380,7 @@ class GRPORun(RunConfig):
         evaluated += [eval_tokens * self.eval.before_max_tokens_factor] * self.eval.before
         return max([prompts + tokens, *(eval_prompts + each for each in evaluated)])
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> GRPORun:
         if self.rollout.group_size == 1 and self.algorithm.resolved().advantage in (
             *PER_GROUP,
@@ -418,7 +418,7 @@ class GRPORun(RunConfig):
             )
         return self
 
-    @model_validator(mode="after")
+    @check
     def _check_sizes(self) -> GRPORun:
         _check_best(self.checkpoint, every=self.eval.every, known=RL_METRICS)
         _check_eval_tokens(self)
@@ -458,7 +458,7 @@ class GRPORun(RunConfig):
             )
         return self
 
-    @model_validator(mode="after")
+    @check
     def _check_engine(self) -> GRPORun:
         engine = engines().get(self.engine.name)
         served = self.engine.process == "own" and self.engine.name in ("auto", "native", "hf")
@@ -482,7 +482,7 @@ class GRPORun(RunConfig):
             )
         return self
 
-    @model_validator(mode="after")
+    @check
     def _check_sleep(self) -> GRPORun:
         what, train = f"sleep = {list(self.sleep)}", self.train
         missing = sorted(set(self.sleep) - set(self.roles))
@@ -571,7 +571,7 @@ class OfflineRun(RunConfig):
         """The documents of a unit, in training or evaluation."""
         return self.unit * max(data.max_length for data in self.sets.values())
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> OfflineRun:
         _check_best(self.checkpoint, every=self.eval_every, known=OFFLINE_METRICS[self.kind])
         if self.train.reuse_rollout_logprobs is not None:
@@ -636,7 +636,7 @@ class SFTRun(OfflineRun):
 class PairRun(OfflineRun):
     """The settings that runs on pairs of a chosen and a rejected answer share."""
 
-    @model_validator(mode="after")
+    @check
     def _check_trained(self) -> PairRun:
         for name, data in self.sets.items():
             if data.train_on == "all":
@@ -682,7 +682,7 @@ class DPORun(PairRun):
         single = self.algorithm.paired or (row is not None and any(name in row for name in labels))
         return 1 if single else 2
 
-    @model_validator(mode="after")
+    @check
     def _check_unpaired(self) -> DPORun:
         if not self.algorithm.paired and self.batch_size < 2:
             raise ConfigError(
@@ -700,7 +700,7 @@ class RewardModelRun(PairRun):
     kind: Literal["rm"] = "rm"
     algorithm: RewardModelLossConfig = RewardModelLossConfig()
 
-    @model_validator(mode="after")
+    @check
     def _check_reward_model(self) -> RewardModelRun:
         if self.train.batch_invariant:
             raise ConfigError(

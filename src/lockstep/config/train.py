@@ -3,9 +3,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, field_validator
 
-from lockstep.config.base import Config, Name, NonNegativeInt, OneOf, PositiveInt, Temperature
+from lockstep.config.base import Config, Name, NonNegativeInt, OneOf, PositiveInt, Temperature, check
 from lockstep.config.declarations import names
 from lockstep.errors import ConfigError
 
@@ -179,7 +179,7 @@ class EvalConfig(Config):
     """Kinds of problems whose lenient accuracy is reported separately, as eval/lenient_accuracy/NAME: for
     each name, a regular expression that is searched for in the rendered prompt."""
 
-    @model_validator(mode="after")
+    @check
     def _check(self) -> EvalConfig:
         for name, expression in self.kinds.items():
             try:
