@@ -5,7 +5,8 @@
 
 One step (sample, update, push) of the recipe `tiny` with a KL to the reference, backend local, engine hf,
 is run under Python's profiler, after a first one that imports and compiles what only the first step does.
-Counted is each function or method of src/lockstep that is entered, once; lambdas, comprehensions, generated
+Counted is each function, method or async function of src/lockstep that is entered, in whichever thread, once;
+lambdas, comprehensions, generated
 methods of dataclasses, what runs at import and what runs in other processes are not.
 """
 
@@ -15,6 +16,7 @@ import argparse
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -55,12 +57,13 @@ def step_functions(root: Path) -> set[CodeType]:
     """The functions below `root` that the second step of a run enters."""
     run = load_run("tiny", overrides=OVERRIDES)
     assert isinstance(run, GRPORun)
+    entered = Entered(root)
     parts = build_online(run)
     try:
         trainer = OnlineTrainer(parts)
         trainer.push(policy_version=0)
         take_step(trainer, 0)
-        return profiled(lambda: take_step(trainer, 1), root)
+        return entered.by(lambda: take_step(trainer, 1))
     finally:
         parts.close()
 
@@ -72,22 +75,31 @@ def take_step(trainer: OnlineTrainer, step: int) -> None:
     trainer.push(policy_version=step + 1)
 
 
-def profiled(work: Any, root: Path) -> set[CodeType]:
-    """The code objects of functions below `root` that `work` enters."""
-    seen: set[CodeType] = set()
+class Entered:
+    """Notes the functions below `root` that a piece of work enters: in this thread, and in those that were
+    begun after the instance was made."""
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            seen.add(frame.f_code)
+    def __init__(self, root: Path) -> None:
+        self._inside = f"{root}/"
+        self._codes: set[CodeType] | None = None
+        threading.setprofile(self._note)
 
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return {c for c in seen if c.co_filename.startswith(f"{root}/") and not c.co_name.startswith("<")}
+    def by(self, work: Callable[[], object]) -> set[CodeType]:
+        """Do the work; the code objects of what it entered."""
+        self._codes = codes = set()
+        sys.setprofile(self._note)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+            self._codes = None
+        return {c for c in codes if c.co_filename.startswith(self._inside) and not c.co_name.startswith("<")}
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        codes = self._codes
+        if codes is not None and event == "call":
+            codes.add(frame.f_code)
 
 
 if __name__ == "__main__":
