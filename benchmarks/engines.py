@@ -40,7 +40,6 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.build import make_engine
 from lockstep.engine.spec import EngineSpec
-from lockstep.lab.suite.machine import machine
 from lockstep.loop.engine_spec import write_model_folder
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
@@ -50,6 +49,7 @@ from lockstep.schema.batch import policy_samples, rollout_samples
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams, Trajectory
 from lockstep.train.local import LocalBackend
 from lockstep.transfer import make_transfer
+from lockstep_lab.suite.machine import machine
 
 UPDATES = 5
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from native_turns import Raw, Sides, say
 
-from lockstep.lab.suite.machine import machine
+from lockstep_lab.suite.machine import machine
 
 METRICS = (
     *("logprob_gap_max", "old_logprobs_reused", "contract_verified", "grad_norm"),

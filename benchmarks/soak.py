@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from lockstep.lab.suite.machine import machine
 from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep_lab.suite.machine import machine
 
 WARM_UP = 10
 """First steps that are left out: caches, pools and buffers grow to their size."""

@@ -3,7 +3,7 @@
     python benchmarks/train_stacks.py --out benchmarks/results/train_stacks-h200.json
 
 Documents of random ids with the lengths of `rl_512` (lengths.json), 64 of them a step. Each stack is a job of
-lockstep.lab.train_parity.worker in processes of its own with a deadline of its own, most important first.
+lockstep_lab.train_parity.worker in processes of its own with a deadline of its own, most important first.
 What the JSON has already is not run again, so that it can be called in parts (--budget SECONDS ends a part).
 
 The learning rate is one at which training is stable. At 1e-4 AdamW's first steps throw this random model
@@ -37,16 +37,16 @@ from lockstep.config.algorithm import SFTConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.lab.suite.job_files import read_lines
-from lockstep.lab.suite.machine import machine
-from lockstep.lab.suite.process import ProcessRunner, line_that_matters, read_tail
-from lockstep.lab.train_parity.compare import compare
-from lockstep.lab.train_parity.inputs import inputs_header, model_sizes, write_inputs
-from lockstep.lab.train_parity.job import METRICS, InputsSpec, Outcome, ParityJob, StepRow
-from lockstep.lab.train_parity.stacks import parse_stack
 from lockstep.observe.files import write_json
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.batch import TrainSample
+from lockstep_lab.suite.job_files import read_lines
+from lockstep_lab.suite.machine import machine
+from lockstep_lab.suite.process import ProcessRunner, line_that_matters, read_tail
+from lockstep_lab.train_parity.compare import compare
+from lockstep_lab.train_parity.inputs import inputs_header, model_sizes, write_inputs
+from lockstep_lab.train_parity.job import METRICS, InputsSpec, Outcome, ParityJob, StepRow
+from lockstep_lab.train_parity.stacks import parse_stack
 
 LENGTHS = Path(__file__).parent / "lengths.json"
 ORDER = ("deepspeed:zero2", "fsdp2", "deepspeed:zero3", "fsdp2:tp2", "fsdp2:ring2", "fsdp2:tp2+ring2")
@@ -171,7 +171,7 @@ def run(
         timeout=args.timeout,
         wait=max(10.0, args.timeout / 2),
     )
-    command = [sys.executable, "-u", "-m", "lockstep.lab.train_parity.worker", str(job.write())]
+    command = [sys.executable, "-u", "-m", "lockstep_lab.train_parity.worker", str(job.write())]
     log.unlink(missing_ok=True)
     ending = ProcessRunner().run(command, log=log, timeout=args.timeout + 20)
     rows, outcome = read_lines(out / METRICS, StepRow), Outcome.read(out)

@@ -6,7 +6,7 @@ tracked files <= 12 MiB
 A signature that others dictate says so in its first line: `def forward(  # signature: torch's flash op`.
 Parameters of test_ functions are fixtures and cases that pytest fills in: they are not counted.
 
---count prints instead how large each package of src/lockstep is: lines of code (without blank lines, comments
+--count prints instead how large the packages of src are: lines of code (without blank lines, comments
 and docstrings; of .py files and HTML templates), of docstrings, of comments, and all lines.
 """
 
@@ -26,6 +26,7 @@ MAX_FILE_LINES = 800
 MAX_PARAMETERS = 6
 MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
+PACKAGES = ("lockstep", "lockstep_lab")
 
 
 def main(argv: list[str]) -> int:
@@ -33,10 +34,13 @@ def main(argv: list[str]) -> int:
     root = Path(__file__).resolve().parents[1]
     files = [path for path in tracked(root) if path.is_file()]
     if argv == ["--count"]:
-        print(table(count_packages(files, root / "src" / "lockstep")))
+        counted = {name: count_packages(files, root / "src" / name) for name in PACKAGES}
+        for name, packages in counted.items():
+            print(f"{name}\n{table(packages)}\n")
+        print(table({name: sum(packages.values(), Lines()) for name, packages in counted.items()}))
         return 0
     excesses = [line for path in files if path.suffix == ".py" for line in check_python(path, root)]
-    excesses += check_p99(files, root / "src" / "lockstep")
+    excesses += check_p99(files, root / "src")
     excesses += check_bytes({path: path.stat().st_size for path in files}, root)
     print("\n".join(excesses) if excesses else f"limits hold in {len(files)} tracked files")
     return 1 if excesses else 0

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from lockstep.cli import bench as command
 from lockstep.cli.main import main
 from lockstep.config.load import to_values
 from lockstep.errors import ConfigError
-from lockstep.lab.step_bench import run as lab
-from lockstep.lab.step_bench.cells import AXIS_OF, BenchCell
-from lockstep.lab.step_bench.run import BenchOptions
+from lockstep_lab.cli import bench as command
+from lockstep_lab.step_bench import run as lab
+from lockstep_lab.step_bench.cells import AXIS_OF, BenchCell
+from lockstep_lab.step_bench.run import BenchOptions
 
 FAKE = Path(__file__).parents[1] / "lab" / "fake_bench_worker.py"
 

@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 from bisect_disk import write_recording
 
 from lockstep.cli.arguments import leading_word
-from lockstep.cli.bisect import _joined
 from lockstep.cli.main import main
+from lockstep_lab.cli.bisect import _joined
 
 
 @pytest.fixture(scope="module")

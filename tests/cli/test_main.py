@@ -1,6 +1,8 @@
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +58,48 @@ def test_help_version_and_unknown_commands(capsys):
     assert "unknown command 'trian'; did you mean 'train'?" in capsys.readouterr().err
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("lockstep 0.")
+
+
+def test_every_command_runs_from_the_sources_alone():
+    code = (
+        "import contextlib, importlib.metadata as m, io, sys\n"
+        "def none(name): raise m.PackageNotFoundError(name)\n"
+        "ask = m.Distribution.from_name\n"
+        "m.Distribution.from_name = lambda n: none(n) if 'lockstep' in n else ask(n)\n"
+        "from lockstep.cli.main import COMMANDS, main\n"
+        "for name, (module, _) in COMMANDS.items():\n"
+        "    shown = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(shown):\n"
+        "        try: status = main([name, '--help'])\n"
+        "        except SystemExit as done: status = done.code\n"
+        "    print(name, status, f'lockstep {name}' in shown.getvalue(), sys.modules[module].__file__)\n"
+    )
+    source = Path(__file__).resolve().parents[2] / "src"
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300)
+    assert done.stdout.splitlines() == [
+        f"{name} 0 True {source / place.replace('.', '/')}.py" for name, (place, _) in module.COMMANDS.items()
+    ]
+
+
+def test_a_command_whose_package_is_missing_says_so(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("lockstep_lab.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lockstep_lab", None)
+    assert main(["replay", "--help"]) == 2
+    said = capsys.readouterr().err
+    assert "error[missing-package]: this command is in the package lockstep_lab, which cannot be " in said
+    assert "pip install --force-reinstall --no-deps lockstep-rl" in said
+
+
+def test_what_a_command_imports_and_does_not_find_keeps_its_traceback(monkeypatch):
+    def load(name):
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+    monkeypatch.setattr(module.importlib, "import_module", load)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        main(["replay"])
 
 
 def test_help_loads_nothing():

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import matrix as command
 from lockstep.cli.main import main
-from lockstep.lab.matrix import run as lab
-from lockstep.lab.matrix.result import CellResult, MatrixResult
 from lockstep.loop.interrupt import Interrupted
+from lockstep_lab.cli import matrix as command
+from lockstep_lab.matrix import run as lab
+from lockstep_lab.matrix.result import CellResult, MatrixResult
 
 
 def result(**changes: Any) -> MatrixResult:

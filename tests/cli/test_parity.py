@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from raising import raises
 
-from lockstep.cli import parity as command
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError
-from lockstep.lab.train_parity import run as lab
-from lockstep.lab.train_parity.result import ParityResult, StackResult
-from lockstep.lab.train_parity.run import ParityOptions
+from lockstep_lab.cli import parity as command
+from lockstep_lab.train_parity import run as lab
+from lockstep_lab.train_parity.result import ParityResult, StackResult
+from lockstep_lab.train_parity.run import ParityOptions
 
 VARIABLES = (*command.ENVIRONMENT, "TP_SIZE", "RING_SIZE", "SKIP_DEEPSPEED", "SKIP_RING", "SKIP_TP")
 

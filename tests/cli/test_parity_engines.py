@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from lockstep.cli import parity, parity_engines
 from lockstep.errors import ConfigError
+from lockstep_lab.cli import parity, parity_engines
 
 
 def test_engines_and_what_flags_say_about_them():

@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recording"))  # for recordin
 
 from recordings import batch, documents, recorded, run_inputs, write
 
-from lockstep.cli import replay
 from lockstep.cli.main import main
-from lockstep.lab.replay.buckets import select_inputs
 from lockstep.observe.text import printable
 from lockstep.packing import pack
 from lockstep.recording import Recording, corpus
-from lockstep.recording.show import Style, show_input
+from lockstep_lab.cli import replay
+from lockstep_lab.recording.show import Style, show_input
+from lockstep_lab.replay.buckets import select_inputs
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import lockstep.train.loss_module as loss_module
 from lockstep.cli.main import main
-from lockstep.cli.replay import on_ranks, parse, parser
+from lockstep_lab.cli.replay import on_ranks, parse, parser
 
 RUN = """
 kind = "grpo"

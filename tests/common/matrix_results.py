@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lockstep.lab.matrix.compare import Comparison
-from lockstep.lab.matrix.result import CellResult, MatrixResult, Measures
+from lockstep_lab.matrix.compare import Comparison
+from lockstep_lab.matrix.result import CellResult, MatrixResult, Measures
 
 
 def comparison(**changes: Any) -> Comparison:

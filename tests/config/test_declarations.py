@@ -127,8 +127,8 @@ from lockstep.config.declarations import doctor_lines
 from lockstep.config.run import SFTRun, check_ranks
 from lockstep.config.support import AXES, support_rows
 from lockstep.errors import ConfigError
-from lockstep.lab.step_bench import cells
-from lockstep.lab.train_parity.stacks import OPTIONS, parse_stack
+from lockstep_lab.step_bench import cells
+from lockstep_lab.train_parity.stacks import OPTIONS, parse_stack
 from lockstep.train import BACKENDS
 
 def refusal(**train):

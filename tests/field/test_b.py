@@ -54,12 +54,6 @@ from lockstep.errors import (
     TrainError,
     underway,
 )
-from lockstep.lab.matrix.inputs import with_signal
-from lockstep.lab.matrix.report import report
-from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.suite.job_files import Job
-from lockstep.lab.suite.report import markdown, page
-from lockstep.lab.suite.worker import append_rows
 from lockstep.models.architectures import SUPPORTED
 from lockstep.models.export import export_hf, export_tensors
 from lockstep.models.load import load_model
@@ -71,6 +65,12 @@ from lockstep.ranks.recorded_hang import name_recording
 from lockstep.recording import corpus
 from lockstep.schema.batch import PolicyBatch
 from lockstep.train.local import LocalBackend
+from lockstep_lab.matrix.inputs import with_signal
+from lockstep_lab.matrix.report import report
+from lockstep_lab.replay.results import ReplayFiles, ReplayRow
+from lockstep_lab.suite.job_files import Job
+from lockstep_lab.suite.report import markdown, page
+from lockstep_lab.suite.worker import append_rows
 
 ROOT = Path(__file__).parents[2]
 

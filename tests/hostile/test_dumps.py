@@ -13,11 +13,11 @@ import torch
 from raising import raises
 from torch import Tensor
 
-from lockstep.cli import recording as cli
 from lockstep.errors import LockstepError, RecordingError
-from lockstep.recording.importers import dumps as importers
-from lockstep.recording.importers.dumps import Pace, import_dump
-from lockstep.recording.importers.unpickle import load_dump
+from lockstep_lab.cli import recording as cli
+from lockstep_lab.recording.importers import dumps as importers
+from lockstep_lab.recording.importers.dumps import Pace, import_dump
+from lockstep_lab.recording.importers.unpickle import load_dump
 
 IDS = torch.arange(5, 13).view(2, 4)
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import (
-    arguments,
+from lockstep.cli import arguments, chat, sample
+from lockstep.cli.main import main
+from lockstep_lab.cli import (
     bench,
     bisect,
-    chat,
     matrix,
     parity,
     parity_check,
@@ -28,9 +28,7 @@ from lockstep.cli import (
     parity_engines,
     recording,
     replay,
-    sample,
 )
-from lockstep.cli.main import main
 
 SECONDS = 20
 """Of one value; only what waits for ever takes so long."""
@@ -138,13 +136,13 @@ COMMANDS = [
 @pytest.fixture(autouse=True)
 def doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Where each command begins its work ends it; a folder with a fifo and such; a deadline."""
-    from lockstep.lab.bisect.shrink_worker import TrialRunner
-    from lockstep.lab.replay import policy
-    from lockstep.lab.step_bench import run as step_bench
-    from lockstep.lab.suite.process import ProcessRunner
-    from lockstep.lab.train_parity import check
     from lockstep.models import load
     from lockstep.ranks import launch
+    from lockstep_lab.bisect.shrink_worker import TrialRunner
+    from lockstep_lab.replay import policy
+    from lockstep_lab.step_bench import run as step_bench
+    from lockstep_lab.suite.process import ProcessRunner
+    from lockstep_lab.train_parity import check
 
     def begin(*_: Any, **__: Any) -> None:
         raise Begun

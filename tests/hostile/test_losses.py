@@ -14,10 +14,10 @@ from lockstep.algorithms.dpo import DPO
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.algorithms.sft import SFT
 from lockstep.config.algorithm import PUBLISHED, DPOConfig, GRPOConfig, SFTConfig
-from lockstep.lab.replay.losses import CrossEntropy, LogprobSum
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample, PreferenceSample
+from lockstep_lab.replay.losses import CrossEntropy, LogprobSum
 
 LENGTHS = (5, 9, 4)
 PER_TOKEN = ("loss_weights", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs")

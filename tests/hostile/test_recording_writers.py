@@ -15,10 +15,10 @@ from raising import raises
 from recordings import header, run_inputs, write
 
 from lockstep.errors import LockstepError, RecordingError
-from lockstep.lab.loss_curves.read import read_losses
-from lockstep.lab.matrix.compare import compare_outputs
-from lockstep.lab.matrix.result import read_cell, read_matrix, read_rows
 from lockstep.recording import Recording, RecordingWriter
+from lockstep_lab.loss_curves.read import read_losses
+from lockstep_lab.matrix.compare import compare_outputs
+from lockstep_lab.matrix.result import read_cell, read_matrix, read_rows
 
 
 def killed_run(root: Path) -> None:

@@ -20,18 +20,18 @@ from hypothesis import strategies as st
 from raising import raises
 from recordings import assert_same, header, run_inputs, write
 
-from lockstep.cli import recording as cli
 from lockstep.errors import RecordingError
-from lockstep.lab.replay.cell import ReplayOptions, resolve_cell
-from lockstep.lab.replay.losses import token_loss
-from lockstep.lab.replay.run import replay
 from lockstep.recording import Recording, RecordingWriter
-from lockstep.recording.edit import Selection, merge_recordings, slice_recording
 from lockstep.recording.replayable import KERNELS, header_problems, recorded_axes, recorded_model
 from lockstep.recording.storage.files import TensorFile, write_signed_json
 from lockstep.recording.storage.format import metadata_digest
 from lockstep.recording.storage.weights import save_tensors
 from lockstep.schema.recording import RecordedInput
+from lockstep_lab.cli import recording as cli
+from lockstep_lab.recording.edit import Selection, merge_recordings, slice_recording
+from lockstep_lab.replay.cell import ReplayOptions, resolve_cell
+from lockstep_lab.replay.losses import token_loss
+from lockstep_lab.replay.run import replay
 
 INPUTS = run_inputs(3)
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.config.model import ModelConfig
-from lockstep.lab.replay.cell import ReplayOptions, resolve_cell
-from lockstep.lab.replay.run import replay
 from lockstep.models.load import load_model
 from lockstep.recording import Recording
+from lockstep_lab.replay.cell import ReplayOptions, resolve_cell
+from lockstep_lab.replay.run import replay
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 

@@ -11,11 +11,11 @@ import torch
 from lockstep.algorithms.sft import SFTLoss
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.lab.bisect.arms import Arm
 from lockstep.models.load import load_model
 from lockstep.packing import pack
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.train.local import LocalBackend
+from lockstep_lab.bisect.arms import Arm
 
 
 def batch_of(lengths: Sequence[int], *, seed: int = 0) -> PackedBatch:

@@ -1,4 +1,4 @@
-"""Stands in for lockstep.lab.step_bench.worker: does to a job what the behaviour of its cell asks for."""
+"""Stands in for lockstep_lab.step_bench.worker: does to a job what the behaviour of its cell asks for."""
 
 import json
 import os

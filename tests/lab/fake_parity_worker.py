@@ -1,4 +1,4 @@
-"""Stands in for lockstep.lab.train_parity.worker: does to a job what the behaviour of its stack asks for."""
+"""Stands in for lockstep_lab.train_parity.worker: does to a job what the behaviour of its stack asks for."""
 
 import json
 import os

@@ -13,14 +13,14 @@ import pytest
 from raising import raises
 from rich.console import Console
 
-from lockstep.cli import bench as command
 from lockstep.errors import ConfigError
-from lockstep.lab.step_bench import run as lab
-from lockstep.lab.step_bench.job import BenchOutcome
-from lockstep.lab.step_bench.report import report
-from lockstep.lab.step_bench.result import BenchResult
-from lockstep.lab.step_bench.run import BenchOptions, run_bench
-from lockstep.lab.suite.report import markdown, show, write_report
+from lockstep_lab.cli import bench as command
+from lockstep_lab.step_bench import run as lab
+from lockstep_lab.step_bench.job import BenchOutcome
+from lockstep_lab.step_bench.report import report
+from lockstep_lab.step_bench.result import BenchResult
+from lockstep_lab.step_bench.run import BenchOptions, run_bench
+from lockstep_lab.suite.report import markdown, show, write_report
 
 WORKER = Path(__file__).parent / "fake_bench_worker.py"
 SMALL = ["--prompts", "2", "--group", "2", "--longest", "24", "--prompt-tokens", "4", "--dtype", "float32"]
@@ -259,7 +259,7 @@ def test_real_steps_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
 
 def result_tokens(out: Path, name: str) -> tuple[int, int]:
     work = json.loads((out / name.replace("+", "-") / "job.json").read_text())["work"]
-    from lockstep.lab.step_bench.job import BenchWork
+    from lockstep_lab.step_bench.job import BenchWork
 
     made = BenchWork.model_validate(work)
     return made.completion_tokens, sum(made.lengths())

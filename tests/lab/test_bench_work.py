@@ -6,8 +6,8 @@ import torch
 from raising import raises
 
 from lockstep.errors import ConfigError
-from lockstep.lab.step_bench.cells import BenchCell, parse_cell, parse_cells, product
-from lockstep.lab.step_bench.job import (
+from lockstep_lab.step_bench.cells import BenchCell, parse_cell, parse_cells, product
+from lockstep_lab.step_bench.job import (
     BenchOutcome,
     BenchWork,
     give_turn,
@@ -18,8 +18,8 @@ from lockstep.lab.step_bench.job import (
     samples,
     training_flops,
 )
-from lockstep.lab.step_bench.worker import PhaseClock
-from lockstep.lab.suite.job_files import read_lines
+from lockstep_lab.step_bench.worker import PhaseClock
+from lockstep_lab.suite.job_files import read_lines
 
 
 def test_names_and_cells() -> None:
@@ -130,7 +130,7 @@ def test_a_line_ends_where_json_says_so(tmp_path) -> None:
 
 def test_the_clock_adds_up_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 20.5])
-    monkeypatch.setattr("lockstep.lab.step_bench.worker.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("lockstep_lab.step_bench.worker.time.perf_counter", lambda: next(times))
     clock = PhaseClock(torch.device("cpu"))
     for name in ("forward", "backward", "forward"):
         with clock(name):

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.cli import bench as command
 from lockstep.errors import ConfigError, EngineError, ModelError
-from lockstep.lab.step_bench import run as lab
-from lockstep.lab.step_bench.job import READY, BenchJob, BenchOutcome
-from lockstep.lab.step_bench.run import BenchOptions, run_bench
-from lockstep.lab.step_bench.worker import Cell
 from lockstep.ranks import context
 from lockstep.ranks.context import RankContext
+from lockstep_lab.cli import bench as command
+from lockstep_lab.step_bench import run as lab
+from lockstep_lab.step_bench.job import READY, BenchJob, BenchOutcome
+from lockstep_lab.step_bench.run import BenchOptions, run_bench
+from lockstep_lab.step_bench.worker import Cell
 
 SMALL = ["--prompts", "2", "--group", "2", "--longest", "24", "--prompt-tokens", "4", "--dtype", "float32"]
 WAITS_IN = """
 import sys, time
 from types import SimpleNamespace
-from lockstep.lab.step_bench import worker as bench_worker
-from lockstep.lab.step_bench.job import READY, Ready
+from lockstep_lab.step_bench import worker as bench_worker
+from lockstep_lab.step_bench.job import READY, Ready
 from lockstep.observe.files import write_json
 
 def load(cell):
@@ -193,7 +193,7 @@ def start_suite(out: Path, *worker: str) -> subprocess.Popen[bytes]:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from lockstep.lab.suite.process import ProcessRunner\n"
+        "from lockstep_lab.suite.process import ProcessRunner\n"
         "argv = [sys.executable, '-u', *sys.argv[2:]]\n"
         "ProcessRunner().run(argv, log=Path(sys.argv[1]), timeout=600)"
     )
@@ -227,7 +227,7 @@ def test_a_suite_that_is_killed_leaves_no_worker(
     run = job.run.model_copy(update={"train": job.run.train.model_copy(update={"backend": "fsdp2"})})
     changes = {"ranks": ranks} | ({"run": run} if ranks > 1 else {})
     job.model_copy(update=changes).write()
-    worker = ("-m", "lockstep.lab.step_bench.worker")
+    worker = ("-m", "lockstep_lab.step_bench.worker")
     if ranks == 1:  # in the middle of something, where it does not look for a turn
         worker = ("-c", WAITS_IN.format(method="take_turns"))
     suites.append(start_suite(job.out, *worker))

@@ -11,12 +11,12 @@ from raising import raises
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_arms import arm_of, batch_of, leak, perturb, scale_gradient, shift_rope
 
-from lockstep.lab.bisect.arms import ArmFailed, OpenCells, gradient_parts, reversed_order, run
-from lockstep.lab.bisect.capture import Key
-from lockstep.lab.bisect.divergence import Tolerances
-from lockstep.lab.bisect.report import as_dict, lines, markdown, verdict
-from lockstep.lab.bisect.run import bisect
-from lockstep.lab.replay.cell import Cell, ReplayOptions
+from lockstep_lab.bisect.arms import ArmFailed, OpenCells, gradient_parts, reversed_order, run
+from lockstep_lab.bisect.capture import Key
+from lockstep_lab.bisect.divergence import Tolerances
+from lockstep_lab.bisect.report import as_dict, lines, markdown, verdict
+from lockstep_lab.bisect.run import bisect
+from lockstep_lab.replay.cell import Cell, ReplayOptions
 
 INPUTS = [(4, batch_of([6])), (5, batch_of([5, 12, 3], seed=1)), (6, batch_of([7, 2, 9, 4], seed=2))]
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_arms import arm_of, batch_of
 
-from lockstep.lab.bisect.arms import exact, reversed_order, run, take
-from lockstep.lab.bisect.capture import Capture, Key, reverse_documents, sketch, token_rows
 from lockstep.packing import Bucket, repack
+from lockstep_lab.bisect.arms import exact, reversed_order, run, take
+from lockstep_lab.bisect.capture import Capture, Key, reverse_documents, sketch, token_rows
 
 BATCH = batch_of([5, 12, 1, 3])
 

@@ -7,10 +7,10 @@ import torch
 from raising import raises
 from recorded import recording_header
 
-from lockstep.cli.replay import cell_fields, parser
 from lockstep.errors import ConfigError, RecordingError
-from lockstep.lab.replay.cell import ALL_OFF, Cell, resolve_cell, train_config
 from lockstep.schema.recording import RecordingHeader
+from lockstep_lab.cli.replay import cell_fields, parser
+from lockstep_lab.replay.cell import ALL_OFF, Cell, resolve_cell, train_config
 
 
 def header(**axes: object) -> RecordingHeader:

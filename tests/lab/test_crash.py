@@ -13,11 +13,11 @@ from pydantic import TypeAdapter
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_disk import write_recording
 
-from lockstep.lab.bisect.crash import CrashSearch, find_crash
-from lockstep.lab.bisect.report import crash_dict, crash_lines, crash_markdown, crash_verdict
-from lockstep.lab.bisect.shrink_worker import crash_of
-from lockstep.lab.replay.cell import Cell, ReplayOptions
 from lockstep.recording import Recording
+from lockstep_lab.bisect.crash import CrashSearch, find_crash
+from lockstep_lab.bisect.report import crash_dict, crash_lines, crash_markdown, crash_verdict
+from lockstep_lab.bisect.shrink_worker import crash_of
+from lockstep_lab.replay.cell import Cell, ReplayOptions
 
 PLANTED = """
 import os, time

@@ -18,14 +18,14 @@ from rich.console import Console
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.lab.engine_parity import run as lab
-from lockstep.lab.engine_parity import worker as engines_worker
-from lockstep.lab.engine_parity.prompts import make_prompts, read_data
-from lockstep.lab.engine_parity.report import report
-from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
-from lockstep.lab.engine_parity.run import EngineChoice, EnginesOptions, run_engines
-from lockstep.lab.suite.process import ExitStatus, ProcessRunner
-from lockstep.lab.suite.report import show, write_report
+from lockstep_lab.engine_parity import run as lab
+from lockstep_lab.engine_parity import worker as engines_worker
+from lockstep_lab.engine_parity.prompts import make_prompts, read_data
+from lockstep_lab.engine_parity.report import report
+from lockstep_lab.engine_parity.result import EngineResult, EnginesResult
+from lockstep_lab.engine_parity.run import EngineChoice, EnginesOptions, run_engines
+from lockstep_lab.suite.process import ExitStatus, ProcessRunner
+from lockstep_lab.suite.report import show, write_report
 
 MODEL = "shape:tiny-llama"
 HERE = Path(__file__).parent

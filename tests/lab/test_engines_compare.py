@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.lab.engine_parity.figures import (
+from lockstep_lab.engine_parity.figures import (
     BAR_NAMES,
     EDGES,
     divergence,
@@ -16,7 +16,7 @@ from lockstep.lab.engine_parity.figures import (
     seed_match,
     spread,
 )
-from lockstep.lab.engine_parity.job import Row
+from lockstep_lab.engine_parity.job import Row
 
 
 def row(token_ids: tuple[int, ...], **changes: Any) -> Row:

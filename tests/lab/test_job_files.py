@@ -8,12 +8,12 @@ import pytest
 from pydantic import ValidationError
 from raising import raises
 
-from lockstep.cli import bench, parity, parity_engines
 from lockstep.errors import ConfigError
-from lockstep.lab.matrix.run import MatrixOptions
-from lockstep.lab.step_bench.job import BenchJob
-from lockstep.lab.suite.job_files import read_job_file
-from lockstep.lab.train_parity.job import ParityJob
+from lockstep_lab.cli import bench, parity, parity_engines
+from lockstep_lab.matrix.run import MatrixOptions
+from lockstep_lab.step_bench.job import BenchJob
+from lockstep_lab.suite.job_files import read_job_file
+from lockstep_lab.train_parity.job import ParityJob
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e10, 1e300])
@@ -49,7 +49,7 @@ def test_options_are_checked_without_a_command_line_too(read: Any, make: Any, fl
 
 def test_a_long_timeout_of_many_cells_is_a_job(tmp_path: Path) -> None:
     """Its patience is so many times as long, and has the same bound."""
-    from lockstep.lab.step_bench.run import _job
+    from lockstep_lab.step_bench.run import _job
 
     options = bench.make_options(bench.parser().parse_args(["--device", "cpu", "--timeout", "1e9"]))
     job = _job(options.cells[0], options)

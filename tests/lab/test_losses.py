@@ -11,9 +11,9 @@ from recorded import recording_header
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.sft import SFTLoss
 from lockstep.errors import RecordingError
-from lockstep.lab.replay.losses import token_loss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import RecordingHeader
+from lockstep_lab.replay.losses import token_loss
 
 
 def header(algorithm: dict[str, Any]) -> RecordingHeader:

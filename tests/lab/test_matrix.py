@@ -13,12 +13,12 @@ import pytest
 from raising import raises
 
 from lockstep.errors import ConfigError, RecordingError
-from lockstep.lab.matrix import run as matrix_module
-from lockstep.lab.matrix.cells import parse_axes
-from lockstep.lab.matrix.result import MatrixResult, read_matrix
-from lockstep.lab.matrix.run import MatrixOptions, run_matrix
 from lockstep.loop.interrupt import Interrupted
 from lockstep.recording import RecordingWriter
+from lockstep_lab.matrix import run as matrix_module
+from lockstep_lab.matrix.cells import parse_axes
+from lockstep_lab.matrix.result import MatrixResult, read_matrix
+from lockstep_lab.matrix.run import MatrixOptions, run_matrix
 
 EIGHT = [
     f"{kernel} + {execution} + {layout}"

@@ -2,8 +2,8 @@ import pytest
 from raising import raises
 
 from lockstep.errors import ConfigError
-from lockstep.lab.matrix.cells import KINDS, make_cells, parse_axes, reference_cells, refusal, settings
-from lockstep.lab.replay.cell import Cell
+from lockstep_lab.matrix.cells import KINDS, make_cells, parse_axes, reference_cells, refusal, settings
+from lockstep_lab.replay.cell import Cell
 
 BASE = Cell(attention="sdpa", execution="eager", layout="padded", dtype="float32", device="cpu")
 

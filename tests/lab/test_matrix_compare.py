@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.errors import RecordingError
-from lockstep.lab.matrix.compare import Comparison, compare_outputs
+from lockstep_lab.matrix.compare import Comparison, compare_outputs
 
 
 def outputs(path: Path, **tensors: list[float]) -> Path:

@@ -8,8 +8,8 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
-from lockstep.lab.matrix.diff import diff_matrices, show_diff
-from lockstep.lab.matrix.result import Measures
+from lockstep_lab.matrix.diff import diff_matrices, show_diff
+from lockstep_lab.matrix.result import Measures
 
 
 def test_nothing_changed() -> None:

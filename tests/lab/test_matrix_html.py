@@ -6,8 +6,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
-from lockstep.lab.matrix.report import report, write_reports
-from lockstep.lab.suite.report import markdown, page
+from lockstep_lab.matrix.report import report, write_reports
+from lockstep_lab.suite.report import markdown, page
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m|`${x}`\n| a | b |"
 

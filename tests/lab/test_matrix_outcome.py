@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.lab.matrix.result import CellResult, with_process_result
-from lockstep.lab.suite.process import ExitStatus
+from lockstep_lab.matrix.result import CellResult, with_process_result
+from lockstep_lab.suite.process import ExitStatus
 
 OK: dict[str, Any] = {"index": 0, "status": "ok"}
 SKIPPED: dict[str, Any] = {"index": 1, "status": "skipped", "error": None}

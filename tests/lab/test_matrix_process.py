@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from starting import wait_for
 
-from lockstep.lab.suite.process import (
+from lockstep_lab.suite.process import (
     ProcessRunner,
     line_that_matters,
     looks_out_of_memory,
@@ -117,7 +117,7 @@ KILLED_SUITE = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from lockstep.lab.suite.process import ProcessRunner
+from lockstep_lab.suite.process import ProcessRunner
 
 folder, words = Path(sys.argv[1]), sys.argv[2:]
 runner = ProcessRunner()

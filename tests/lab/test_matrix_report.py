@@ -7,8 +7,8 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
-from lockstep.lab.matrix.report import progress_line, report
-from lockstep.lab.suite.report import markdown, show
+from lockstep_lab.matrix.report import progress_line, report
+from lockstep_lab.suite.report import markdown, show
 
 
 def shown(*cells: object) -> str:

@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
 from lockstep.errors import RecordingError
-from lockstep.lab.matrix.report import footnotes
-from lockstep.lab.matrix.result import judge, read_matrix, read_measures
 from lockstep.observe.files import write_json
+from lockstep_lab.matrix.report import footnotes
+from lockstep_lab.matrix.result import judge, read_matrix, read_measures
 
 FREE: dict[str, float | None] = {"logprob": None, "gradient": None}
 

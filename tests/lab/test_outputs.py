@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from lockstep.lab.replay.outputs import KeptOutputs, gradient_places
 from lockstep.schema.batch import PackedBatch
+from lockstep_lab.replay.outputs import KeptOutputs, gradient_places
 
 
 def batch() -> PackedBatch:

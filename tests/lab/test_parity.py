@@ -14,14 +14,14 @@ from raising import raises
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.lab.suite.process import ExitStatus, ProcessRunner
-from lockstep.lab.train_parity import run as lab
-from lockstep.lab.train_parity.inputs import make_inputs
-from lockstep.lab.train_parity.job import InputsSpec
-from lockstep.lab.train_parity.report import write_reports
-from lockstep.lab.train_parity.result import ParityResult, StackResult
-from lockstep.lab.train_parity.run import ParityOptions, run_parity
-from lockstep.lab.train_parity.stacks import parse_stack, parse_stacks
+from lockstep_lab.suite.process import ExitStatus, ProcessRunner
+from lockstep_lab.train_parity import run as lab
+from lockstep_lab.train_parity.inputs import make_inputs
+from lockstep_lab.train_parity.job import InputsSpec
+from lockstep_lab.train_parity.report import write_reports
+from lockstep_lab.train_parity.result import ParityResult, StackResult
+from lockstep_lab.train_parity.run import ParityOptions, run_parity
+from lockstep_lab.train_parity.stacks import parse_stack, parse_stacks
 
 WORKER = Path(__file__).parent / "fake_parity_worker.py"
 
@@ -51,7 +51,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     real = ProcessRunner.run
 
     def run(self: ProcessRunner, argv: Any, **given: Any) -> ExitStatus:
-        if "lockstep.lab.train_parity.inputs" not in argv:
+        if "lockstep_lab.train_parity.inputs" not in argv:
             return real(self, argv, **given)
         make_inputs(InputsSpec.model_validate_json(Path(argv[-1]).read_text()))
         return ExitStatus(returncode=0, timed_out=False, seconds=0.1)

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 
 from lockstep.config.model import ModelConfig
-from lockstep.lab.train_parity import check as parity_check
-from lockstep.lab.train_parity.check import (
+from lockstep.models.causal_lm import text_config
+from lockstep.models.load import meta_module
+from lockstep.train.local import LocalBackend
+from lockstep_lab.train_parity import check as parity_check
+from lockstep_lab.train_parity.check import (
     check_all,
     check_imports,
     check_interfaces,
@@ -14,10 +17,7 @@ from lockstep.lab.train_parity.check import (
     import_failure,
     interface_problems,
 )
-from lockstep.lab.train_parity.stacks import parse_stack, parse_stacks
-from lockstep.models.causal_lm import text_config
-from lockstep.models.load import meta_module
-from lockstep.train.local import LocalBackend
+from lockstep_lab.train_parity.stacks import parse_stack, parse_stacks
 
 TINY = ModelConfig(name="shape:tiny-llama")
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lockstep.lab.loss_curves.differences import falls, relative, spread
-from lockstep.lab.train_parity.compare import compare, gradient_error, gradient_errors, logprob_spread
-from lockstep.lab.train_parity.job import StepRow
+from lockstep_lab.loss_curves.differences import falls, relative, spread
+from lockstep_lab.train_parity.compare import compare, gradient_error, gradient_errors, logprob_spread
+from lockstep_lab.train_parity.job import StepRow
 
 
 def row(step: int, loss: float, grad_norm: float = 1.0) -> StepRow:

@@ -7,9 +7,9 @@ import pytest
 from raising import raises
 
 from lockstep.errors import ConfigError
-from lockstep.lab.loss_curves import read as curves
-from lockstep.lab.loss_curves.compare import compare_losses, plot
-from lockstep.lab.loss_curves.read import read_losses
+from lockstep_lab.loss_curves import read as curves
+from lockstep_lab.loss_curves.compare import compare_losses, plot
+from lockstep_lab.loss_curves.read import read_losses
 
 
 def write(path: Path, text: str) -> Path:

@@ -10,10 +10,12 @@ from raising import raises
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.lab.replay.losses import token_loss
-from lockstep.lab.suite.job_files import read_job_file, read_lines
-from lockstep.lab.train_parity.inputs import generated_rows, main, make_inputs, random_documents
-from lockstep.lab.train_parity.job import (
+from lockstep.recording import Recording
+from lockstep.schema.batch import PolicyBatch, PreferenceBatch, ValueBatch
+from lockstep_lab.replay.losses import token_loss
+from lockstep_lab.suite.job_files import read_job_file, read_lines
+from lockstep_lab.train_parity.inputs import generated_rows, main, make_inputs, random_documents
+from lockstep_lab.train_parity.job import (
     METRICS,
     InputsReport,
     InputsSpec,
@@ -21,8 +23,6 @@ from lockstep.lab.train_parity.job import (
     ParityJob,
     StepRow,
 )
-from lockstep.recording import Recording
-from lockstep.schema.batch import PolicyBatch, PreferenceBatch, ValueBatch
 
 TINY = ModelConfig(name="shape:tiny-llama")
 
@@ -135,7 +135,7 @@ def test_a_reward_model_scores_last_tokens(tmp_path: Path) -> None:
 
 
 def test_recorded_inputs_without_advantages_are_left_out(tmp_path: Path) -> None:
-    from lockstep.lab.train_parity.inputs import _recorded, model_sizes
+    from lockstep_lab.train_parity.inputs import _recorded, model_sizes
 
     corpus = Recording.open(None)
     sizes = model_sizes(TINY).model_copy(update={"vocab_size": 49152})

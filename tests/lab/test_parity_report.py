@@ -12,13 +12,13 @@ from raising import raises
 from rich.console import Console
 
 from lockstep.errors import ConfigError
-from lockstep.lab.loss_curves.differences import Spread, falls
-from lockstep.lab.loss_curves.draw import Curve, Panel, svg, write_png
-from lockstep.lab.suite.report import markdown, page, show
-from lockstep.lab.train_parity.compare import Comparison
-from lockstep.lab.train_parity.job import StepRow
-from lockstep.lab.train_parity.report import panels, problems, progress_line, report, write_reports
-from lockstep.lab.train_parity.result import ParityResult, StackResult, judge, learning
+from lockstep_lab.loss_curves.differences import Spread, falls
+from lockstep_lab.loss_curves.draw import Curve, Panel, svg, write_png
+from lockstep_lab.suite.report import markdown, page, show
+from lockstep_lab.train_parity.compare import Comparison
+from lockstep_lab.train_parity.job import StepRow
+from lockstep_lab.train_parity.report import panels, problems, progress_line, report, write_reports
+from lockstep_lab.train_parity.result import ParityResult, StackResult, judge, learning
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m|`${x}`\n| a | b |"
 

@@ -2,7 +2,7 @@ import pytest
 from raising import raises
 
 from lockstep.errors import ConfigError
-from lockstep.lab.train_parity.stacks import (
+from lockstep_lab.train_parity.stacks import (
     DEFAULT_STACKS,
     parse_skip,
     parse_stack,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.lab.train_parity.job import StepRow
+from lockstep_lab.train_parity.job import StepRow
 
 ROOT = Path(__file__).resolve().parents[2]
 

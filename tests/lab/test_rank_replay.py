@@ -285,9 +285,9 @@ def test_zero_stages_on_two_ranks_with_unequal_counts(recorded: Path, tmp_path: 
 def test_another_number_of_ranks_than_the_launchers_is_refused(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lockstep.cli.replay import parse
     from lockstep.errors import ConfigError
-    from lockstep.lab.replay.ranks import rank_options
+    from lockstep_lab.cli.replay import parse
+    from lockstep_lab.replay.ranks import rank_options
 
     _, options = parse([str(recorded), "--ranks", "3"])
     context: Any = type("Context", (), {"world_size": 2, "device": torch.device("cpu")})()

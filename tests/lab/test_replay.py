@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 import lockstep.train.local as local
 import lockstep.train.loss_module as loss_module
 from lockstep.errors import ConfigError, RecordingError
-from lockstep.lab.replay import run as lab_replay
-from lockstep.lab.replay.cell import Cell, ReplayOptions
-from lockstep.lab.replay.ranks import replay_simulated
-from lockstep.lab.replay.replayer import Deadline, Replayer
-from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.replay.run import ReplayResult, replay
 from lockstep.packing import Bucket
 from lockstep.schema.recording import RecordedInput
+from lockstep_lab.replay import run as lab_replay
+from lockstep_lab.replay.cell import Cell, ReplayOptions
+from lockstep_lab.replay.ranks import replay_simulated
+from lockstep_lab.replay.replayer import Deadline, Replayer
+from lockstep_lab.replay.results import ReplayFiles, ReplayRow
+from lockstep_lab.replay.run import ReplayResult, replay
 
 STATIC = Bucket(tokens=128, documents=8, max_seqlen=64)
 
@@ -421,7 +421,7 @@ def edited(recorded: RecordedInput, **fields: Any) -> RecordedInput:
 def test_a_smaller_vocabulary_is_refused_before_any_weight_is_loaded(
     recording: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lockstep.lab.replay.policy as policy
+    import lockstep_lab.replay.policy as policy
 
     monkeypatch.setattr(policy, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     ids = recording.inputs[1].batch.token_ids.clone()
@@ -448,7 +448,7 @@ def test_an_id_that_the_header_denies_fails_its_input_only(recording: Any) -> No
 def test_fewer_positions_are_refused_before_any_weight_is_loaded(
     recording: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lockstep.lab.replay.policy as policy
+    import lockstep_lab.replay.policy as policy
     from lockstep.models.shape_table import SHAPES
 
     monkeypatch.setitem(SHAPES, "tiny-short", SHAPES["tiny-llama"] | {"max_position_embeddings": 32})
@@ -458,7 +458,7 @@ def test_fewer_positions_are_refused_before_any_weight_is_loaded(
 
 
 def test_a_recording_cannot_switch_remote_code_on(recording: Any) -> None:
-    from lockstep.lab.replay.policy import model_config
+    from lockstep_lab.replay.policy import model_config
 
     header = dataclasses.replace(
         recording.header, model={**recording.header.model, "trust_remote_code": True}

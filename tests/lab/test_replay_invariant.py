@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.lab.replay.cell import Cell, ReplayOptions
-from lockstep.lab.replay.replayer import Replayer
-from lockstep.lab.replay.run import ReplayResult, opening, replay
 from lockstep.schema.contract import KernelContract
+from lockstep_lab.replay.cell import Cell, ReplayOptions
+from lockstep_lab.replay.replayer import Replayer
+from lockstep_lab.replay.run import ReplayResult, opening, replay
 
 
 def options(recording: Any, **cell: Any) -> ReplayOptions:

@@ -13,9 +13,9 @@ from selected import exhaustive
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_arms import arm_of, batch_of, leak, perturb, scale_gradient, shift_rope
 
-from lockstep.lab.bisect.divergence import find_first_divergence
-from lockstep.lab.bisect.repro import write_repro
-from lockstep.lab.bisect.run import bisect
+from lockstep_lab.bisect.divergence import find_first_divergence
+from lockstep_lab.bisect.repro import write_repro
+from lockstep_lab.bisect.run import bisect
 
 BATCH = batch_of([5, 12, 3])
 PADDED = {"layout": "padded", "padding_side": "left"}

@@ -10,9 +10,9 @@ import pytest
 from raising import raises
 
 from lockstep.errors import ConfigError
-from lockstep.lab.replay.ranks import _rows_of_all
-from lockstep.lab.replay.results import ReplayFiles, ReplayRow, aggregate, row_text
 from lockstep.observe.text import printable_lines
+from lockstep_lab.replay.ranks import _rows_of_all
+from lockstep_lab.replay.results import ReplayFiles, ReplayRow, aggregate, row_text
 
 
 def row(index: int, *, rank: int = 0, logprob: float = 0.1) -> ReplayRow:

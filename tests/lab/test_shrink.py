@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.lab.bisect.shrink import Crash, Trial, shrink
+from lockstep_lab.bisect.shrink import Crash, Trial, shrink
 
 CRASH = Crash(type="ValueError", line="kernel.py:7")
 

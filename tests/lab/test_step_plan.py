@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from raising import raises
 
 from lockstep.errors import ConfigError
-from lockstep.lab.replay.step_plan import PlannedStep, StepPlan, diagnose, plan_steps
 from lockstep.schema.recording import InputMeta
+from lockstep_lab.replay.step_plan import PlannedStep, StepPlan, diagnose, plan_steps
 
 
 def metas(keys: Sequence[tuple[int, int, int]], *, world_size: int) -> list[InputMeta]:

@@ -23,10 +23,6 @@ from torch import Tensor
 
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.lab.replay.losses import token_loss
-from lockstep.lab.train_parity.inputs import make_inputs
-from lockstep.lab.train_parity.job import InputsSpec
-from lockstep.lab.train_parity.stacks import parse_stack
 from lockstep.models.load import load_model
 from lockstep.packing import RowCapacity, share
 from lockstep.packing.packs import Bucket, repack
@@ -35,6 +31,10 @@ from lockstep.ranks.context import init_ranks
 from lockstep.recording import Recording
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 from lockstep.train import BACKENDS
+from lockstep_lab.replay.losses import token_loss
+from lockstep_lab.train_parity.inputs import make_inputs
+from lockstep_lab.train_parity.job import InputsSpec
+from lockstep_lab.train_parity.stacks import parse_stack
 
 STEPS = 20
 MODEL = "shape:tiny-llama"

@@ -18,8 +18,8 @@ from raising import raises
 from lockstep.cli.main import main
 from lockstep.errors import RecordingError
 from lockstep.recording import Recording
-from lockstep.recording.importers.dumps import import_dump
 from lockstep.schema.batch import PackedBatch, PolicyBatch
+from lockstep_lab.recording.importers.dumps import import_dump
 
 
 def imported(value: Any, tmp_path: Path, *, model: str | None = None) -> Recording:

@@ -20,8 +20,8 @@ from raising import raises
 from torch import Tensor
 
 from lockstep.errors import RecordingError
-from lockstep.recording.importers import symbols
-from lockstep.recording.importers.unpickle import load_dump
+from lockstep_lab.recording.importers import symbols
+from lockstep_lab.recording.importers.unpickle import load_dump
 
 VALUE: dict[str, Any] = {
     "ids": torch.arange(12).reshape(3, 4)[:, 1:],

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.cli.parity_engines import main
 from lockstep.models.shapes import random_model, shape_config
+from lockstep_lab.cli.parity_engines import main
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from lockstep.errors import ConfigError, LockstepError, unknown_name
 from lockstep.observe.text import echo
@@ -26,28 +26,55 @@ from lockstep.ranks.launch import in_launcher, leave, without_local_rank
 from lockstep.version import __version__
 
 COMMANDS = {
-    "train": "train a policy: lockstep train grpo --recipe demo",
-    "sample": "print completions of a run's checkpoint",
-    "chat": "talk to a run's checkpoint",
-    "recording": "what a recording holds: info, validate, list, show, slice, merge, import",
-    "replay": "feed recorded inputs to the policy again, under any kernel, layout and backend",
-    "plan": "parameters, memory and micro-batches of a run, before anything starts",
-    "matrix": "a table of inputs under every combination of kernels, layouts, compile modes; matrix diff",
-    "bisect": "the first input and module at which two cells differ, or the smallest input that crashes one",
-    "parity": "train stacks and engines that must agree, side by side; compare two runs; check",
-    "doctor": "what this machine can run, and the settings that usually bite",
-    "bench": "what one RL step costs in several configurations, side by side: bench step",
-    "generate": "samples of many prompts, into a file for the next two commands",
-    "score": "rewards of samples in a file, by a reward function or a reward model",
-    "select": "turn scored samples into a set for SFT (best-of-n, rejection sampling) or DPO (pairs)",
-    "submit": "hand a run to a Ray cluster, where it continues when this shell is gone",
-    "status": "whether a run is still running, and what it is doing",
-    "stop": "ask a run to save and end, from another shell, and wait for it",
-    "logs": "the end of a rank's log; with --follow also what comes",
-    "hang": "why a run makes no progress: which rank waits for which, in which collective, at which line",
-    "support": "the table of what may be combined, and where it is tested",
+    "train": ("lockstep.cli.train", "train a policy: lockstep train grpo --recipe demo"),
+    "sample": ("lockstep.cli.sample", "print completions of a run's checkpoint"),
+    "chat": ("lockstep.cli.chat", "talk to a run's checkpoint"),
+    "recording": (
+        "lockstep_lab.cli.recording",
+        "what a recording holds: info, validate, list, show, slice, merge, import",
+    ),
+    "replay": (
+        "lockstep_lab.cli.replay",
+        "feed recorded inputs to the policy again, under any kernel, layout and backend",
+    ),
+    "plan": ("lockstep.cli.plan", "parameters, memory and micro-batches of a run, before anything starts"),
+    "matrix": (
+        "lockstep_lab.cli.matrix",
+        "a table of inputs under every combination of kernels, layouts, compile modes; matrix diff",
+    ),
+    "bisect": (
+        "lockstep_lab.cli.bisect",
+        "the first input and module at which two cells differ, or the smallest input that crashes one",
+    ),
+    "parity": (
+        "lockstep_lab.cli.parity",
+        "train stacks and engines that must agree, side by side; compare two runs; check",
+    ),
+    "doctor": ("lockstep.cli.doctor", "what this machine can run, and the settings that usually bite"),
+    "bench": (
+        "lockstep_lab.cli.bench",
+        "what one RL step costs in several configurations, side by side: bench step",
+    ),
+    "generate": ("lockstep.cli.generate", "samples of many prompts, into a file for the next two commands"),
+    "score": ("lockstep.cli.score", "rewards of samples in a file, by a reward function or a reward model"),
+    "select": (
+        "lockstep.cli.select",
+        "turn scored samples into a set for SFT (best-of-n, rejection sampling) or DPO (pairs)",
+    ),
+    "submit": (
+        "lockstep.cli.submit",
+        "hand a run to a Ray cluster, where it continues when this shell is gone",
+    ),
+    "status": ("lockstep.cli.status", "whether a run is still running, and what it is doing"),
+    "stop": ("lockstep.cli.stop", "ask a run to save and end, from another shell, and wait for it"),
+    "logs": ("lockstep.cli.logs", "the end of a rank's log; with --follow also what comes"),
+    "hang": (
+        "lockstep.cli.hang",
+        "why a run makes no progress: which rank waits for which, in which collective, at which line",
+    ),
+    "support": ("lockstep.cli.support", "the table of what may be combined, and where it is tested"),
 }
-"""Command -> one line of help; the module is lockstep.cli.COMMAND, with main(argv) -> exit status."""
+"""Command -> the module, imported at use, whose main(argv) returns the exit status; and one line of help."""
 
 INTERRUPTED = 130
 _MACHINE = frozenset(
@@ -84,8 +111,7 @@ def _run(command: str, *rest: str) -> int:
         _check_launcher()
         if command not in COMMANDS:
             raise ConfigError(unknown_name("command", command, COMMANDS), code="unknown-name")
-        module = importlib.import_module(f"lockstep.cli.{command}")
-        return int(module.main(list(rest)))
+        return int(_load(command).main(list(rest)))
     except LockstepError as error:
         sys.stdout.flush()
         if not _reported_by_launcher(error):
@@ -105,6 +131,29 @@ def _run(command: str, *rest: str) -> int:
         sys.stdout.flush()
         echo(f"lockstep {command}: {error.strerror}: {error.filename or 'no file is named'}", file=sys.stderr)
         return 1
+
+
+def _load(command: str) -> ModuleType:
+    """Import a command's module.
+
+    Raises:
+        ConfigError: it is in a package that is not here, such as the laboratory's.
+    """
+    name = COMMANDS[command][0]
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # What the command itself imports and does not find is another matter.
+        if package == "lockstep" or error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"this command is in the package {package}, which cannot be imported (no module {error.name!r}); "
+            "it comes with lockstep-rl: pip install --force-reinstall --no-deps lockstep-rl, or put all of "
+            "src on PYTHONPATH",
+            code="missing-package",
+            name=package,
+        ) from error
 
 
 def _check_arguments(words: Sequence[str]) -> None:
@@ -181,7 +230,7 @@ def _reported_by_launcher(error: LockstepError) -> bool:
 def usage() -> str:
     """The text of `lockstep --help`."""
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    commands = "\n".join(f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items())
     return (
         "usage: lockstep COMMAND [OPTIONS]\n\n"
         "RL post-training whose parts are interchangeable and proven to agree.\n\n"

@@ -110,7 +110,7 @@ class Refusal(Record):
 
 
 class Stacks(Record):
-    """What a backend is called in `lockstep parity train`: see lab/train_parity/stacks.py."""
+    """What a backend is called in `lockstep parity train`: see src/lockstep_lab/train_parity/stacks.py."""
 
     options: tuple[Literal["tp", "ring", "zero", "deepcompile"], ...] = ()
     """The options that not every backend has."""

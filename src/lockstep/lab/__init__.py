@@ -1,1 +1,0 @@
-"""Experiments on recordings: replay, the compatibility matrix, bisect."""

@@ -1,0 +1,1 @@
+"""The laboratory's commands: one file per command of `lockstep`, imported only when it is asked for."""

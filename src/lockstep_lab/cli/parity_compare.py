@@ -1,0 +1,60 @@
+"""`lockstep parity compare`: the losses of two runs that exist."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lockstep.cli import arguments
+from lockstep.cli.arguments import Flags, above_zero, path
+from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.text import echo
+from lockstep_lab.cli.suites import console
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag."""
+    parser = arguments.command_parser(
+        "lockstep parity compare",
+        "Compare the losses of two runs: run directories, metrics.jsonl, TensorBoard event files or folders, "
+        "trainer_state.json, text logs. Exit status 1: a loss differs by more than the threshold, or is not "
+        "finite.",
+    )
+    parser.add_argument("a", type=path, metavar="A", help="the run that differences are relative to")
+    parser.add_argument("b", type=path, metavar="B", help="the other one")
+    flags = Flags(parser)
+    flags.value("--threshold", above_zero, "largest relative difference", 0.05)
+    flags.value("--key", "NAME", "the key or tag to take from both (without it, a loss is searched for)")
+    flags.value("--key-b", "NAME", "the key of B, if it is different")
+    flags.switch("--common", "compare the steps that both have")
+    flags.value("--plot", path, "draw both curves into this PNG")
+    flags.value("--json", path, "the result, machine-readable")
+    flags.switch("--quiet", "print the verdict only")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: every loss agrees, 1: not.
+
+    Raises:
+        ConfigError: a run cannot be read, has no loss, or another number of them.
+    """
+    args = parser().parse_args(list(argv))
+    for flag, file in (("--json", args.json), ("--plot", args.plot)):
+        check_writable(file, flag=flag)
+    from lockstep_lab.loss_curves.compare import compare_losses, plot, show
+    from lockstep_lab.loss_curves.read import read_losses
+
+    a = read_losses(args.a, key=args.key)
+    b = read_losses(args.b, key=args.key_b or args.key)
+    comparison = compare_losses(a, b, threshold=args.threshold, common=args.common)
+    if not args.quiet:
+        show(comparison, console())
+    if args.plot is not None:
+        plot(comparison, args.plot)
+        if not args.quiet:
+            echo(f"{args.plot}, drawn by matplotlib")
+    if args.json is not None:
+        write_json(args.json, comparison.as_dict())
+    echo(comparison.verdict)
+    return 0 if comparison.ok else 1

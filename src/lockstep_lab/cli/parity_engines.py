@@ -1,0 +1,275 @@
+"""`lockstep parity engines`: the same requests to several engines, held to the trainer's answers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.cli import arguments
+from lockstep.cli.arguments import Flags, above_zero, positive, seconds, seed
+from lockstep.errors import ConfigError, unknown_name
+from lockstep.loop.preflight import check_model
+from lockstep.observe.files import check_writable
+from lockstep_lab.cli.parity import device_of, model_of
+from lockstep_lab.cli.suites import conclude, say
+
+if TYPE_CHECKING:
+    from lockstep.config.engine import EngineConfig
+    from lockstep_lab.engine_parity.run import EngineChoice, EnginesOptions
+
+DEFAULT_ENGINES = "hf,vllm"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag."""
+    parser = arguments.command_parser(
+        "lockstep parity engines",
+        "Give several inference engines the same requests, each in its own process beside a trainer, "
+        "and compare:\ngreedy tokens with the first engine's, logprobs with the trainer's, ids, stops, seeds "
+        "and n; then\neverything again after an update of the weights.\n\nAn engine is hf, vllm, sglang or "
+        "module:Class; NAME=ENGINE gives it a name, so that one can come twice.",
+        epilog="Exit status 1: an engine failed or differs.",
+    )
+    _engine_flags(Flags(parser, "which engines"))
+    _work_flags(Flags(parser, "on what"))
+    _output_flags(Flags(parser, "verdict and output"))
+    return parser
+
+
+def _engine_flags(engines: Flags) -> None:
+    engines.value("--engines", "LIST", "joined by commas; the first is the reference", DEFAULT_ENGINES)
+    engines.many(
+        "--python", "NAME=VALUE", "engine.python: the interpreter that starts its server; repeatable"
+    )
+    engines.many("--url", "NAME=VALUE", "engine.url: a server that is already running; repeatable")
+    engines.many(
+        "--option",
+        "NAME.KEY=VALUE",
+        "a setting of engine (such as vllm.batch_invariant=true), or, where engine has none of that "
+        "name, one of the engine's own, which goes into engine.options; repeatable",
+    )
+
+
+def _work_flags(work: Flags) -> None:
+    work.value("--model", "NAME", default="bundled:smollm2-135m")
+    work.value("--num-layers", positive, "only the first N layers")
+    work.choice(
+        "--dtype",
+        ["auto", "float32", "bfloat16", "float16"],
+        "auto: float32 on a CPU, bfloat16 on a GPU",
+        "auto",
+    )
+    work.choice("--device", ["auto", "cpu", "cuda"], default="auto")
+    work.value("--attention", "KERNEL", "the trainer's", "auto")
+    work.value(
+        "--data",
+        "NAME",
+        "a recipe or .toml file, whose [data] is taken, or what data.source is "
+        "(reasoning_gym:chain_sum; shape: models: ids)",
+    )
+    work.value("--max-prompts", positive, "half of them longer than a cache block", 8)
+    work.value("--max-tokens", positive, "longest completion, in tokens", 32)
+    work.value("--samples", positive, "samples of each prompt", 4)
+    work.value("--temperature", above_zero, "sampling temperature", 0.7, metavar="T")
+    work.switch("--ignore-eos", "completions do not end by themselves")
+    work.choice(
+        "--weights",
+        ["pushed", "folder"],
+        "the engine's first ones: pushed by the trainer, or read by itself (pushed; folder without "
+        "an update)",
+    )
+    work.on_off("--update", "change the weights, push them, and ask everything again (on)", default=True)
+    work.value(
+        "--update-scale",
+        above_zero,
+        "size of the noise, in units of a matrix's root mean square (float32 0.1, else 0.3)",
+    )
+    work.value("--seed", seed, default=0)
+
+
+def _output_flags(output: Flags) -> None:
+    output.value(
+        "--threshold",
+        above_zero,
+        "largest mean logprob gap; one token, and the margin of a tie: ten times that (float32 1e-4, "
+        "float16 0.02, bfloat16 0.05, divided by a temperature below 1)",
+        metavar="NATS",
+    )
+    output.value("--timeout", seconds, "seconds per engine", 900.0)
+    output.results("engines")
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: all engines agree; 1: one does not, or failed; 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: a wrong setting, before anything is started.
+    """
+    args = parser().parse_args(list(argv))
+    check_model(args.model, setting="--model")
+    check_writable(args.json)
+    options = make_options(args, command=shlex.join(["lockstep", "parity", "engines", *argv]))
+    from lockstep_lab.engine_parity.report import progress_line, report
+    from lockstep_lab.engine_parity.run import run_engines
+    from lockstep_lab.suite.report import write_report
+
+    tell = arguments.nothing if args.quiet else say
+    tell(f"parity engines: {options.out}")
+    result = run_engines(options, progress=lambda *event: tell(progress_line(*event)))
+    described = report(result)
+    write_report(described, result.as_dict(), options.out, "engines")
+    return conclude(result, described, args, f"{options.out}/engines.html, engines.md, engines.json")
+
+
+def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptions:
+    """The options of the flags, prompts included.
+
+    Raises:
+        ConfigError, DataError, ModelError: a value that cannot be right.
+    """
+    from lockstep.config.load import check
+    from lockstep.config.rollout import SamplingConfig
+    from lockstep.config.support import AXES, is_kernel
+    from lockstep.config.train import TrainConfig
+    from lockstep_lab.engine_parity.judge import default_threshold
+    from lockstep_lab.engine_parity.prompts import make_prompts, read_data
+    from lockstep_lab.engine_parity.run import EnginesOptions
+
+    engines = parse_engines(args.engines, python=args.python, url=args.url, option=args.option)
+    if args.max_prompts < 2:
+        raise ConfigError(
+            "--max-prompts 1: one short and one long prompt are the least; set 2 or more",
+            code="out-of-range",
+            setting="--max-prompts",
+        )
+    device = device_of(args.device)[0]
+    model = model_of(args, device)
+    train = check({"attention": args.attention}, TrainConfig, origin="--attention")
+    if train.attention != "auto" and not is_kernel(train.attention):
+        kernels = AXES["attention"]
+        raise ConfigError(
+            f"--attention: {unknown_name('attention kernel', train.attention, kernels)}",
+            code="unknown-name",
+            setting="--attention",
+        )
+    check({"temperature": args.temperature}, SamplingConfig, origin="--temperature")
+    prompts = make_prompts(
+        model,
+        read_data(args.data, model=args.model),
+        max_prompts=args.max_prompts,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+    )
+    return arguments.options(
+        EnginesOptions,
+        args,
+        engines=engines,
+        prompts=prompts,
+        model=model,
+        out=args.out or arguments.default_out("engines"),
+        device=device,
+        attention=train.attention,
+        num_samples=args.samples,
+        weights=args.weights or ("pushed" if args.update else "folder"),
+        update_scale=args.update_scale or (0.1 if model.dtype == "float32" else 0.3),
+        threshold=args.threshold or default_threshold(model.dtype, args.temperature),
+        command=command,
+    )
+
+
+def parse_engines(
+    text: str, *, python: Sequence[str] = (), url: Sequence[str] = (), option: Sequence[str] = ()
+) -> list[EngineChoice]:
+    """Parse the engines of `--engines`, with the settings of the other flags.
+
+    Raises:
+        ConfigError: an engine or a setting that cannot be, named with its flag.
+    """
+    from lockstep.engine import ENGINES
+    from lockstep_lab.engine_parity.run import EngineChoice
+
+    settings: dict[str, dict[str, Any]] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, engine = word.partition("=")
+        engine = engine if equals else word
+        name = name if equals else word.rpartition(":")[2]
+        if not name or not engine or (engine not in ENGINES and ":" not in engine):
+            raise ConfigError(
+                f"--engines: {unknown_name('inference engine', engine or word, ENGINES)}",
+                code="unknown-name",
+                setting="--engines",
+            )
+        if name in settings:
+            raise ConfigError(
+                f"--engines names {name} twice; give each a name, such as {name}-2={engine}",
+                code="duplicate",
+                setting="--engines",
+            )
+        settings[name] = {"name": engine}
+    if not settings:
+        raise ConfigError(
+            "--engines is empty; name at least one, such as hf,vllm",
+            code="missing-setting",
+            setting="--engines",
+        )
+    for flag, words in (("python", python), ("url", url)):
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not equals or not value:
+                raise ConfigError(
+                    f"--{flag} {word!r}: write NAME=VALUE, such as {_example(flag)}",
+                    code="wrong-format",
+                    setting=f"--{flag}",
+                )
+            # not resolved: an environment's interpreter is a link, and what it links to is another one
+            settings[_known(name, settings, flag)][flag] = value if flag == "url" else os.path.abspath(value)
+    for word in option:
+        _take_option(word, settings)
+    return [EngineChoice(name=name, config=_checked(name, values)) for name, values in settings.items()]
+
+
+def _example(flag: str) -> str:
+    return "vllm=.venv-vllm/bin/python" if flag == "python" else "sglang=http://127.0.0.1:30000"
+
+
+def _known(name: str, settings: dict[str, dict[str, Any]], flag: str) -> str:
+    if name not in settings:
+        raise ConfigError(
+            f"--{flag}: {unknown_name('engine of --engines', name, settings)}",
+            code="unknown-name",
+            setting=f"--{flag}",
+        )
+    return name
+
+
+def _take_option(word: str, settings: dict[str, dict[str, Any]]) -> None:
+    from lockstep.config.engine import EngineConfig
+    from lockstep.config.load import parse_value
+
+    where, equals, text = word.partition("=")
+    name, dot, key = where.rpartition(".")
+    if not equals or not dot or not key:
+        raise ConfigError(
+            f"--option {word!r}: write NAME.KEY=VALUE, such as vllm.batch_invariant=true",
+            code="wrong-format",
+            setting="--option",
+        )
+    own = settings[_known(name, settings, "option")]
+    if key in ("name", "options"):
+        raise ConfigError(
+            f"--option {word!r}: {key} cannot be set here; name a single setting",
+            code="unsupported-combination",
+            setting="--option",
+        )
+    values = own if key in EngineConfig.model_fields else own.setdefault("options", {})
+    values[key] = parse_value(text, origin=f"--option {where}")
+
+
+def _checked(name: str, values: dict[str, Any]) -> EngineConfig:
+    from lockstep.config.engine import EngineConfig
+    from lockstep.config.load import check
+
+    return check(values, EngineConfig, origin=f"engine {name}")

@@ -1,0 +1,509 @@
+"""`lockstep recording`: what a recording holds, whether it is valid, and parts of it as a new one.
+
+lockstep recording info
+lockstep recording validate runs/demo
+lockstep recording list runs/demo --steps 3:6 --rank 0
+lockstep recording show 7 runs/demo --tokens
+lockstep recording slice runs/demo --out small --steps 0:10 --every 4
+lockstep recording merge rank0 rank1 --out both
+lockstep recording import dump.pt --out imported
+
+Without a path: the corpus that comes with Lockstep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from lockstep.cli import arguments
+from lockstep.errors import ConfigError, LockstepError, RecordingError, unknown_name
+from lockstep.observe.files import check_above, check_writable, write_json
+from lockstep.observe.text import echo, printable
+
+if TYPE_CHECKING:
+    from lockstep.recording.reader import Recording
+    from lockstep.schema.recording import RecordingHeader
+    from lockstep_lab.recording.edit import Edited
+    from lockstep_lab.recording.show import Decoder
+
+RecordingPath = Annotated[Path | None, tyro.conf.Positional]
+PERCENTILES = (0, 50, 90, 99, 100)
+WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """What a recording holds."""
+
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    json: Path | None = None
+    """Write the same to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validate:
+    """Read and check every input; exit status 1 when one is damaged."""
+
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    json: Path | None = None
+    """Write what was found to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """One line per input."""
+
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    steps: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
+    """Inputs of steps A to B - 1."""
+    rank: str | None = None
+    """Ranks: 0 or 0,2-3."""
+    json: Path | None = None
+    """Write the rows to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """One input: its documents as text, the trained tokens marked."""
+
+    index: Annotated[int, tyro.conf.Positional]
+    """Index of the input, as `list` prints it; -1 is the last."""
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    tokens: bool = False
+    """One line per token, with its logprobs, advantage and weight."""
+    ids: bool = False
+    """Show ids, even if the model's tokenizer is available."""
+    json: Path | None = None
+    """Write ids, mask, figures and metadata to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Some inputs, with the weights that they need, as a new recording."""
+
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    out: Path
+    """A directory that does not exist yet."""
+    inputs: str | None = None
+    """Indices: 0,3,8-11."""
+    steps: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
+    """Inputs of steps A to B - 1."""
+    rank: str | None = None
+    """Ranks: 0 or 0,2-3."""
+    every: int = 1
+    """Of the inputs selected so far, keep the first and then every k-th."""
+    weights: bool = True
+    """Copy the weights that the inputs need."""
+    json: Path | None = None
+    """Write what was made to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Merge recordings of one run: of ranks that recorded separately, or of different steps."""
+
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Recordings or run directories."""
+    out: Path
+    """A directory that does not exist yet."""
+    weights: bool = True
+    """Copy the weights that the inputs need."""
+    json: Path | None = None
+    """Write what was made to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Inputs that another framework dumped with torch.save or pickle; the loader executes nothing."""
+
+    source: Annotated[Path, tyro.conf.Positional]
+    """A dump, or a folder of dumps."""
+    out: Path
+    """A directory that does not exist yet."""
+    model: str | None = None
+    """The policy that was fed, as for model.name. None: not known."""
+    timeout: float = 3600.0
+    """Seconds after which the import ends, with nothing written."""
+    json: Path | None = None
+    """Write what was made to this file."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one of COMMANDS; 0, or 1 when what was checked does not hold.
+
+    Raises:
+        RecordingError: the recording is missing or damaged.
+        ConfigError: a wrong argument.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        echo((__doc__ or "").strip())
+        return 0 if argv else 2
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise ConfigError(unknown_name("recording command", name, COMMANDS), code="unknown-name")
+    kind, run = COMMANDS[name]
+    args = tyro.cli(kind, args=rest, prog=f"lockstep recording {name}")
+    check_writable(args.json)
+    if getattr(args, "out", None) is not None:
+        _check_new(args.out)
+    result, status, verdict = run(args)
+    if args.json is not None:
+        write_json(args.json, result)
+    echo(verdict)
+    return status
+
+
+def _check_new(out: Path) -> None:
+    """Raises ConfigError: a recording cannot be made there."""
+    _as_argument("--out", arguments.path, str(out))
+    if os.path.lexists(out):
+        raise ConfigError(
+            f"--out {str(out)!r} exists already; name a directory that does not",
+            code="already-exists",
+            setting="--out",
+        )
+    check_above(out)
+
+
+Result = tuple[dict[str, Any], int, str]
+"""A command's result: JSON, exit status, verdict."""
+
+
+# --- info ---------------------------------------------------------------------------------------------------
+
+
+def info(args: Info) -> Result:
+    """Header, counts, lengths, what is stored."""
+    from lockstep.recording import Recording
+
+    recording = Recording.open(args.path)
+    facts = describe(recording)
+    for name, value in facts.items():
+        text = f"{value[0]} to {value[1]}" if name == "steps" else _plain(value)
+        head = f"{name.replace('_', ' '):>21}  "
+        echo(textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+    end = "" if recording.closed else "; its run still records, or ended in the middle"
+    return facts, 0, f"recording: {len(recording)} inputs, {facts['tokens']:,} tokens, {recording.path}{end}"
+
+
+def describe(recording: Recording) -> dict[str, Any]:
+    """The values that `info` prints, for JSON."""
+    header, metas = recording.header, recording.metas
+    stored = Counter(name for i in range(len(recording)) for name in recording.stored(i))
+    outputs = [recording.outputs_of(i) for i in range(len(recording))]
+    tokens = [sum(lengths) for lengths in recording.lengths]
+    steps = [meta.step for meta in metas]
+    return {
+        "path": recording.path,
+        "closed": recording.closed,
+        "created": header.created,
+        "framework": header.framework,
+        "versions": header.versions,
+        "model": header.model,
+        "vocab_size": header.vocab_size,
+        "algorithm": header.algorithm,
+        "temperature": header.temperature,
+        "max_tokens": header.max_tokens,
+        "axes": header.axes,
+        "capacity": header.capacity,
+        "device_name": header.device_name,
+        "world_size": header.world_size,
+        "ranks": recording.ranks,
+        "mesh": header.mesh,
+        "notes": header.notes,
+        "inputs": len(recording),
+        "outcomes": dict(Counter(meta.outcome for meta in metas)),
+        "steps": [min(steps), max(steps)],
+        "updates": len({meta.update for meta in metas}),
+        "documents": sum(map(len, recording.lengths)),
+        "tokens": sum(tokens),
+        "tokens_of_an_input": percentiles(tokens),
+        "documents_of_an_input": percentiles([len(lengths) for lengths in recording.lengths]),
+        "tokens_of_a_document": percentiles([n for lengths in recording.lengths for n in lengths]),
+        "with_outputs": sum(one is not None for one in outputs),
+        "stored": dict(sorted(stored.items())),
+        "bytes": recording.size_bytes(),
+        "weights": weights_of(recording),
+    }
+
+
+def percentiles(values: Sequence[int]) -> dict[str, int]:
+    """Percentile -> the smallest value that so many percent do not exceed."""
+    ordered = sorted(values)
+    return {f"p{p}": ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in PERCENTILES}
+
+
+def weights_of(recording: Recording) -> dict[str, Any]:
+    """Count the inputs whose weights are stored, by folder; no file of weights is read."""
+    counts = Counter(meta.checkpoint for meta in recording.metas if meta.checkpoint is not None)
+    stored = {name for name in counts if (recording.path / name / "model.safetensors").is_file()}
+    return {
+        "fingerprints": len({meta.weights for meta in recording.metas} - {None}),
+        "inputs_with_stored_weights": sum(count for name, count in counts.items() if name in stored),
+        "folders": sorted(stored),
+        "missing": sorted(set(counts) - stored),
+    }
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{printable(str(k))} {_plain(v)}" for k, v in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value)) or "none"
+    return f"{value:,}" if type(value) is int else printable(str(value))
+
+
+# --- validate, list, show -----------------------------------------------------------------------------------
+
+
+def validate(args: Validate) -> Result:
+    """Every check on every input, and on what a replay takes of the header and the weights."""
+    from lockstep.recording import Recording
+    from lockstep.recording.replayable import header_problems, weights_problems
+
+    try:
+        recording = Recording.open(args.path)
+    except RecordingError as error:
+        echo(error)
+        return {"valid": False, "problems": [str(error)], "inputs": 0}, 1, "validate: damaged"
+    in_header = list(header_problems(recording.header))
+    in_weights: Counter[str] = Counter()
+    for text, count in weights_problems(recording):
+        in_weights[text] += count
+    problems: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    for row in recording.validate():
+        problems.update([row.problem] if row.problem is not None else [])
+        notes.update(row.notes)
+    bad, good = sum(problems.values()), not problems and not in_header and not in_weights
+    missing = weights_of(recording)["missing"]
+    lines = in_header + [f"{text} ({count} inputs)" for text, count in (in_weights + problems).items()]
+    lines += [f"note: {text} ({count} inputs)" for text, count in notes.items()]
+    if missing:
+        lines.append(f"note: weights are named that are not there: {', '.join(missing)}")
+    if not recording.closed:
+        lines.append("note: the recording was not closed: its run still records, or ended in the middle")
+    for line in lines:
+        echo(line)
+    result = {
+        "valid": good,
+        "inputs": len(recording),
+        "damaged_inputs": bad,
+        "problems": [*in_header, *in_weights, *problems],
+        "notes": list(notes),
+        "missing_weights": missing,
+        "closed": recording.closed,
+    }
+    return result, int(not good), f"validate: {_verdict(len(recording), bad, in_header, in_weights)}"
+
+
+def _verdict(inputs: int, bad: int, in_header: Sequence[str], in_weights: Mapping[str, int]) -> str:
+    parts = [f"{bad} of {inputs} inputs are damaged"] if bad else []
+    parts += (
+        [f"the weights of {sum(in_weights.values())} of {inputs} inputs are damaged"] if in_weights else []
+    )
+    parts += ["a replay refuses recording.json"] if in_header else []
+    return "; ".join(parts) or f"{inputs} inputs are valid"
+
+
+def list_inputs(args: List) -> Result:
+    """One line per input."""
+    from lockstep.recording import Recording
+
+    recording = Recording.open(args.path)
+    chosen = _selection(args.steps, args.rank).of(recording)
+    rows = [list_row(recording, index) for index in chosen]
+    echo(
+        f"{'index':>6} {'step':>6} {'update':>6} {'micro':>7} {'rank':>4} {'docs':>5} {'tokens':>7} "
+        f"{'longest':>7} {'reward':>8} {'loss':>11}  outcome"
+    )
+    for row in rows:
+        reward = "" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
+        loss = "" if row["loss"] is None else f"{row['loss']:.4g}"
+        echo(
+            f"{row['index']:>6} {row['step']:>6} {row['update']:>6} {row['micro_batch']:>7} {row['rank']:>4} "
+            f"{row['documents']:>5} {row['tokens']:>7} {row['longest']:>7} {reward:>8} {loss:>11}  "
+            f"{row['outcome']}{', no documents' if recording.metas[row['index']].unusable else ''}"
+        )
+    tokens = sum(row["tokens"] for row in rows)
+    return {"inputs": rows}, 0, f"list: {len(rows)} of {len(recording)} inputs, {tokens:,} tokens"
+
+
+def list_row(recording: Recording, index: int) -> dict[str, Any]:
+    """One input without its tensors; JSON values."""
+    meta, lengths = recording.metas[index], recording.lengths[index]
+    outputs = recording.outputs_of(index)
+    rewards = [float(d["reward"]) for d in meta.documents if isinstance(d.get("reward"), (int, float))]
+    return {
+        "index": index,
+        "step": meta.step,
+        "update": meta.update,
+        "micro_batch": meta.micro_batch,
+        "rank": meta.rank,
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "loss": None if outputs is None else outputs[0],
+        "outcome": meta.outcome,
+    }
+
+
+def show(args: Show) -> Result:
+    """One input as text."""
+    from lockstep.recording import Recording
+    from lockstep_lab.recording.show import Style, show_input
+
+    recording = Recording.open(args.path)
+    if not -len(recording) <= args.index < len(recording):
+        raise ConfigError(
+            f"input {args.index} is not there; the recording has inputs 0 to {len(recording) - 1}",
+            code="out-of-range",
+        )
+    recorded = recording[args.index]
+    decoder, why = (None, "--ids") if args.ids else find_decoder(recording.header)
+    style = Style(decoder=decoder, tokens=args.tokens, color=sys.stdout.isatty())
+    for line in show_input(recorded, style):
+        print(line)  # noqa: T201 its text is escaped, and its colours are ours
+    batch, outputs = recorded.batch, recorded.outputs
+    result = {
+        **list_row(recording, args.index % len(recording)),
+        "meta": asdict(recorded.meta),
+        "lengths": batch.lengths[: len(batch.sample_ids)],
+        "sample_ids": batch.sample_ids,
+        "token_ids": batch.token_ids[: batch.num_tokens].tolist(),
+        "loss_mask": batch.loss_mask[: batch.num_tokens].tolist(),
+        "logprobs": None
+        if outputs is None or outputs.logprobs is None
+        else outputs.logprobs[: batch.num_tokens].tolist(),
+    }
+    note = "" if decoder is not None else f"; ids only ({why})"
+    return result, 0, f"show: input {args.index} of {len(recording)}, {batch.num_tokens} tokens{note}"
+
+
+def find_decoder(header: RecordingHeader) -> tuple[Decoder | None, str]:
+    """The tokenizer of the recorded model, or why there is none. No code that a model
+    brings is run, and nothing is downloaded.
+    """
+    from lockstep.models.load import load_tokenizer
+    from lockstep.recording.replayable import recorded_model
+
+    try:
+        config = recorded_model(header)
+        tokenizer = load_tokenizer(config, local_only=True)
+    except LockstepError as error:
+        return None, f"its tokenizer cannot be loaded: {printable(str(error).splitlines()[0])}"
+    if tokenizer is None:
+        return None, f"{config.name} has no tokenizer"
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), ""
+
+
+# --- slice, merge, import -----------------------------------------------------------------------------------
+
+
+def slice_inputs(args: Slice) -> Result:
+    """Some inputs as a recording of its own."""
+    from lockstep.recording import Recording
+    from lockstep_lab.recording.edit import slice_recording
+
+    _as_argument("--every", arguments.positive, str(args.every))
+    indices = None if args.inputs is None else _numbers("--inputs", args.inputs)
+    selection = _selection(args.steps, args.rank, indices=indices, every=args.every)
+    recording = Recording.open(args.path)
+    edited = slice_recording(recording, args.out, selection, weights=args.weights)
+    return _edited("slice", edited, f" of {len(recording)}")
+
+
+def merge(args: Merge) -> Result:
+    """Several recordings of one run as one."""
+    from lockstep.recording import Recording
+    from lockstep_lab.recording.edit import merge_recordings
+
+    recordings = [Recording.open(path) for path in args.paths]
+    edited = merge_recordings(recordings, args.out, weights=args.weights)
+    return _edited("merge", edited, f" of {len(recordings)} recordings")
+
+
+def _edited(name: str, edited: Edited, of: str) -> Result:
+    if edited.without_weights:
+        echo(
+            f"{edited.without_weights} inputs name no stored weights: a replay takes the model's own, and "
+            "says so "
+            "if their fingerprint differs"
+        )
+    weights = f", weights {', '.join(edited.weights)}" if edited.weights else ", no weights"
+    verdict = f"{name}: {edited.inputs} inputs{of}{weights}, written to {edited.path}"
+    return asdict(edited), 0, verdict
+
+
+def _as_argument(flag: str, parse: Callable[[str], Any], text: str) -> Any:
+    """Parse a flag's text with `parse`, a type of argparse's. Raises ConfigError."""
+    try:
+        return parse(text)
+    except (argparse.ArgumentTypeError, ValueError) as error:  # the latter: thousands of digits
+        raise ConfigError(f"{flag} {error}", code="wrong-format", setting=flag) from None
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    from lockstep_lab.recording.edit import parse_numbers
+
+    try:
+        return parse_numbers(text, what=flag)
+    except RecordingError as error:
+        raise error.with_message(str(error), kind=ConfigError) from None
+
+
+def _selection(steps: str | None, rank: str | None, **more: Any) -> Any:
+    from lockstep_lab.recording.edit import Selection
+
+    first, end = (None, None) if steps is None else _as_argument("--steps", arguments.steps, steps)
+    last = None if end is None else end - 1
+    ranks = None if rank is None else _numbers("--rank", rank)
+    return Selection(first_step=first, last_step=last, ranks=ranks, **more)
+
+
+def import_inputs(args: Import) -> Result:
+    """A dump of another framework as a recording."""
+    from lockstep.recording import Recording
+    from lockstep_lab.recording.importers.dumps import Pace, import_dump
+
+    _as_argument("--timeout", arguments.seconds, str(args.timeout))
+    if args.model is not None:
+        from lockstep.config.load import check
+        from lockstep.config.model import ModelConfig
+
+        check({"name": args.model}, ModelConfig, origin="--model")
+    pace = Pace(seconds=args.timeout, say=lambda line: echo(printable(line), file=sys.stderr, flush=True))
+    report = import_dump(args.source, args.out, model=args.model, pace=pace)
+    echo("\n".join(report.lines()))
+    recording = Recording.open(args.out)
+    tokens = sum(map(sum, recording.lengths))
+    verdict = f"import: {len(recording)} inputs, {tokens:,} tokens, written to {args.out}"
+    return {**report.as_dict(), "tokens": tokens}, 0, verdict
+
+
+COMMANDS: dict[str, tuple[Any, Callable[[Any], Result]]] = {
+    "info": (Info, info),
+    "validate": (Validate, validate),
+    "list": (List, list_inputs),
+    "show": (Show, show),
+    "slice": (Slice, slice_inputs),
+    "merge": (Merge, merge),
+    "import": (Import, import_inputs),
+}
+"""Command -> its arguments, and what runs it."""

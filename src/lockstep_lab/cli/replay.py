@@ -1,0 +1,239 @@
+"""`lockstep replay`: feed recorded inputs to the policy again, under any kernel, layout and backend.
+
+lockstep replay --max-inputs 5
+lockstep replay runs/demo --compile --flash-attn
+lockstep replay runs/demo --preset all-off --num-layers 2 --no-backward
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.cli import arguments
+from lockstep.cli.arguments import Flags, count, positive, seconds
+from lockstep.errors import ConfigError
+from lockstep.observe.files import check_writable
+from lockstep_lab.cli import replay_ranks
+from lockstep_lab.cli.replay_output import Progress, conclude
+
+if TYPE_CHECKING:
+    from lockstep.recording import Recording
+    from lockstep_lab.replay.cell import ReplayOptions
+
+_CELL_FIELDS = (
+    *("attention", "layout", "padding_side", "dtype", "activation_checkpointing", "batch_invariant"),
+    *("zero_stage", "num_layers", "model", "ranks"),
+)
+"""Fields of Cell with a flag of the same name."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag."""
+    parser = arguments.command_parser("lockstep replay", __doc__)
+    parser.add_argument(
+        "recording", nargs="?", help="a recording, or a run directory; without it the shipped corpus"
+    )
+    # torch's launchers give it; nobody else does
+    parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    _input_flags(Flags(parser, "which inputs"))
+    _cell_flags(Flags(parser, "under what (default: as recorded, resolved for this device)"))
+    _work_flags(Flags(parser, "what is done"))
+    _output_flags(Flags(parser, "output"))
+    return parser
+
+
+def _input_flags(inputs: Flags) -> None:
+    inputs.value("--max-inputs", positive, "at most N inputs")
+    inputs.value("--inputs", _indices, "these inputs, such as 3,7,10-20", metavar="LIST")
+    inputs.value("--steps", arguments.steps, "inputs of steps A to B - 1")
+    inputs.switch(
+        "--shuffle-inputs",
+        "in random order; several ranks get inputs of different lengths in the same step (2 simulated "
+        "ones unless --ranks says how many)",
+    )
+    inputs.value("--random-seed", arguments.seed, "seed of the random order", 0)
+
+
+def _cell_flags(cell: Flags) -> None:
+    cell.choice("--preset", ["all-off"], "all-off: padded, sdpa, eager; other flags still apply")
+    cell.on_off("--flash-attn", "--attention varlen, or --attention sdpa")
+    cell.value("--attention", "KERNEL", "sdpa, varlen, flex or hf:NAME")
+    cell.on_off("--compile", "every block of layers by torch.compile")
+    cell.switch("--joint", "the whole decoder as one graph")
+    cell.switch("--deepcompile", "DeepSpeed's compiler")
+    cell.on_off("--packing", "documents end to end, or one per row with pads")
+    cell.choice(
+        "--layout",
+        ["packed", "padded", "shared"],
+        "--packing, --no-packing, or packed with common prefixes computed once",
+    )
+    cell.choice("--padding-side", ["left", "right"], "side on which --no-packing pads")
+    cell.value("--capacity", positive, "static capacity of compiled packs", metavar="TOKENS")
+    cell.choice("--dtype", ["float32", "bfloat16", "float16"], "of the model")
+    cell.value("--device", "NAME", "auto, cpu, cuda or cuda:N", "auto")
+    cell.choice("--zero-stage", [0, 1, 2, 3], "by DeepSpeed, at this stage")
+    cell.value("--num-layers", positive, "only the first N layers")
+    cell.on_off("--activation-checkpointing", "less memory, more time")
+    cell.on_off("--batch-invariant", "as train.batch_invariant")
+    cell.value("--model", "NAME", "instead of the recorded one: folder, hub name, shape:NAME")
+    cell.switch("--trust-remote-code", "run Python code that comes with a hub model")
+    cell.value("--ranks", arguments.ranks, "start this many processes on this machine (1)")
+    cell.switch("--simulate", "the ranks of --ranks in this one process")
+    cell.switch("--no-guard", "ranks do not agree before a step: those without an input skip it")
+    cell.value("--rank-timeout", seconds, "how long a rank waits for another (300; 20)")
+
+
+def _work_flags(work: Flags) -> None:
+    work.choice("--loss", ["recorded", "logprob-sum", "cross-entropy"], default="recorded")
+    work.on_off("--backward", "compute gradients", default=True)
+    work.switch("--optimizer-step", "take a real step after each input, which changes the weights")
+    work.value("--warmup", count, "first run N inputs unmeasured", 0)
+    work.value("--timeout", seconds, "end the replay when one input takes longer, in the warm-up too")
+    work.value(
+        "--max-memory",
+        arguments.above_zero,
+        "refuse an input whose estimated memory is larger (all memory of the device)",
+        metavar="GIB",
+    )
+
+
+def _output_flags(output: Flags) -> None:
+    output.results("replay", json="write the summary to this file too")
+    output.switch("--keep-outputs", "write logprobs and gradients to DIR/outputs.safetensors")
+    output.value("--gradient-inputs", count, "number of inputs whose gradients are kept", 8)
+    output.value("--gradient-entries", positive, "entries kept of one parameter's gradient", 2**20)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay; 0 when every input ran, 1 when one failed, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError, RecordingError, ModelError: before the first forward.
+    """
+    args = parser().parse_args(list(argv))
+    from lockstep.models.quiet import quiet_transformers
+    from lockstep_lab.replay.results import ReplayFiles, check_fresh
+
+    check_writable(args.json)
+    out = args.out if args.out is not None else arguments.default_out("replay")
+    if os.environ.get("RANK", "0") == "0":  # other ranks come when rank 0 has begun to write there
+        check_fresh(out)
+    recording, options = open_options(args)
+    if on_ranks(args, os.environ):
+        return replay_ranks.main(args, argv, recording, options, out)
+    from lockstep_lab.replay.run import replay
+
+    files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
+    try:
+        with Progress(files, quiet=args.quiet) as progress, quiet_transformers():
+            result = replay(recording, options, files=files, on_ready=progress.ready, on_row=progress.row)
+        return conclude(result, files, copy=args.json, quiet=args.quiet)
+    finally:
+        files.close()
+
+
+def parse(argv: Sequence[str]) -> tuple[Recording, ReplayOptions]:
+    """Open the recording and resolve the options of the arguments of `lockstep replay`.
+
+    Raises:
+        SystemExit: 0 after --help; 2 after telling about an unknown flag or a value of the wrong type.
+        ConfigError, RecordingError: for everything else that cannot be right.
+    """
+    return open_options(parser().parse_args(list(argv)))
+
+
+def open_options(args: argparse.Namespace) -> tuple[Recording, ReplayOptions]:
+    """Open the recording, and resolve the cell for this device."""
+    overrides = cell_fields(args)
+    from lockstep.recording import Recording
+
+    recording = Recording.open(args.recording)
+    return recording, make_options(args, recording, overrides)
+
+
+def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of Cell that the flags set.
+
+    Raises:
+        ConfigError: flags that contradict each other.
+    """
+    if args.flash_attn is not None and args.attention is not None:
+        raise ConfigError(
+            "--flash-attn and --attention both choose the kernel; give one of them",
+            code="contradiction",
+            setting="--attention",
+        )
+    modes = {"--compile": args.compile is not None, "--joint": args.joint, "--deepcompile": args.deepcompile}
+    if sum(modes.values()) > 1:
+        both = " and ".join(name for name, fields in modes.items() if fields)
+        raise ConfigError(f"{both} both choose the execution mode; give one of them", code="contradiction")
+    if args.optimizer_step and not args.backward:
+        raise ConfigError(
+            "--optimizer-step needs gradients; leave --no-backward out",
+            code="contradiction",
+            setting="--optimizer-step",
+        )
+    fields: dict[str, Any] = {}
+    if args.preset == "all-off":
+        from lockstep_lab.replay.cell import ALL_OFF
+
+        fields |= ALL_OFF
+    fields |= {name: value for name in _CELL_FIELDS if (value := getattr(args, name)) is not None}
+    if args.flash_attn is not None:
+        fields["attention"] = "varlen" if args.flash_attn else "sdpa"
+    if args.compile is not None:
+        fields["execution"] = "compile" if args.compile else "eager"
+    if args.joint or args.deepcompile:
+        fields["execution"] = "joint" if args.joint else "deepcompile"
+    if args.packing is not None and args.layout is not None:
+        raise ConfigError(
+            "--packing and --layout both choose the layout; give one of them",
+            code="contradiction",
+            setting="--packing",
+        )
+    if args.packing is not None:
+        fields["layout"] = "packed" if args.packing else "padded"
+    return fields
+
+
+def make_options(
+    args: argparse.Namespace, recording: Recording, overrides: Mapping[str, Any]
+) -> ReplayOptions:
+    """The options of the flags, for this recording. Raises ConfigError, RecordingError."""
+    from lockstep_lab.replay.cell import ReplayOptions, resolve_cell
+
+    cell, notes = resolve_cell(recording.header, device=args.device, overrides=overrides)
+    if args.capacity is not None and (cell.execution == "eager" or cell.layout == "padded"):
+        notes += (f"--capacity {args.capacity} changes nothing here: it is for packs of a compiled cell",)
+    return arguments.options(
+        ReplayOptions,
+        args,
+        cell=cell,
+        notes=notes,
+        shuffle=args.shuffle_inputs,
+        seed=args.random_seed,
+        max_memory=None if args.max_memory is None else int(args.max_memory * 2**30),
+    )
+
+
+def on_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> bool:
+    """Whether several ranks are requested, or a launcher started this process as one of them."""
+    launched = "RANK" in environ and "WORLD_SIZE" in environ
+    several = (args.ranks or 1) > 1
+    return launched or several or args.simulate or args.shuffle_inputs or args.local_rank is not None
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    indices: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of inputs; write it like 3,7,10-20")
+        low, high = int(first), int(last) if dash else int(first)
+        if high < low or high - low >= 10**7:
+            raise argparse.ArgumentTypeError(f"{part!r} is not a range of inputs; write it like 10-20")
+        indices += range(low, high + 1)
+    return tuple(indices)
