@@ -1,5 +1,4 @@
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +10,10 @@ from lockstep_lab.step_bench.job import (
     BenchOutcome,
     BenchWork,
     give_turn,
-    peak_flops,
     read_times,
     read_turn,
     requests,
     samples,
-    training_flops,
 )
 from lockstep_lab.step_bench.worker import PhaseClock
 from lockstep_lab.suite.job_files import read_lines
@@ -91,21 +88,6 @@ def test_lengths_are_spread_like_those_of_rollouts() -> None:
     # median 0.2 x longest, sigma of the logarithm 0.8
     assert drawn.median() == pytest.approx(0.2 * 4096, rel=0.05)
     assert drawn.log().std() == pytest.approx(0.8, rel=0.07)
-
-
-def test_flops_by_hand() -> None:
-    config = SimpleNamespace(hidden_size=8, num_attention_heads=2, num_hidden_layers=3)
-    # 6 x 100 x (4 + 2); attention 3 x 2 x 2 heads x 4 head_dim x 3 layers x (16 + 4)
-    assert training_flops(config, parameters=100, lengths=[4, 2]) == 3600 + 3 * 2 * 2 * 4 * 3 * 20
-    config.head_dim = 16
-    assert training_flops(config, parameters=0, lengths=[1]) == 3 * 2 * 2 * 16 * 3
-
-
-def test_peaks_of_known_gpus() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("Some GPU") is None
 
 
 def test_turns_and_rows(tmp_path) -> None:

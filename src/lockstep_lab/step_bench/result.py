@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.models.flops import utilisation
 from lockstep_lab.step_bench.job import BenchOutcome, Ready, StepTimes
 from lockstep_lab.suite.result import SuiteResult, SuiteRow
 
@@ -73,7 +74,7 @@ class CellResult(SuiteRow):
         seconds, outcome = self.median("train"), self.outcome
         if not seconds or outcome is None or outcome.peak_flops is None:
             return None
-        return outcome.training_flops / seconds / outcome.peak_flops
+        return utilisation(outcome.training_flops, seconds=seconds, peak=outcome.peak_flops)
 
     def ratio(self, reference: CellResult, phase: str) -> float | None:
         """Of this cell's seconds to the reference's: the median over turns, each beside the other cell's step

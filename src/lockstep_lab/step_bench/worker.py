@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, EngineError, LockstepError, ModelError
+from lockstep.models.flops import peak_flops, training_flops
 from lockstep.observe.files import write_json
 from lockstep.ranks.launch import in_launcher
 from lockstep_lab.step_bench.job import (
@@ -22,11 +23,9 @@ from lockstep_lab.step_bench.job import (
     BenchOutcome,
     Ready,
     StepTimes,
-    peak_flops,
     read_turn,
     requests,
     samples,
-    training_flops,
 )
 from lockstep_lab.suite.worker import Worker, append_rows, clock, leave_with, watched
 
