@@ -34,10 +34,10 @@ from lockstep.config.load import load_run
 from lockstep.engine.build import make_engine
 from lockstep.loop.build import OnlineParts, build_online
 from lockstep.models.causal_lm import text_config
+from lockstep.models.flops import peak_flops, training_flops
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.batch import PolicySample, policy_samples, rollout_samples
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams, Trajectory
-from lockstep_lab.step_bench.job import peak_flops, training_flops
 
 LENGTHS = json.loads(Path(__file__).with_name("lengths.json").read_text())["rl_32"]
 KINDS = {
