@@ -393,6 +393,11 @@ HELD = [
     {"engine": {"name": "vllm", "python": "/p", "options": {"hf_token": KEY}}},
     {"data": {"source": f"https://me:{KEY}@example.org/rows.jsonl"}},
     {"log": {"wandb_project": "hf_" + "a1" * 17}},
+    *(
+        {"log": {"wandb_project": f"sk-{key}"}}
+        for key in ("a1" * 24, "proj-x_-" + "a1" * 24, "ant-api03-" + "a1" * 46)
+    ),
+    {"data": {"columns": {"secret": "hf_" + "a1" * 17}}},
 ]
 
 
@@ -410,6 +415,11 @@ FREE = [
     {"engine": {"name": "vllm", "python": "/p", "env": {"TOKENIZERS_PARALLELISM": "false"}}},
     {"engine": {"name": "vllm", "python": "/p", "env": {"GOOGLE_APPLICATION_CREDENTIALS": "/keys/mine"}}},
     {"engine": {"name": "vllm", "python": "/p", "env": {"HTTPS_PROXY": "http://proxy:3128"}}},
+    {"data": {"system_prompt": "You advise the bearer according to the certificates of 2024."}},
+    {"data": {"source": "data/sk-SK-translated-instructions-2024.jsonl"}},  # Slovak
+    {"data": {"source": "data/sk-wikipedia_instructions_v2/rows.jsonl"}},
+    {"data": {"source": "words.jsonl", "columns": {"secret": "word", "password": "hint"}}},
+    {"eval": {"kinds": {"password": "[Pp]assword"}}},
 ]
 
 

@@ -19,6 +19,8 @@ from lockstep.observe.text import printable
 
 _SECRET_PLACES = ("secrets", "token_env")
 """Settings that say where a secret is; each has a check of its own."""
+_OWN_WORDS = ("columns", "kinds")
+"""Tables whose keys are columns of the data and kinds of its prompts: one may be called secret."""
 _LARGEST, _SMALLEST = 1e30, 1e-30
 _COLDEST = 1e-4
 
@@ -148,5 +150,5 @@ class Config(Record):
                 instead = "put it into an environment variable or a file of mode 0600"
                 if "secrets" in type(self).model_fields:
                     instead += ", and write where it is: secrets = {NAME = 'env:VARIABLE'} or 'file:/path'"
-                check_no_secret(name, value, instead=instead)
+                check_no_secret(name, value, instead=instead, by_name=name not in _OWN_WORDS)
         return self

@@ -24,10 +24,13 @@ from lockstep.redaction import hide, names_secret
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST_BYTES = 65536
 _WELL_KNOWN = re.compile(
-    r"(?<![A-Za-z0-9_])(sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    # With a digit in a run of letters: sk-SK-instructions is a data set in Slovak.
+    r"(?<![A-Za-z0-9_])(sk-[A-Za-z0-9_-]{0,200}?(?<![A-Za-z0-9])(?=[A-Za-z]{0,99}[0-9])[A-Za-z0-9]{16}"
+    r"|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}"
     r"|github_pat_[A-Za-z0-9_]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|AKIA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}"
     r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY-----)"
-    r"|(?i:\bbearer +[A-Za-z0-9._~+/-]{8,})"
+    # No English word follows: "the bearer certificates" is a prompt.
+    r"|(?i:\bbearer +(?:(?=[A-Za-z._~+/-]{0,99}[0-9])[A-Za-z0-9._~+/-]{8}|[A-Za-z0-9._~+/-]{24}))"
 )
 """Beginnings that services give their keys, a token of JSON, a private key, a header."""
 
@@ -91,17 +94,18 @@ def _read_file(path: str, setting: str) -> str:
         raise ConfigError(f"{setting}: {path} is not text", code="not-text", setting=setting) from error
 
 
-def check_no_secret(name: str, value: Any, *, instead: str) -> None:
+def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True) -> None:
     """Check that neither the setting `name` nor anything in it is a secret.
 
     Args:
         instead: what to do with a secret of this table.
+        by_name: False: the keys of this table are the user's own words, and say nothing about the values.
 
     Raises:
         ConfigError: it is one; the text does not have it.
     """
     for path, text in _texts(name, value):
-        why = _why_secret(path.rpartition(".")[2], text)
+        why = _why_secret(path.rpartition(".")[2] if by_name else "", text)
         if why is not None:
             raise ConfigError(
                 f"{printable(path)} {why}, and everybody who can read config.toml would have it; {instead}",
