@@ -353,6 +353,7 @@ def test_a_score_of_zero_is_not_missing() -> None:
         ("34", 1.0),
         (34, 1.0),
         (34.0, 1.0),
+        pytest.param(10**400, 0.0, id="beyond any float"),
         (["34"], 1.0),
         (decimal.Decimal(34), 1.0),
         ("35", 0.0),

@@ -318,7 +318,8 @@ def _answer_text(row: Mapping[str, Any]) -> str:
         )
     value = row["answer"]
     one = value[0] if isinstance(value, list) and len(value) == 1 else value
-    number = isinstance(one, int | float | Decimal) and not isinstance(one, bool) and math.isfinite(one)
+    # isfinite of a whole number beyond any float is an OverflowError.
+    number = type(one) is int or (isinstance(one, float | Decimal) and math.isfinite(one))
     if number or isinstance(one, str):
         return str(one)
     keys = f" with the keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
