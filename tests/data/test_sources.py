@@ -34,6 +34,17 @@ def test_every_kind_of_file_gives_the_same_rows(jsonl: Path, tmp_path: Path) -> 
         assert load_rows(DataConfig(source=str(tmp_path / name))) == ROWS, name
 
 
+def test_columns_that_our_parquet_files_say_are_json_are_read_so(tmp_path: Path) -> None:
+    """Also where pyarrow has selected columns, and kept the metadata that names all."""
+    metadata = {b"lockstep.json_columns": b'["row", "rewards"]'}
+    table = pyarrow.table({"prompt": ["a", "b"], "rewards": ['{"math": 1}', None]})
+    pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / "a.parquet")
+    assert load_rows(DataConfig(source=str(tmp_path / "a.parquet"))) == [
+        {"prompt": "a", "rewards": {"math": 1}},
+        {"prompt": "b", "rewards": None},
+    ]
+
+
 def test_skip_and_size_choose_rows(jsonl: Path) -> None:
     assert load_rows(DataConfig(source=str(jsonl), skip=1, size=2)) == ROWS[1:3]
     with raises(DataError, "nothing-left: data.skip"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,58 +110,81 @@ def foreign_errors(what: str, *more: type[Exception]) -> Iterator[None]:
         raise DataError(f"{what} ({type(error).__name__}: {text})", code="cannot-read") from error
 
 
-def restored(
-    row: Mapping[str, Any], schema: Any, *, rendered: Collection[str], where: str, decoded: bool = False
-) -> dict[str, Any]:
-    """Return a row that Arrow kept as it was before: in the columns `rendered`, without the keys that Arrow
-    adds, as nulls, because another row has them. Arrow does not tell those from nulls that were written, so
-    that these go, too; values of its type for JSON keep theirs, and become what the JSON says.
+def restorer(
+    schema: Any, *, rendered: Collection[str], source: str, decoded: bool = False
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that makes of a row that Arrow kept what it was before: in the columns `rendered`
+    without the keys that Arrow adds, as nulls, because another row has them. Arrow does not tell those from
+    nulls that were written, so that these go, too; values of its type for JSON keep theirs, and become what
+    the JSON says. So do texts of columns that a Parquet file of ours says are JSON.
 
     Args:
-        schema: the Arrow schema of the row.
-        decoded: values of JSON are no text any more.
+        schema: the Arrow schema of the rows, which is read here once: for each row that would take longer
+            than the row.
+        decoded: values of Arrow's type for JSON are no text any more.
 
-    Raises:
-        DataError: a value of the type for JSON is no JSON.
+    The function raises DataError for a value that should be JSON and is none.
     """
-    result = dict(row)
-    for name, value in row.items():
-        if value is not None and (position := schema.get_field_index(name)) >= 0:
-            kind = schema.field(position).type
-            result[name] = _restored(value, kind, f"{where}, {name}", (name in rendered, decoded))
-    return result
-
-
-def with_json(row: Mapping[str, Any], schema: Any, *, where: str) -> dict[str, Any]:
-    """Return a row of a Parquet file, with the columns parsed that ours say are JSON.
-
-    Raises:
-        DataError: one of them is no JSON.
-    """
-    result = dict(row)
+    changes: dict[str, _Change] = {}
+    for field in schema:
+        how = _Kept(drop=field.name in rendered, decoded=decoded, where=f"{source}, {field.name}")
+        if (change := _change(field.type, how)) is not None:
+            changes[field.name] = change
     for name in json.loads((schema.metadata or {}).get(JSON_COLUMNS, b"[]")):
-        if result[name] is not None:
-            result[name] = parse_value(result[name].encode(), where)
-    return result
+        changes[name] = _Kept(drop=False, decoded=False, where=f"{source}, {name}").parsed
+
+    def restored(row: dict[str, Any]) -> dict[str, Any]:
+        for name, change in changes.items():
+            if (value := row.get(name)) is not None:  # what selects columns of our files keeps their metadata
+                row[name] = change(value)
+        return row
+
+    return restored
 
 
-def _restored(value: Any, kind: Any, where: str, how: tuple[bool, bool]) -> Any:
+_Change = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """How a column is restored."""
+
+    drop: bool
+    """Nulls of objects."""
+    decoded: bool
+    where: str
+
+    def parsed(self, value: Any) -> Any:
+        return parse_value(value.encode(), self.where) if isinstance(value, str) else value
+
+
+def _change(kind: Any, how: _Kept) -> _Change | None:
+    """What restores a value of this Arrow type that is not null; None: it is as it was."""
     import pyarrow.types as types
 
-    drop, decoded = how
-    if isinstance(value, str):
-        is_json = not decoded and getattr(kind, "extension_name", "") == "arrow.json"
-        return parse_value(value.encode(), where) if is_json else value
-    if isinstance(value, dict) and types.is_struct(kind):
-        return {
-            field.name: _restored(value[field.name], field.type, where, how)
-            for field in kind
-            if field.name in value and not (drop and value[field.name] is None)
-        }
-    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if isinstance(value, list) and lists:
-        return [_restored(item, kind.value_type, where, how) for item in value]
-    return value
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return None if how.decoded else how.parsed
+    if types.is_struct(kind):
+        inside = {field.name: change for field in kind if (change := _change(field.type, how)) is not None}
+        return partial(_object, inside, drop=how.drop) if inside or how.drop else None
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        item = _change(kind.value_type, how)
+        return None if item is None else partial(_list, item)
+    return None
+
+
+def _object(inside: Mapping[str, _Change], value: Any, *, drop: bool) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: inside[name](item) if name in inside and item is not None else item
+        for name, item in value.items()
+        if not (drop and item is None)
+    }
+
+
+def _list(change: _Change, value: Any) -> Any:
+    return [None if item is None else change(item) for item in value] if isinstance(value, list) else value
 
 
 def _deeper(value: Any, limit: int) -> bool:

@@ -17,8 +17,7 @@ from lockstep.data.readers import (
     opened_parquet,
     parse_row,
     parse_value,
-    restored,
-    with_json,
+    restorer,
 )
 from lockstep.data.rows import PlacedRow, place
 from lockstep.errors import ConfigError, DataError, nearest
@@ -232,12 +231,10 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_parquet(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
-    rendered = rendered_columns(config)
     with opened_parquet(path) as file:
+        restored = restorer(file.schema_arrow, rendered=rendered_columns(config), source=str(path))
         for batch in file.iter_batches():
-            for row in batch.to_pylist():
-                row = restored(row, file.schema_arrow, rendered=rendered, where=str(path))
-                yield with_json(row, file.schema_arrow, where=str(path))
+            yield from map(restored, batch.to_pylist())
 
 
 def _datasets(source: str) -> Any:
@@ -294,7 +291,7 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
 
 
 def _rows(loaded: Any, what: str, config: DataConfig) -> Iterator[dict[str, Any]]:
-    rendered, schema = rendered_columns(config), loaded.features.arrow_schema
     with foreign_errors(f"{what}: a row cannot be read"):
-        for row in loaded:
-            yield restored(row, schema, rendered=rendered, where=what, decoded=True)
+        schema = loaded.features.arrow_schema
+        restored = restorer(schema, rendered=rendered_columns(config), source=what, decoded=True)
+        yield from map(restored, loaded)

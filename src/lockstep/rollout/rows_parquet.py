@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.readers import JSON_COLUMNS, opened_parquet, restored, with_json
+from lockstep.data.readers import JSON_COLUMNS, opened_parquet, restorer
 from lockstep.errors import DataError
 
 _RENDERED = ("prompt", "messages", "tools", "chat_template_kwargs")
@@ -62,10 +62,9 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         DataError: it is damaged.
     """
     with opened_parquet(path) as file:
+        restored = restorer(file.schema_arrow, rendered=_RENDERED, source=str(path))
         for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
-            for row in batch.to_pylist():
-                row = restored(row, file.schema_arrow, rendered=_RENDERED, where=str(path))
-                yield with_json(row, file.schema_arrow, where=str(path))
+            yield from map(restored, batch.to_pylist())
 
 
 def _schema(row: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
