@@ -37,6 +37,7 @@ MISNAMED = [
     ("sft", [{"text": "t", "body": "b"}, {"text": "t"}], {"text_column": "body"}, "line 2"),
     ("prompts", [{"messages": TALK[:1]}], {"prompt_column": "question"}, "rows.jsonl"),
     ("prompts", [{"q": "a"}, {"messages": TALK[:1]}], {"prompt_column": "q"}, "line 2"),
+    ("prompts", [{"turns": TALK[:1]}, {"prompt": "a"}], {"messages_column": "turns"}, "line 2"),
     ("prompts", [{"prompt": "a", "result": 1}, {"prompt": "a"}], {"answer_column": "result"}, "line 2"),
 ]
 
@@ -47,6 +48,23 @@ def test_a_column_that_a_setting_names_is_there(tiny_folder, tmp_path, kind, row
     config = DataConfig(source=str(tmp_path / "rows.jsonl"), **settings)
     with raises(DataError, f"missing-column: {where}"):
         LOADERS[kind](config, tokenizer=AutoTokenizer.from_pretrained(tiny_folder))
+
+
+# (row, settings, the prompt that is taken); beside a form that a setting names the other counts for nothing
+PROMPTS = [
+    ({"prompt": "p", "messages": TALK[:1]}, {}, "p"),
+    ({"prompt": None, "messages": TALK[:1]}, {}, "q"),  # as Parquet has a row that had no prompt
+    ({"prompt": "p", "turns": TALK[:1]}, {"messages_column": "turns"}, "q"),
+    ({"p": "r", "prompt": "p", "messages": TALK[:1]}, {"prompt_column": "p"}, "r"),
+]
+
+
+@pytest.mark.parametrize(("row", "settings", "prompt"), PROMPTS)
+def test_prompts_are_of_the_form_that_a_setting_names(tiny_folder, tmp_path, row, settings, prompt):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    config = DataConfig(source=str(tmp_path / "rows.jsonl"), **settings)
+    found = load_prompts(config, tokenizer=AutoTokenizer.from_pretrained(tiny_folder))
+    assert found[0].text == f"<|user|>{prompt}<|end|><|assistant|>"
 
 
 def test_a_named_form_counts_before_others(tiny_folder, tmp_path):

@@ -192,15 +192,15 @@ class PromptMaker:
         return problem, messages
 
     def _prompt_value(self, row: Mapping[str, Any], where: str) -> Any:
-        config, named = self.config, named_columns(self.config)
-        if config.prompt_column in row:
-            return row[config.prompt_column]
-        only = "prompt_column" in named and "messages_column" not in named
-        if config.source.startswith("reasoning_gym:") and not only:
+        config, forms = self.config, ("prompt_column", "messages_column")
+        named = [form for form in forms if form in named_columns(config)]
+        found = [row[column] for form in named or forms if (column := getattr(config, form)) in row]
+        if found:  # in Parquet a row has each column, and null in those that it did not have
+            return next((value for value in found if value is not None), found[0])
+        if config.source.startswith("reasoning_gym:") and named != ["prompt_column"]:
             return row["question"]
-        if config.messages_column in row and not only:
-            return row[config.messages_column]
-        raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
+        form = (named or forms)[0]
+        raise missing_column(getattr(config, form), row, setting=f"data.{form}", source=where)
 
     def _shorten(self, ids: list[int], *, where: str, key: object) -> list[int] | None:
         limit = self.config.max_prompt_tokens
