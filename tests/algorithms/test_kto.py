@@ -133,6 +133,18 @@ def test_each_prompt_gets_the_answer_to_the_one_before() -> None:
     )
 
 
+def test_answers_in_runs_of_one_prompt_get_the_nearest_before_to_another() -> None:
+    """Prompts a a b a c c a, each with an answer of its own; by hand, with the first after the last."""
+    prompts, expected = [1, 1, 2, 1, 3, 3, 1], [5, 5, 1, 2, 3, 3, 5]
+    samples = [
+        dataclasses.replace(sample(i, 2, prompt=1), token_ids=torch.tensor([prompt, 10 + i]))
+        for i, prompt in enumerate(prompts)
+    ]
+    batch = pack(samples, KTO(config()).loss_weights(samples))
+    found = [s.token_ids.tolist() for s in mismatched([batch], max_length=4)]
+    assert found == [[prompt, 10 + other] for prompt, other in zip(prompts, expected, strict=True)]
+
+
 def test_the_baseline_is_the_mean_over_the_step_and_at_least_0() -> None:
     samples = [sample(i, 3) for i in range(3)]
     batches = plan_micro_batches(samples, KTO(config()).loss_weights(samples), PackLimits(token_budget=6))

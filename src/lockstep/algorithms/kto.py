@@ -117,17 +117,18 @@ def mismatched(batches: Sequence[PackedBatch], *, max_length: int) -> list[Train
         documents.update(zip(batch.sample_ids, _documents(batch), strict=True))
     ordered = [documents[sample_id] for sample_id in sorted(documents)]
     prompts = [prompt_ids(ids, mask) for ids, mask in ordered]
+    # Of the first one the last that is to another prompt, by its index from the end.
+    other = next((i for i in range(-1, -len(prompts), -1) if prompts[i] != prompts[0]), None)
+    if other is None:
+        raise TrainError(
+            f"all {len(ordered)} answers of the step are to one prompt, and KTO's baseline needs each "
+            "prompt with the answer to another one; raise batch_size",
+            code="wrong-batch",
+        )
     samples = []
     for number, prompt in enumerate(prompts):
-        # Negative indices count from the last one.
-        others = (i for i in range(number - 1, number - len(ordered), -1) if prompts[i] != prompt)
-        other = next(others, None)
-        if other is None:
-            raise TrainError(
-                f"all {len(ordered)} answers of the step are to one prompt, and KTO's baseline needs each "
-                "prompt with the answer to another one; raise batch_size",
-                code="wrong-batch",
-            )
+        if number and prompts[number - 1] != prompt:  # else it is as far away as for the one before
+            other = number - 1
         answer = ordered[other][0][len(prompts[other]) :]
         whole = torch.cat([torch.tensor(prompt, dtype=torch.int64), answer])[:max_length]
         trained = torch.zeros(len(whole), dtype=torch.bool)
