@@ -31,9 +31,9 @@ _hidden: set[str] = set()
 
 
 def hide(value: str) -> None:
-    """Take a value out of every later text."""
-    if len(value) >= _SHORTEST:
-        _hidden.add(value)
+    """Take a value of 8 characters or more out of every later text; one of several lines, such as a private
+    key, also where its lines stand alone: what is printed comes by lines."""
+    _hidden.update(part for part in (value, *value.splitlines()) if len(part) >= _SHORTEST)
 
 
 def names_secret(name: str) -> bool:
@@ -72,14 +72,17 @@ def _without_rest(text: str, secret: str) -> str:
     """The text without a secret's beginning at its end, and without a secret's end at its beginning."""
     at = text.rfind(secret[:_LEFT])
     while at >= 0:
-        size = _common(text[at:], secret)
+        size = _common(text[at : at + len(secret)], secret)
         # Cut where the text, a line or a quotation ends: what follows is not the secret's next character.
         if size >= _LEFT and (size == len(text) - at or text[at + size] in "'\"\n\\…"):
             text = f"{text[:at]}{SECRET}{text[at + size :]}"
         at = text.rfind(secret[:_LEFT], 0, at)
-    for size in range(len(secret) - 1, _LEFT - 1, -1):
-        if text.startswith(secret[-size:]):
-            return SECRET + text[size:]
+    begins = text[:_LEFT]
+    at = secret.find(begins, 1) if len(begins) == _LEFT else -1
+    while at >= 0:
+        if text.startswith(secret[at:]):
+            return SECRET + text[len(secret) - at :]
+        at = secret.find(begins, at + 1)
     return text
 
 

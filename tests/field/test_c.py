@@ -32,6 +32,7 @@ import torch.distributed as dist
 from raising import raises
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lockstep import redaction
 from lockstep.cli.main import main
 from lockstep.cluster.jobs import packed
 from lockstep.cluster.ray import _running_here, check_token, local_cluster
@@ -486,6 +487,25 @@ def test_a_reward_gets_its_secret_and_no_error_does(tmp_path, monkeypatch, capfd
     assert "with [secret]" in out.err
     for text in (str(caught.value), str(caught.value.data), (tmp_path / "log").read_text(), out.err):
         assert "[secret]" in text and KEY not in text
+
+
+# A key of several lines is printed by lines; what is left of a cut one is taken out as well
+LINES = [f"{line:02}Zk4+{line * 7919:x}/Zk4+" + "Qx" * line for line in range(1, 9)]
+CUTS = [
+    (LINES[3], "[secret]"),
+    (f"key = {LINES[5]!r},", "key = '[secret]',"),
+    ("\n".join(LINES), "[secret]"),
+    (LINES[7][-9:] + " is its end", "[secret] is its end"),
+    (f"begins with {LINES[0][:8]}", "begins with [secret]"),
+    ("08Zk, 4+ and Qx stay", "08Zk, 4+ and Qx stay"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), CUTS)
+def test_lines_and_ends_of_a_secret_are_taken_out(monkeypatch, text, expected):
+    monkeypatch.setattr(redaction, "_hidden", set())
+    redaction.hide("\n".join(LINES))
+    assert redaction.redacted(text) == expected
 
 
 class _Echo(BaseHTTPRequestHandler):
