@@ -2,6 +2,7 @@ from raising import raises
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, clean_messages, fill_template
+from lockstep.data.spans import text_document
 from lockstep.errors import ConfigError, DataError
 
 USER = [{"role": "user", "content": "a b"}]
@@ -73,14 +74,31 @@ def test_messages_are_cleaned():
         {"role": "user", "content": "xy"}
     ]
     user = {"role": "user", "content": "x"}
+    for more in ({"tool_calls": [{}]}, {"reasoning_content": "x"}):
+        assistant = {"role": "assistant", "content": None, **more}
+        assert clean_messages([user, assistant], where="r")[1] == {**assistant, "content": ""}
+    assert clean_messages([{"role": "tool", "content": None}], where="r")[0]["content"] == ""
     for bad, name, turn in (
         ([], "messages", None),
         ("text", "messages", None),
         ([{"content": "x"}], "role", 1),
         ([user, {"content": "x"}], "role", 2),
         ([user, {"role": "user", "content": [{"type": "image", "url": "u"}]}], "content", 2),
+        ([{"role": "user", "contents": "x"}], "content", 1),
+        ([user, {"role": "assistant", "content": None}], "content", 2),
     ):
         where = {} if turn is None else {"turn": turn}  # counted from 1, as rows and lines are
         with raises(DataError, f"wrong-row: {name}, row 2", **where) as refused:
             clean_messages(bad, where="row 2")
         assert turn is None or f"row 2, message {turn}: " in str(refused.value)
+
+
+def test_a_text_may_have_letters_that_the_tokenizer_lacks():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.WordLevel({"1": 0, "2": 1, "=": 2, "</s>": 3}))  # of sums; nothing for the unknown
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    digits = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
+    document = text_document(ChatFormat(DataConfig(chat_template="none"), digits), "1=", "1", where="row 1")
+    assert (document.ids, document.trained) == ([0, 2, 0, 3], [False, False, True, True])

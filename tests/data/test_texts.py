@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from lockstep.cli.main import main
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig
+from lockstep.data.chat import ChatFormat
 from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
 from lockstep.errors import DataError
@@ -438,6 +439,9 @@ def test_a_template_of_its_own_for_tools_is_taken(tokenizer: Any, tmp_path: Path
         own.apply_chat_template(ASK, tools=tools, tokenize=False, add_generation_prompt=True)
         for tools in (TOOLS, None)
     ]
+    chat = ChatFormat(DataConfig(), own)  # looked into once, not for each row
+    first, second = (chat.for_row({"tools": TOOLS}, where="row 1")._template for _ in range(2))
+    assert first is second and first is not chat._template
 
 
 @pytest.mark.parametrize("row", [{"tools": TOOLS}, {"row": {"tools": TOOLS}}])

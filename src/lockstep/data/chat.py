@@ -22,6 +22,9 @@ from lockstep.observe.text import printable
 Message = dict[str, Any]
 _OF_MESSAGES = {"role", "content", "weight"}
 """Keys of a message that need not stand in a template: `weight` says what is trained on."""
+_SPEAKERS = {"system", "developer", "user", "assistant"}
+_INSTEAD = {"tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
+"""Keys beside which a content may be missing."""
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
@@ -71,8 +74,8 @@ def check_text(text: str, where: str) -> None:
 
 
 def clean_messages(value: Any, *, where: str) -> list[Message]:
-    """Return messages as plain dicts, without keys whose value is None. The content of a message with tool
-    calls may be missing or null, and is "" then.
+    """Return messages as plain dicts, without keys whose value is None. The content of a tool's message, and
+    of an assistant's with tool calls or reasoning, may be missing or null, and is "" then.
 
     Raises:
         DataError: not a list of {role, content}, or a content that is neither text nor text parts.
@@ -98,6 +101,15 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
                 turn=number,
             )
         kept = {key: item for key, item in message.items() if item is not None}
+        if "content" not in kept and kept["role"] in _SPEAKERS and not kept.keys() & _INSTEAD:
+            raise DataError(
+                f"{where}, message {number}: has no content, got {str(message)[:80]!r}; write it, '' for an "
+                "empty one, or leave the message out",
+                code="wrong-row",
+                where=where,
+                name="content",
+                turn=number,
+            )
         kept["content"] = _text_of(kept.get("content", ""), where, number)
         messages.append(kept)
     return messages
@@ -139,6 +151,7 @@ class ChatFormat:
         self._source = config.source
         self._named = named_columns(config)
         self._notes: dict[str, None] = {}
+        self._for_tools: dict[str, ChatTemplate] = {}
         self._whole = self
         if self.template is None and (self._system or self.kwargs):
             setting = "system_prompt" if self._system else "chat_template_kwargs"
@@ -203,8 +216,8 @@ class ChatFormat:
         assert self._template is not None
         if given.get("tools") and self._auto:
             text = str(self.tokenizer.get_chat_template(tools=given["tools"]))
-            if text != self._template.text:
-                return ChatTemplate(self.tokenizer, text)
+            if text != self._template.text:  # kept: what it takes and how it ends is found out by rendering
+                return self._for_tools.setdefault(text, ChatTemplate(self.tokenizer, text))
         return self._template
 
     def _note(self, text: str) -> None:
@@ -247,9 +260,15 @@ class ChatFormat:
                 self._note(f"{key!r} of messages is ignored: the chat template never reads it")
         return self._template.rendered(messages, generate=generate, options=self.kwargs, where=where)
 
-    @cached_property
+    @property
     def begins_with_space(self) -> bool:
         """Whether the tokenizer puts a space in front of every text, as SentencePiece's may."""
+        return self._whole._begins_with_space
+
+    @cached_property
+    def _begins_with_space(self) -> bool:
+        if not any(piece.startswith("\u2581") for piece in self.tokenizer.get_vocab()):
+            return False  # nor need it know an "a"
         return bool(self.tokenizer.tokenize("a")[0].startswith("\u2581"))
 
     @property
