@@ -62,6 +62,31 @@ def test_a_start_that_failed_half_way_leaves_no_run_and_no_lock(tmp_path: Path) 
     create(tmp_path).close()
 
 
+def test_a_start_in_a_folder_of_the_user_removes_only_what_it_has_made(tmp_path: Path) -> None:
+    """A project's own folders may have the names of a run's."""
+    theirs = {"engine/code.py", "logs/app.log", "recordings/a.wav", "export/data.csv", "config.toml"}
+    for name in theirs:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    run = create(tmp_path)
+    (run.logs / "rank-0.log").write_text("")
+    (run.path / "engine" / "hf.log").write_text("")
+    run.discard()
+    run.close()
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == theirs
+
+
+def test_what_an_earlier_start_of_a_run_has_left_is_removed_with_it(tmp_path: Path) -> None:
+    manifest = {"lockstep": "1", "torch": "2", "started": "now"}
+    RunDir.create(tmp_path, config_toml="", manifest=manifest).close()
+    (tmp_path / "logs" / "ranks").mkdir()
+    run = RunDir.create(tmp_path, config_toml="", manifest=manifest)
+    run.discard()
+    run.close()
+    # The launcher of ranks still writes its logs.
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")} == {"logs", "logs/ranks"}
+
+
 def test_rewind_keeps_what_the_checkpoint_knows(tmp_path: Path) -> None:
     with create(tmp_path) as run:
         writer = JsonlWriter(run.metrics)

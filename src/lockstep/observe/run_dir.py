@@ -67,7 +67,7 @@ class RunDir:
     def __init__(self, path: Path, lock: RunLock) -> None:
         self._lock = lock
         self._before: frozenset[Path] | None = None
-        """For `discard`: what was there before `create`, the folder itself and those above it included."""
+        """For `discard`: what was there before `create`, see `_there`."""
         self._name_files(path)
         try:
             check_layout(path)
@@ -130,13 +130,12 @@ class RunDir:
             ConfigError: `path` holds a run (with `restart`: none), or is a file, or cannot be written, or
                 another process is writing it.
         """
-        before = frozenset(each for each in (path, *path.parents) if each.exists())
         if restart:
             _check_run(path, verb="restart")
         else:
             check_free(path)
         try:
-            before |= frozenset(path.iterdir() if path in before else ())
+            before = _there(path)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
@@ -195,15 +194,12 @@ class RunDir:
         """
         if self._before is None:
             return
-        mine = {*FILES, *FOLDERS, OF_NODE}
         for path in [*self.path.iterdir()]:
-            if path in self._before and path.name not in mine:
-                continue
+            parts = [path]
+            if path in self._before or (path == self.logs and (path / RANK_LOGS).exists()):
+                parts = [*path.iterdir()] if path.name in FOLDERS else []
             with file_errors(path, TrainError, "remove"):
-                if path == self.logs and (path / RANK_LOGS).exists():
-                    _remove([each for each in path.iterdir() if each.name != RANK_LOGS])
-                else:
-                    _remove([path])
+                _remove(each for each in parts if each not in self._before and each != self.logs / RANK_LOGS)
         for folder in (self.path, *self.path.parents):
             if folder in self._before or any(folder.iterdir()):
                 break
@@ -364,9 +360,8 @@ class FollowedRunDir(RunDir):
             ConfigError: there is a run in it, another process writes it, or it cannot be made.
         """
         check_layout(path)
-        before = frozenset(each for each in (path, *path.parents) if each.exists())
         with file_errors(path, ConfigError, "made", advice="name another folder with --run-dir"):
-            before |= frozenset(path.iterdir() if path in before else ())
+            before = _there(path)
             path.mkdir(parents=True, exist_ok=True)
             made = cls(path, RunLock(path / "lock"))
             made._before = None if (path / OF_NODE).exists() else before
@@ -418,6 +413,28 @@ class FollowedRunDir(RunDir):
         """Release the lock of a node's own folder; rank 0's is not ours."""
         if self._node_lock is not None:
             self._node_lock.release()
+
+
+def _there(path: Path) -> frozenset[Path]:
+    """What is there before a run starts in `path`: the folder and those above it, what is in it, and what is
+    in folders that have the names of a run's. An earlier start in which nothing had begun does not count."""
+    found = {each for each in (path, *path.parents) if each.exists()}
+    if path in found:
+        found |= {*path.iterdir()}
+        found |= {each for name in FOLDERS if (path / name).is_dir() for each in (path / name).iterdir()}
+    if _is_of_a_run(path / "manifest.json"):
+        mine = {path / name for name in (*FILES, *FOLDERS, OF_NODE)}
+        found = {each for each in found if not mine & {each, each.parent}}
+    return frozenset(found)
+
+
+def _is_of_a_run(manifest: Path) -> bool:
+    """Whether a start of ours wrote it."""
+    try:
+        value = read_json(manifest, CheckpointError)
+    except CheckpointError:
+        return False
+    return isinstance(value, dict) and {"lockstep", "torch", "started"} <= value.keys()
 
 
 def _remove(paths: Iterable[Path]) -> None:
