@@ -11,7 +11,7 @@ from raising import raises
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
 from lockstep.config.train import EvalConfig
-from lockstep.errors import ConfigError, DataError, RewardError
+from lockstep.errors import ConfigError, DataError, EngineError, RewardError
 from lockstep.loop.build import OnlineParts
 from lockstep.loop.evaluate import score
 from lockstep.loop.online import train_online
@@ -126,6 +126,15 @@ def test_a_start_that_fails_says_that_its_folder_is_gone(
     with pytest.raises(ConfigError):  # a run that is there stays
         train_online(tiny(folder, **{"train.lr": 0.1}), resume=folder)
     assert "removed" not in capsys.readouterr().out
+
+
+def test_a_log_that_the_error_names_behind_a_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to("disk")
+    failed = cast(Session, SimpleNamespace(_begun=False, dir=SimpleNamespace(path=tmp_path / "runs" / "a")))
+    died = EngineError(f"The end of its log, {tmp_path}/disk/a/engine/hf.log:", code="process-died")
+    assert Session._leaves_something(failed, died)
+    assert not Session._leaves_something(failed, EngineError("no log", code="process-died"))
 
 
 def judge(rewards: object, **settings: Any) -> OnlineParts:

@@ -253,7 +253,8 @@ class Session:
 
     def _leaves_something(self, error: BaseException | None) -> bool:
         """Whether the run's folder holds steps, evaluations, or a log that the error names."""
-        return not isinstance(error, LockstepError) or self._begun or f"{self.dir.path}/" in str(error)
+        names_log = any(f"{path}/" in str(error) for path in (self.dir.path, self.dir.path.resolve()))
+        return self._begun or names_log or not isinstance(error, LockstepError)
 
     @contextlib.contextmanager
     def _noting_errors_after(self, error: BaseException | None) -> Iterator[None]:
