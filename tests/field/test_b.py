@@ -209,6 +209,13 @@ def test_a_tokenizer_that_cannot_be_written_is_named(tiny_folder: Path, tmp_path
     assert Path(caught.value.filename) == tmp_path / "tokenizer.json"
 
 
+def test_an_error_without_a_number_keeps_its_text(tmp_path: Path) -> None:
+    """Expected: the text of the error, as transformers' OSErrors have one alone; by hand."""
+    with pytest.raises(OSError, match=r"^no such revision$") as caught, naming(tmp_path):
+        raise OSError("no such revision")
+    assert caught.value.filename is None
+
+
 class Row(BaseModel):
     text: str
 

@@ -121,7 +121,7 @@ def _reason(error: OSError, temporary: Path | None, directory: Path) -> str:
     file = Path(error.filename or directory)
     if temporary is not None and file.is_relative_to(temporary):
         file = directory / file.relative_to(temporary)
-    return f"{file} cannot be written ({error.strerror}); free some space there, or make it writable"
+    return f"{file} cannot be written ({error.strerror or error}); free some space there, or make it writable"
 
 
 def _is_first() -> bool:

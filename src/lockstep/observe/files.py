@@ -156,7 +156,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        # With a name, the text of one without a number would be "[Errno None] None".
+        if error.filename is None and error.errno is not None:
             error.filename = str(_written_last(path))
         raise
     except Exception as error:  # tokenizers raises plain Exception
