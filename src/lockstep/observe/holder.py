@@ -63,8 +63,9 @@ def holding(path: Path, *, pid: int, started: str | int | None) -> Iterator[Hold
 
 
 def holds(path: Path, *, pid: int, started: str | int | None) -> bool | None:
-    """Return whether `pid` is the process that holds the file at `path` open; None: it started then, and we
-    may not see what it has open, as of another user's process."""
+    """Return whether `pid` is the process that holds the file at `path` open; None: it started then, and is
+    another user's: we may not see what it has open, or it holds the file and runs as neither its owner nor
+    our user, as where several users go on with one run."""
     if started is None or process_start(pid) != str(started):
         return False
     try:
@@ -72,10 +73,14 @@ def holds(path: Path, *, pid: int, started: str | int | None) -> bool | None:
         user = psutil.Process(pid).uids().effective
     except (OSError, psutil.Error):
         return False
-    if not stat.S_ISREG(wanted.st_mode) or user not in (wanted.st_uid, os.geteuid()):
+    if not stat.S_ISREG(wanted.st_mode):
         return False
     files = _open_files(pid)
-    return None if files is None else any(os.path.samestat(each, wanted) for each in files)
+    if files is None:
+        return None
+    if not any(os.path.samestat(each, wanted) for each in files):
+        return False
+    return True if user in (wanted.st_uid, os.geteuid()) else None
 
 
 def process_start(pid: int) -> str | None:
