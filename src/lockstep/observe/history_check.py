@@ -100,12 +100,13 @@ def check_against_ledger(run: Path, *, done: int, saved: Sequence[int]) -> int:
     return since
 
 
-def gaps(run: Path, steps: Sequence[int]) -> list[str]:
+def gaps(run: Path, steps: Sequence[int], *, running: bool = False) -> list[str]:
     """Say where the files of a run do not tell of the same steps; quick, so by their first and last lines and
     by their names.
 
     Args:
         steps: those in metrics.jsonl.
+        running: it may have done more steps since they were read.
     """
     config = _config(run / "config.toml")
     if config.get("kind") not in ("grpo", "ppo") or not steps:
@@ -116,19 +117,22 @@ def gaps(run: Path, steps: Sequence[int]) -> list[str]:
     if since is not None and since <= last and (told is None or told < last):
         lacks = since if told is None else told + 1
         found.append(f"ledger.jsonl lacks the lines of step {lacks}; metrics.jsonl has steps up to {last}")
-    if told is not None and told > last + 1:
+    if told is not None and told > last + 1 and not running:
         found.append(f"ledger.jsonl has lines of step {told}; metrics.jsonl has steps up to {last}")
-    return found + rollout_gaps(run, steps, saves=_saves(config))
+    return found + rollout_gaps(run, steps, saves=_saves(config), running=running)
 
 
-def rollout_gaps(run: Path, steps: Sequence[int], *, saves: bool) -> list[str]:
-    """Say which files rollouts/ lacks, or has too many, for the steps in metrics.jsonl."""
+def rollout_gaps(run: Path, steps: Sequence[int], *, saves: bool, running: bool = False) -> list[str]:
+    """Say which files rollouts/ lacks, or has too many, for the steps in metrics.jsonl. running: as of
+    `gaps`."""
     folder = run / "rollouts"
     names = [match for path in folder.glob("*.jsonl") if (match := STEP_FILE.fullmatch(path.name))]
     there = {int(match[2]) for match in names if not match[1]}
     found, lacks = list[str](), sorted(set(steps) - there)
     if saves and lacks:
         found.append(f"rollouts/ lacks the files of {len(lacks)} steps; the first is step {lacks[0]}")
+    if running:
+        return found
     most = max(steps, default=-1) + 1
     found += [f"rollouts/ has step {step}; metrics.jsonl has not" for step in sorted(there) if step > most]
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from lockstep.errors import CheckpointError
-from lockstep.observe.files import JSON_BYTES, check_inside, open_plain, parse_json
+from lockstep.observe.files import JSON_BYTES, check_inside, open_plain, parse_json, read_json
 
 EVALUATION = "evaluation"
 """The key that marks an evaluation's line in metrics.jsonl."""
@@ -27,6 +26,8 @@ STEP_FILE = re.compile(r"(evaluation-)?step-(\d{1,18})\.jsonl")
 
 FLAGS = "resume_flags"
 """Field of manifest.json: what `--resume RUN_DIR` needs more, to have the ranks that the run had."""
+
+_FLAGS = re.compile(r"--ranks \d{1,7}|\(on \d{1,7} ranks, under the launcher that started them\)")
 
 LEDGER_SINCE = "ledger_since"
 """Field of manifest.json: the first step of which the run has lines in ledger.jsonl."""
@@ -203,12 +204,19 @@ def way_on(run: Path, flags: str | None = None) -> str:
     saved = any(run.glob("checkpoints/step-*/complete.json"))
     how = "--resume" if saved or not recorded_steps(run)[0] else "--restart"
     if flags is None:
-        try:
-            flags = json.loads((run / "manifest.json").read_text(encoding="utf-8")).get(FLAGS)
-        except (OSError, ValueError, AttributeError):  # what reads it for a resume says what is wrong with it
-            flags = None
+        flags = _recorded_flags(run / "manifest.json")
     command = f"lockstep train {how} {shlex.quote(str(run))}"
-    return f"{command} {flags}" if isinstance(flags, str) and flags else command
+    return f"{command} {flags}" if flags else command
+
+
+def _recorded_flags(manifest: Path) -> str:
+    """The flags in a manifest, if they are what a run writes: they become part of a command."""
+    try:
+        value = read_json(manifest, CheckpointError)
+    except CheckpointError:  # what reads it for a resume says what is wrong with it
+        return ""
+    flags = value.get(FLAGS) if isinstance(value, dict) else None
+    return flags if isinstance(flags, str) and _FLAGS.fullmatch(flags) else ""
 
 
 def _steps_of_summary(path: Path) -> int:

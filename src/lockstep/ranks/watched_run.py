@@ -104,6 +104,7 @@ def look(run: Path) -> RunLook:
     state, where = _state(run, owner, summary)
     rows = read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     steps = [row for row in rows if "evaluation" not in row]
+    numbers = [row["step"] for row in steps if is_step(row.get("step"))]
     folder = run / "checkpoints"
     saved = sorted(path.name for path in folder.glob("step-*")) if folder.is_dir() else []
     return RunLook(
@@ -115,7 +116,7 @@ def look(run: Path) -> RunLook:
         last={name: float(steps[-1][name]) for name in _SHOWN if steps and name in steps[-1]},
         checkpoint=str(folder / saved[-1]) if saved else None,
         doing=_doing(run) if state == "running" else (),
-        gaps=tuple(gaps(run, [row["step"] for row in steps if is_step(row.get("step"))])),
+        gaps=tuple(gaps(run, numbers, running=state in ("running", "elsewhere"))),
         error=str(summary["error"]) if state == "failed" and "error" in summary else None,
     )
 
