@@ -25,7 +25,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,12 +280,24 @@ def packed(run: RunConfig, *, extra: Sequence[Path]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         (folder / RUN_FILE).write_text(dump_toml(run), encoding="utf-8")
-        for path in [*_modules(run), *extra]:
-            _copy(path, folder)
+        files = {os.path.relpath(file): file for path in [*_modules(run), *extra] for file in _files_of(path)}
+        _check_total(files.values())
+        for relative, file in files.items():
+            target = folder / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open_plain(file, ConfigError, root=Path.cwd()) as source, target.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+                # Ray keeps modes: a program that travels is still one.
+                os.fchmod(copy.fileno(), os.fstat(source.fileno()).st_mode & 0o777 | 0o600)
         yield folder
 
 
-def _copy(path: Path, folder: Path) -> None:
+def _files_of(path: Path) -> list[Path]:
+    """A file, or the files of a folder that travel.
+
+    Raises:
+        ConfigError: it does not lie below the working directory, or a link leads out of that.
+    """
     relative = Path(os.path.relpath(path))
     if relative.is_absolute() or ".." in relative.parts or str(relative) in (".", RUN_FILE):
         raise ConfigError(
@@ -298,19 +310,6 @@ def _copy(path: Path, folder: Path) -> None:
         raise ConfigError(
             f"--include {path}: there is no such file or folder", code="no-such-file", setting="--include"
         )
-    for file in _files_of(path):
-        target = folder / os.path.relpath(file)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open_plain(file, ConfigError, root=Path.cwd()) as source, target.open("wb") as copy:
-            shutil.copyfileobj(source, copy)
-
-
-def _files_of(path: Path) -> list[Path]:
-    """A file, or the files of a folder that travel.
-
-    Raises:
-        ConfigError: a link leads out of the working directory, or they are too large for Ray.
-    """
     check_inside(path, ConfigError, root=Path.cwd())
     files = [path]
     if path.is_dir():
@@ -328,15 +327,20 @@ def _files_of(path: Path) -> list[Path]:
                     )
             # Ray would leave out what these files name, without a word.
             files += [Path(name, each) for each in sorted(there) if each not in (".gitignore", ".rayignore")]
-    total = sum(each.stat().st_size for each in files if each.exists())
-    if total > _MOST_BYTES:
+    return files
+
+
+def _check_total(files: Iterable[Path]) -> None:
+    """Raise ConfigError for files that together are too large for Ray."""
+    sizes = {file: file.stat().st_size for file in files if file.exists()}
+    if (total := sum(sizes.values())) > _MOST_BYTES:
+        largest = max(sizes, key=sizes.__getitem__)
         raise ConfigError(
-            f"--include {path}: has {total >> 20} MiB, and Ray takes {_MOST_BYTES >> 20} with a job; put it "
-            "on every node, and write its absolute path",
+            f"--include: {total >> 20} MiB in all, and Ray takes {_MOST_BYTES >> 20} with a job; put large "
+            f"files, such as {largest}, on every node, and write their absolute paths",
             code="too-large",
             setting="--include",
         )
-    return files
 
 
 def _modules(run: RunConfig) -> list[Path]:

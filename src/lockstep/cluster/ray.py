@@ -271,7 +271,7 @@ class RayProvider:
         check_token(address)
         ray = import_ray()
         if address == "auto":
-            address = os.environ.get("RAY_ADDRESS") or _running_here()
+            address = _auto_address()
         self._ray, self._config, self.log_dir = ray, config, log_dir
         self._heals = config.peer_copy and config.nodes > 1
         """Whether places, and the copies in their memory, are kept from one world to the next."""
@@ -553,6 +553,12 @@ class RayProvider:
             member.ended = RankEnded(rank=rank, status=status)
 
 
+def _auto_address() -> str:
+    """The address of `--cluster auto`. RAY_ADDRESS = auto names none: Ray would look for one itself."""
+    named = os.environ.get("RAY_ADDRESS", "")
+    return _running_here() if named in ("", "auto") else named
+
+
 def _running_here() -> str:
     """The address of the Ray cluster that runs on this machine, by its own processes. Ray would take the
     address in a file that everybody may write (/tmp/ray/ray_current_cluster), or of anybody's process, and
@@ -686,7 +692,8 @@ def check_token(address: str) -> None:
         ) from error
     if reason := distrust(found, secret=found.st_uid == os.geteuid()):
         raise ConfigError(
-            f"--cluster: the token of the Ray cluster, {path}, {reason}",
+            f"--cluster: the token of the Ray cluster, {path}, {reason} (in Kubernetes: defaultMode: 0400 of "
+            "the secret's volume)",
             code="not-ours",
             setting="--cluster",
             path=path,
