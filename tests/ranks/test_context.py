@@ -11,6 +11,7 @@ import pytest
 from raising import raises
 
 from lockstep.errors import ConfigError, RewardError
+from lockstep.ranks import context
 from lockstep.ranks.context import PeerFailed, RankContext, lost_peer
 from lockstep.ranks.launch import launch_command
 
@@ -89,3 +90,16 @@ def test_who_only_lost_another_is_not_to_blame() -> None:
     assert lost_peer(PeerFailed("rank 1 failed", code="wrong-state"))
     assert lost_peer(RuntimeError("Connection closed by peer [127.0.0.1]"))
     assert not lost_peer(ConfigError("x", code="wrong-state"))
+
+
+@pytest.mark.parametrize(("rank", "name"), [(0, "rank0"), (99, "rank99"), (100, "r100"), (12345, "r12345")])
+def test_the_name_of_a_rank_is_not_cut_off(
+    rank: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expected: at most six characters, by hand: Linux cuts a name after 15, rank100 to rank10."""
+    named: list[str] = []
+    for part in (context.flight, "start"), (context, "record_collectives"):
+        monkeypatch.setattr(*part, lambda *_, **__: None)
+    monkeypatch.setattr(context, "name_process", named.append)
+    context.record(tmp_path, rank=rank, world_size=20000)
+    assert named == [name]

@@ -74,14 +74,18 @@ def copy_without_adapter(folder: Path, place: Path) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     for entry in _others(folder):
         if entry.is_dir():
-            shutil.copytree(entry, place / entry.name, dirs_exist_ok=True)
-            continue
-        (place / entry.name).unlink(missing_ok=True)  # a link of an earlier start
-        try:
-            os.link(entry.resolve(), place / entry.name)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(entry, place / entry.name)
+            shutil.copytree(entry, place / entry.name, dirs_exist_ok=True, copy_function=_link)
+        else:
+            _link(str(entry), str(place / entry.name))
     return place
+
+
+def _link(file: str, copy: str) -> None:
+    Path(copy).unlink(missing_ok=True)  # a link of an earlier start
+    try:
+        os.link(Path(file).resolve(), copy)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(file, copy)
 
 
 def _others(folder: Path) -> list[Path]:

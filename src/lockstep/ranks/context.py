@@ -415,7 +415,7 @@ def record(folder: Path, *, rank: int, world_size: int) -> None:
     with file_errors(folder, ConfigError, "write"):
         flight.start(folder, rank=rank, world_size=world_size)
     if world_size > 1:  # a launcher started it; a program of the user's keeps its name
-        name_process(f"rank{rank}")
+        name_process(f"rank{rank}" if rank < 100 else f"r{rank}")  # six characters fit
     record_collectives()
 
 
