@@ -1,6 +1,7 @@
 """Parts of the user's, and rewards, that are checked before a step computes with them."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.cli.main import main
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.rollout import RewardConfig
-from lockstep.errors import RewardError, TrainError
+from lockstep.errors import ConfigError, RewardError, TrainError
+from lockstep.loop.checks import check_attribute
 from lockstep.loop.metrics import rollout_metrics
 from lockstep.loop.own_parts import check_own_attention
 from lockstep.ops.advantages import group_mean_std
@@ -150,3 +152,17 @@ def group_of(totals: list[float]) -> RolloutGroup:
         for index, total in enumerate(totals)
     )
     return RolloutGroup(prompt=Prompt(index=0, token_ids=(1,), text="p"), rollouts=rollouts)
+
+
+def test_a_submodule_that_a_package_imports_from_is_an_attribute_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expected: what Python's import makes of it, by hand."""
+    (tmp_path / "bonus").mkdir()
+    (tmp_path / "bonus" / "__init__.py").write_text("from .scores import other\n")
+    (tmp_path / "bonus" / "scores.py").write_text("other = reward = len\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_attribute("bonus:scores.reward", what="reward")
+    with raises(ConfigError, "wrong-part"):
+        check_attribute("bonus:points.reward", what="reward")
+    assert "bonus" not in sys.modules  # it was not run

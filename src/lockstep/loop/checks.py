@@ -93,7 +93,9 @@ def check_attribute(target: str, *, what: str) -> None:
     except (OSError, SyntaxError, ValueError, RecursionError):  # the import will say it
         return
     first = attribute.partition(".")[0]
-    if bound is not None and first not in bound:
+    # A submodule that the package imports from is an attribute of it, too.
+    inside = spec.submodule_search_locations is not None and _find(f"{module}.{first}") is not None
+    if bound is not None and first not in bound and not inside:
         near = nearest(first, bound)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ConfigError(
