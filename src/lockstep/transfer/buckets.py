@@ -23,7 +23,7 @@ from lockstep.observe.memory import is_out_of_memory
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights
 from lockstep.protocols.train import TrainBackend
 from lockstep.protocols.transfer import WeightTransfer
-from lockstep.ranks.context import RankContext
+from lockstep.ranks.context import RankContext, RankError
 from lockstep.schema.weights import MemoryReport, Transport, UpdateSession
 from lockstep.transfer.carriers import Carrier
 from lockstep.transfer.memory_report import take_memory_report
@@ -120,6 +120,8 @@ class BucketTransfer:
         try:
             try:
                 made = make()
+            except RankError:  # of a recovery: another one would only wait again for who is gone
+                raise
             except Exception:  # not Ctrl-C, which the others get as well
                 self._serve_others(ranks)
                 raise
