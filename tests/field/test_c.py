@@ -403,7 +403,8 @@ HELD = [
 
 
 @pytest.mark.parametrize("values", HELD)
-def test_no_setting_holds_a_secret(values):
+def test_no_setting_holds_a_secret(monkeypatch, values):
+    monkeypatch.setattr(redaction, "_hidden", set())
     with raises(ConfigError, "secret-in-config") as caught:
         load_run(kind="grpo", overrides=values)
     assert KEY not in str(caught.value) and "a1a1" not in str(caught.value)
@@ -421,6 +422,7 @@ FREE = [
     {"data": {"source": "data/sk-wikipedia_instructions_v2/rows.jsonl"}},
     {"data": {"source": "words.jsonl", "columns": {"secret": "word", "password": "hint"}}},
     {"eval": {"kinds": {"password": "[Pp]assword"}}},
+    {"rewards": [{"name": "m:f", "kwargs": {"api_key": "EMPTY", "judge": "http://127.0.0.1:8000/v1"}}]},
 ]
 
 

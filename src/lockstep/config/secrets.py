@@ -23,6 +23,8 @@ from lockstep.redaction import hide, names_secret
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST_BYTES = 65536
+_NO_SECRETS = ("true", "false", "none", "null", "0", "1", "empty", "dummy", "unused", "not-needed")
+"""What is written where a client wants a key and the server asks for none: EMPTY in vLLM's examples."""
 _WELL_KNOWN = re.compile(
     # With a digit in a run of letters: sk-SK-instructions is a data set in Slovak.
     r"(?<![A-Za-z0-9_])(sk-[A-Za-z0-9_-]{0,200}?(?<![A-Za-z0-9])(?=[A-Za-z]{0,99}[0-9])[A-Za-z0-9]{16}"
@@ -107,6 +109,7 @@ def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True
     for path, text in _texts(name, value):
         why = _why_secret(path.rpartition(".")[2] if by_name else "", text)
         if why is not None:
+            hide(text)  # from the errors of other settings as well, which are told together
             raise ConfigError(
                 f"{printable(path)} {why}, and everybody who can read config.toml would have it; {instead}",
                 code="secret-in-config",
@@ -149,4 +152,4 @@ def _like_a_secret(name: str, value: str) -> bool:
     if re.search("token|auth$", name, re.IGNORECASE):
         plain = re.fullmatch(r"[A-Za-z0-9._~+/=-]{12,}", value)
         return plain is not None and any(character.isdigit() for character in value)
-    return value.lower() not in ("true", "false", "none", "0", "1")
+    return value.lower() not in _NO_SECRETS
