@@ -7,7 +7,8 @@ A signature that others dictate says so in its first line: `def forward(  # sign
 Parameters of test_ functions are fixtures and cases that pytest fills in: they are not counted.
 
 --count prints instead how large the packages of src are: lines of code (without blank lines, comments
-and docstrings; of .py files and HTML templates), of docstrings, of comments, and all lines.
+and docstrings; of .py files and HTML templates), of docstrings, of comments, and all lines; and
+how many lines belong to raise statements.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def main(argv: list[str]) -> int:
         counted = {name: count_packages(files, root / "src" / name) for name in PACKAGES}
         for name, packages in counted.items():
             print(f"{name}\n{table(packages)}\n")
-        print(table({name: sum(packages.values(), Lines()) for name, packages in counted.items()}))
+        sums = {name: sum(packages.values(), Lines()) for name, packages in counted.items()}
+        print(table(sums))
+        raised = sum(raise_lines(path.read_text(encoding="utf-8")) for path in files if is_source(path, root))
+        share = raised / sum(sums.values(), Lines()).code
+        print(f"\nraise statements: {raised:,} lines, {share:.1%} of the code")
         return 0
     excesses = [line for path in files if path.suffix == ".py" for line in check_python(path, root)]
     excesses += check_p99(files, root / "src")
@@ -137,6 +142,20 @@ def count(text: str, *, python: bool = True) -> Lines:
     )
     return Lines(
         code=len(rows) - blank - len(docs) - comments, docstring=len(docs), comment=comments, all=len(rows)
+    )
+
+
+def is_source(path: Path, root: Path) -> bool:
+    """Whether a file is Python of one of the packages."""
+    return path.suffix == ".py" and any(root / "src" / name in path.parents for name in PACKAGES)
+
+
+def raise_lines(text: str) -> int:
+    """Count the lines of raise statements."""
+    return sum(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Raise)
     )
 
 

@@ -27,7 +27,7 @@ from lockstep.errors import (
 from lockstep.ranks.context import PeerFailed, _Failure
 from lockstep.ranks.guard import Desync
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
+SOURCE = Path(__file__).resolve().parents[1] / "src"
 OWN_CONSTRUCTOR = {"Desync", "ArmFailed"}
 """Errors that name their code in their constructor."""
 
@@ -98,7 +98,7 @@ def test_every_code_of_the_table_is_used() -> None:
     used = {
         node.value.partition(": ")[0]
         for path, tree in trees()
-        if path != Path("errors.py")
+        if path != Path("lockstep/errors.py")
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
@@ -143,6 +143,7 @@ def test_code_and_fields_survive_a_pickle() -> None:
         ),
         ("empty: --data a.jsonl", {}, "--data a.jsonl", {"code": "empty", "setting": "--data"}),
         ("empty: --eval-data: no", {}, "--eval-data: no", {"code": "empty", "setting": "--eval-data"}),
+        ("empty: --data.task x", {}, "--data.task x", {"code": "empty", "setting": "--data.task"}),
         # a setting that is given is the one, and a file is none
         ("empty: --data a", {"setting": "data"}, "--data a", {"code": "empty", "setting": "data"}),
         ("empty: rows.jsonl is empty", {}, "rows.jsonl is empty", {"code": "empty"}),

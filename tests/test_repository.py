@@ -68,6 +68,10 @@ def test_lines_are_counted_by_kind(tmp_path: Path) -> None:
         'def f() -> None:\n    """Doc."""\n    return None\n'
     )
     assert limits.count(text) == limits.Lines(code=6, docstring=4, comment=1, all=14)
+    assert (
+        limits.raise_lines("if x:\n    raise A(\n        'b'\n    ) from x\nelse:\n    raise\nraised = 1\n")
+        == 4
+    )
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.py").write_text(text)
     (tmp_path / "a" / "page.html").write_text("<p>\n\n</p>\n")

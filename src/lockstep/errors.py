@@ -29,7 +29,9 @@ from typing import Any
 
 from lockstep.redaction import redacted
 
-_SETTING = re.compile(r"--[a-z][\w-]*(?=[ :]|$)|[a-z_]\w*(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?)+(?= = )")
+_SETTING = re.compile(
+    r"--[a-z][\w-]*(?:\.[\w-]+)*(?=[ :]|$)|[a-z_]\w*(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?)+(?= = )"
+)
 """What a message begins with that is about a flag (`--lr ...`) or a setting (`train.lr = ...`). A dotted name
 alone is not enough: `rows.jsonl is empty` is about a file."""
 
