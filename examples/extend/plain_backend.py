@@ -102,8 +102,7 @@ class PlainBackend:
             if not bool(value.isfinite()):
                 self.optimizer.zero_grad()
                 raise TrainError(
-                    f"step {self.steps_done}: the loss of samples {batch.sample_ids} is {value}",
-                    code="not-finite",
+                    f"not-finite: step {self.steps_done}: the loss of samples {batch.sample_ids} is {value}"
                 )
             value.backward()
             stats.losses.append(value.detach())
@@ -117,7 +116,7 @@ class PlainBackend:
         """Clip, step, schedule."""
         norm = float(nn.utils.clip_grad_norm_(self.named.values(), self.config.max_grad_norm))
         if not norm < float("inf"):
-            raise TrainError(f"step {self.steps_done}: the gradient's norm is {norm}", code="not-finite")
+            raise TrainError(f"not-finite: step {self.steps_done}: the gradient's norm is {norm}")
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

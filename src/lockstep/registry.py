@@ -48,8 +48,7 @@ def require_members(value: Any, names: Iterable[str], *, what: str) -> None:
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise ConfigError(
-            f"{what} lacks {', '.join(missing)}; docs/how-to/extend.md has what it must have",
-            code="wrong-part",
+            f"wrong-part: {what} lacks {', '.join(missing)}; docs/how-to/extend.md has what it must have",
             names=missing,
         )
 
@@ -66,8 +65,7 @@ def require_call(value: Any, *given: str, what: str, named: Sequence[str] = ()) 
     """
     if not callable(value):
         raise ConfigError(
-            f"{what} is a {type(value).__name__}, not a function or a class; name one",
-            code="wrong-part",
+            f"wrong-part: {what} is a {type(value).__name__}, not a function or a class; name one",
             name=type(value).__name__,
         )
     try:
@@ -79,9 +77,8 @@ def require_call(value: Any, *given: str, what: str, named: Sequence[str] = ()) 
     except TypeError as error:
         call = ", ".join([*given, *(f"{name}=..." for name in named)])
         raise ConfigError(
-            f"{what} is called with ({call}), which its signature {signature} does not take: {error}; "
-            "docs/how-to/extend.md has the signatures",
-            code="wrong-part",
+            f"wrong-part: {what} is called with ({call}), which its signature {signature} does not take: "
+            f"{error}; docs/how-to/extend.md has the signatures",
             name="signature",
         ) from error
 
@@ -99,15 +96,14 @@ def load_object(target: str, *, what: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{what} needs the module {error.name!r}, which is not installed or not on the Python path "
-            f"(looked for {target!r})",
-            code="missing-package",
+            f"missing-package: {what} needs the module {error.name!r}, which is not installed or not on the "
+            f"Python path (looked for {target!r})",
             name=error.name,
         ) from error
     except Exception as error:  # whatever a module of the user's raises while it is imported
         raise ConfigError(
-            f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}; correct the module",
-            code="wrong-part",
+            f"wrong-part: {what}: importing {module_name!r} raised {type(error).__name__}: {error}; correct "
+            "the module",
             name="import",
             module=module_name,
         ) from error
@@ -117,8 +113,6 @@ def load_object(target: str, *, what: str) -> Any:
             value = getattr(value, part)
     except AttributeError as error:
         raise ConfigError(
-            f"{what}: module {module_name!r} has no attribute {attribute!r}",
-            code="wrong-part",
-            name=attribute,
+            f"wrong-part: {what}: module {module_name!r} has no attribute {attribute!r}", name=attribute
         ) from error
     return value

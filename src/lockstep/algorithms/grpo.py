@@ -48,11 +48,9 @@ class PolicyAlgorithm:
         self._buffer_tokens = self.config.overlong.buffer_tokens or max(1, max_tokens // 5)
         if self._overlong_penalty > 0 and self._buffer_tokens > max_tokens:
             raise ConfigError(
-                f"algorithm.overlong.buffer_tokens = {self._buffer_tokens} exceeds max_tokens = "
-                f"{max_tokens}, so every completion would be punished; lower it, or leave it out for a "
-                "fifth of max_tokens",
-                code="out-of-range",
-                setting="algorithm.overlong.buffer_tokens",
+                f"out-of-range: algorithm.overlong.buffer_tokens = {self._buffer_tokens} exceeds "
+                f"max_tokens = {max_tokens}, so every completion would be punished; lower it, or leave it "
+                "out for a fifth of max_tokens"
             )
 
     def keep(self, group: RolloutGroup) -> bool:
@@ -150,9 +148,8 @@ class PolicyAlgorithm:
         The engine's logprobs stand for the policy's, because the tokens were sampled from them."""
         if ref_logprobs is None or len(ref_logprobs) != len(samples):
             raise TrainError(
-                f"algorithm.kl.place = 'reward' needs ref_logprobs of all {len(samples)} rollouts, got "
-                f"{'none' if ref_logprobs is None else len(ref_logprobs)}",
-                code="missing-values",
+                f"missing-values: algorithm.kl.place = 'reward' needs ref_logprobs of all {len(samples)} "
+                f"rollouts, got {'none' if ref_logprobs is None else len(ref_logprobs)}",
                 name="ref_logprobs",
                 needed=len(samples),
             )
@@ -170,10 +167,9 @@ class PolicyAlgorithm:
             if ":" not in str(self.config.advantage):
                 raise
             raise TrainError(
-                f"algorithm.advantage = {self.config.advantage!r} raised {type(error).__name__} for rewards "
-                f"of shape {list(rewards.shape)}: {error}; correct the function",
-                code="wrong-result",
-                setting="algorithm.advantage",
+                f"wrong-result: algorithm.advantage = {self.config.advantage!r} raised "
+                f"{type(error).__name__} for rewards of shape {list(rewards.shape)}: {error}; correct the "
+                "function"
             ) from error
         self._check_advantages(advantages, mask)
         return advantages
@@ -189,10 +185,8 @@ class PolicyAlgorithm:
             problem = f"an entry that is not finite for group {group}"
         if problem is not None:
             raise TrainError(
-                f"algorithm.advantage = {self.config.advantage!r} returned {problem}; return one finite "
-                "advantage per rollout",
-                code="wrong-result",
-                setting="algorithm.advantage",
+                f"wrong-result: algorithm.advantage = {self.config.advantage!r} returned {problem}; return "
+                "one finite advantage per rollout"
             )
 
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:

@@ -44,8 +44,8 @@ class KTOLoss:
         batch = _unpaired(batch)
         if batch.kl_baseline is None:
             raise TrainError(
-                "KTO compares with a baseline, but the batch has no kl_baseline; set it first",
-                code="missing-values",
+                "missing-values: KTO compares with a baseline, but the batch has no kl_baseline; set it "
+                "first",
                 name="kl_baseline",
             )
         slots = logprobs.new_zeros(batch.num_slots)
@@ -121,9 +121,8 @@ def mismatched(batches: Sequence[PackedBatch], *, max_length: int) -> list[Train
     other = next((i for i in range(-1, -len(prompts), -1) if prompts[i] != prompts[0]), None)
     if other is None:
         raise TrainError(
-            f"all {len(ordered)} answers of the step are to one prompt, and KTO's baseline needs each "
-            "prompt with the answer to another one; raise batch_size",
-            code="wrong-batch",
+            f"wrong-batch: all {len(ordered)} answers of the step are to one prompt, and KTO's baseline "
+            "needs each prompt with the answer to another one; raise batch_size"
         )
     samples = []
     for number, prompt in enumerate(prompts):
@@ -165,9 +164,8 @@ def log_ratios(logprobs: Tensor, batch: UnpairedBatch) -> Tensor:
     """
     if batch.ref_logprobs is None:
         raise TrainError(
-            "KTO compares with a reference, but the batch has no ref_logprobs; run "
+            "missing-values: KTO compares with a reference, but the batch has no ref_logprobs; run "
             "backend.ref.logprobs(batches) first",
-            code="missing-values",
             name="ref_logprobs",
         )
     ref = masked(batch.ref_logprobs.to(logprobs.device), batch.loss_mask)
@@ -212,7 +210,6 @@ def _of_documents(values: Tensor, batch: PackedBatch) -> Tensor:
 def _unpaired(batch: PackedBatch) -> UnpairedBatch:
     if not isinstance(batch, UnpairedBatch):
         raise TrainError(
-            f"KTO needs an UnpairedBatch, got {type(batch).__name__}; pack UnpairedSamples",
-            code="wrong-batch",
+            f"wrong-batch: KTO needs an UnpairedBatch, got {type(batch).__name__}; pack UnpairedSamples"
         )
     return batch

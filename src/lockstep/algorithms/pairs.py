@@ -60,9 +60,8 @@ class PairLoss(ABC):
         if self.needs_ref:
             if batch.ref_logprobs is None:
                 raise TrainError(
-                    "the loss compares with a reference, but the batch has no ref_logprobs; run "
-                    "backend.ref.logprobs(batches) first",
-                    code="missing-values",
+                    "missing-values: the loss compares with a reference, but the batch has no ref_logprobs; "
+                    "run backend.ref.logprobs(batches) first",
                     name="ref_logprobs",
                 )
             scores = scores - masked(batch.ref_logprobs.to(outputs.device), batch.loss_mask)
@@ -101,8 +100,7 @@ def pair_weights(samples: Sequence[TrainSample]) -> list[Tensor]:
     """
     if len(samples) % 2:
         raise DataError(
-            f"{len(samples)} samples are not preference pairs: one has no counterpart",
-            code="wrong-pairs",
+            f"wrong-pairs: {len(samples)} samples are not preference pairs: one has no counterpart",
             samples=len(samples),
         )
     return [sample.loss_mask.to(torch.float32) * (2.0 / len(samples)) for sample in samples]
@@ -117,7 +115,7 @@ def of_pairs(documents: Tensor, batch: PreferenceBatch) -> Tensor:
 def _preferences(batch: PackedBatch) -> PreferenceBatch:
     if not isinstance(batch, PreferenceBatch):
         raise TrainError(
-            f"a loss of pairs needs a PreferenceBatch, got {type(batch).__name__}; pack PreferenceSamples",
-            code="wrong-batch",
+            f"wrong-batch: a loss of pairs needs a PreferenceBatch, got {type(batch).__name__}; pack "
+            "PreferenceSamples"
         )
     return batch

@@ -106,8 +106,7 @@ class PolicyLoss:
     def __init__(self, config: GRPOConfig) -> None:
         if config.objective is None or config.kl.estimator is None:
             raise ConfigError(
-                "PolicyLoss needs a resolved GRPOConfig; call config.resolved() first",
-                code="missing-argument",
+                "missing-argument: PolicyLoss needs a resolved GRPOConfig; call config.resolved() first"
             )
         self.config = config
         self.objective: Objective = OBJECTIVES.load(config.objective)
@@ -135,10 +134,8 @@ class PolicyLoss:
         if not isinstance(loss, Tensor) or loss.shape != terms.ratio.shape:
             found = f"a loss of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TrainError(
-                f"algorithm.objective = {config.objective!r} returned {found} for "
-                f"{terms.ratio.shape[0]} tokens; return a tensor with one entry per token",
-                code="wrong-result",
-                setting="algorithm.objective",
+                f"wrong-result: algorithm.objective = {config.objective!r} returned {found} for "
+                f"{terms.ratio.shape[0]} tokens; return a tensor with one entry per token"
             )
         loss = loss * terms.is_weight * terms.off_policy_mask
         if config.kl.coef > 0:
@@ -160,9 +157,8 @@ class PolicyLoss:
         batch = _policy_batch(batch)
         if batch.ref_logprobs is None:
             raise TrainError(
-                "the loss has a KL term but the batch has no ref_logprobs; run backend.ref.logprobs(batches) "
-                "first, or set algorithm.kl.coef = 0",
-                code="missing-values",
+                "missing-values: the loss has a KL term but the batch has no ref_logprobs; run "
+                "backend.ref.logprobs(batches) first, or set algorithm.kl.coef = 0",
                 name="ref_logprobs",
             )
         ref = masked(batch.ref_logprobs[rows], terms.mask)
@@ -182,9 +178,9 @@ class PolicyLoss:
         """
         if len(stats.terms) != len(batches):
             raise TrainError(
-                f"the train backend returned the loss's terms of {len(stats.terms)} of {len(batches)} "
-                "micro-batches; put LossOutput.terms of every call into StepStats.terms, [K, T] each",
-                code="missing-values",
+                f"missing-values: the train backend returned the loss's terms of {len(stats.terms)} of "
+                f"{len(batches)} micro-batches; put LossOutput.terms of every call into StepStats.terms, "
+                "[K, T] each",
                 name="terms",
                 got=len(stats.terms),
                 needed=len(batches),
@@ -292,8 +288,7 @@ class PolicyLoss:
 def _policy_batch(batch: PackedBatch) -> PolicyBatch:
     if not isinstance(batch, PolicyBatch):
         raise TrainError(
-            f"a policy loss needs a PolicyBatch, got {type(batch).__name__}; pack PolicySamples",
-            code="wrong-batch",
+            f"wrong-batch: a policy loss needs a PolicyBatch, got {type(batch).__name__}; pack PolicySamples"
         )
     return batch
 

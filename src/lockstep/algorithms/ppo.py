@@ -47,8 +47,7 @@ class PPO(PolicyAlgorithm):
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
         """Raise TrainError: there are none without values."""
         raise TrainError(
-            "PPO has no advantages without values; give the loop a value model (parts.value)",
-            code="missing-values",
+            "missing-values: PPO has no advantages without values; give the loop a value model (parts.value)",
             name="values",
         )
 
@@ -69,8 +68,8 @@ class PPO(PolicyAlgorithm):
         """
         if len(values) != len(samples):
             raise TrainError(
-                f"there are values of {len(values)} of {len(samples)} rollouts; score all of them",
-                code="missing-values",
+                f"missing-values: there are values of {len(values)} of {len(samples)} rollouts; score all "
+                "of them",
                 name="values",
                 got=len(values),
                 needed=len(samples),
@@ -105,8 +104,7 @@ class PPO(PolicyAlgorithm):
         """See protocols.ValueAlgorithm."""
         if state.keys() != self.state().keys():
             raise CheckpointError(
-                f"the state of PPO has {sorted(self.state())}, the checkpoint {sorted(state)}",
-                code="wrong-field",
+                f"wrong-field: the state of PPO has {sorted(self.state())}, the checkpoint {sorted(state)}"
             )
         self.kl_coef = state["kl_coef"]
         self._seen = RunningMoments.of(state)

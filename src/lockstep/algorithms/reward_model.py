@@ -29,8 +29,8 @@ class RewardModelLoss(PairLoss):
         """See PairLoss."""
         if batch.margins is None:
             raise TrainError(
-                "a reward model's loss needs margins, 0 where there are none; pack ScoredSamples",
-                code="missing-values",
+                "missing-values: a reward model's loss needs margins, 0 where there are none; pack "
+                "ScoredSamples",
                 name="margins",
             )
         margins = document_sums(masked(batch.margins.to(chosen.device), batch.loss_mask), batch.cu_seqlens)

@@ -66,7 +66,6 @@ class ValueLoss:
 def _value_batch(batch: PackedBatch) -> ValueBatch:
     if not isinstance(batch, ValueBatch):
         raise TrainError(
-            f"a value loss needs a ValueBatch, got {type(batch).__name__}; pack ValueSamples",
-            code="wrong-batch",
+            f"wrong-batch: a value loss needs a ValueBatch, got {type(batch).__name__}; pack ValueSamples"
         )
     return batch

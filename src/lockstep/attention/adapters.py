@@ -121,17 +121,17 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         passes on."""
         if cu_seqlens is None and ring is None:
             raise ModelError(
-                f"attention implementation {PREFIX + kernel!r} was called without cu_seqlens; run the model "
-                "through lockstep.models.forward.hidden_states, or load it with attention = 'hf:sdpa'",
-                code="missing-values",
+                f"missing-values: attention implementation {PREFIX + kernel!r} was called without "
+                "cu_seqlens; run the model through lockstep.models.forward.hidden_states, or load it with "
+                "attention = 'hf:sdpa'",
                 name="cu_seqlens",
             )
         # transformers passes both to every implementation, so a kernel that ignored them would compute
         # another model without a word.
         if dropout or softcap is not None:
             raise ModelError(
-                f"attention kernel {kernel!r} has no dropout and no softcap (got {dropout}, {softcap})",
-                code="unsupported-combination",
+                f"unsupported-combination: attention kernel {kernel!r} has no dropout and no softcap (got "
+                f"{dropout}, {softcap})"
             )
         if ring is not None:
             return _ring(query, key, value, ring=ring, scale=scaling, window=sliding_window), None
@@ -167,8 +167,8 @@ def _ring(
     """query [1, N, t, H], key and value [1, K, t, H] -> [1, t, N, H]."""
     if window is not None:
         raise ModelError(
-            f"ring attention has no sliding window (this layer's is {window}); set train.ring = 1",
-            code="unsupported-combination",
+            f"unsupported-combination: ring attention has no sliding window (this layer's is {window}); set "
+            "train.ring = 1",
             setting="train.ring",
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

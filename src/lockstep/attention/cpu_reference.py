@@ -36,9 +36,8 @@ def enable_cpu_reference() -> None:
     taken = [op for op in _OPS if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "CPU")]
     if taken:
         raise ModelError(
-            f"torch {torch.__version__} already has CPU kernels for {', '.join(taken)}, and Lockstep does "
-            "not replace them; set train.attention = 'sdpa'",
-            code="unsupported-version",
+            f"unsupported-version: torch {torch.__version__} already has CPU kernels for "
+            f"{', '.join(taken)}, and Lockstep does not replace them; set train.attention = 'sdpa'",
             setting="train.attention",
         )
     # Kernels under torch's own ops, so that without a GPU the very graph is traced, compiled and tested that

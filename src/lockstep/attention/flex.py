@@ -37,9 +37,8 @@ def attention(  # signature: every kernel's, see lockstep.attention
     # do.
     if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         raise TrainError(
-            "attention kernel 'flex' has no backward on a CPU; set train.attention = 'sdpa', "
-            "or 'varlen' for its reference kernels",
-            code="missing-device",
+            "missing-device: attention kernel 'flex' has no backward on a CPU; set train.attention = "
+            "'sdpa', or 'varlen' for its reference kernels",
             setting="train.attention",
         )
     if mask is None:

@@ -72,29 +72,26 @@ def ring_attention(
     here = (dist.get_rank(group), dist.get_world_size(group))
     if here != (shard.rank, shard.size):
         raise ModelError(
-            f"the shard is of rank {shard.rank} of {shard.size}, but this is rank {here[0]} of a group of "
-            f"{here[1]}; make it with ring_shard(..., rank={here[0]}, size={here[1]})",
-            code="out-of-range",
+            f"out-of-range: the shard is of rank {shard.rank} of {shard.size}, but this is rank {here[0]} "
+            f"of a group of {here[1]}; make it with ring_shard(..., rank={here[0]}, size={here[1]})",
             name="rank",
         )
     if q.shape[0] != shard.num_rows or k.shape[0] != shard.num_rows or k.shape != v.shape:
         raise ModelError(
-            f"rank {shard.rank} of the ring has {shard.num_rows} rows, not q {list(q.shape)}, "
-            f"k {list(k.shape)}, v {list(v.shape)}",
-            code="wrong-shape",
+            f"wrong-shape: rank {shard.rank} of the ring has {shard.num_rows} rows, not q {list(q.shape)}, k "
+            f"{list(k.shape)}, v {list(v.shape)}"
         )
     if shard.index.device != q.device:
         raise ModelError(
-            f"the ring's shard is on {shard.index.device}, q on {q.device}; move it: shard.to()",
-            code="missing-device",
+            f"missing-device: the ring's shard is on {shard.index.device}, q on {q.device}; move it: "
+            "shard.to()"
         )
     if q.device.type == "cpu":
         enable_cpu_reference()
     elif q.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"ring attention runs flash kernels, which have no {q.dtype} on {q.device.type}; "
-            "set model.dtype = 'bfloat16'",
-            code="unsupported-combination",
+            f"unsupported-combination: ring attention runs flash kernels, which have no {q.dtype} on "
+            f"{q.device.type}; set model.dtype = 'bfloat16'",
             setting="model.dtype",
         )
     out: Tensor = _apply(q, k, v, Ring(shard=shard, group=group), scale)
@@ -221,9 +218,8 @@ def _attend(
     )
     if lse.shape != (q.shape[1], q.shape[0]):
         raise ModelError(
-            f"torch {torch.__version__} gives the log-sum-exp of packed documents as {list(lse.shape)}, not "
-            f"[{q.shape[1]}, {q.shape[0]}]; ring attention needs torch 2.11 or later",
-            code="unsupported-version",
+            f"unsupported-version: torch {torch.__version__} gives the log-sum-exp of packed documents as "
+            f"{list(lse.shape)}, not [{q.shape[1]}, {q.shape[0]}]; ring attention needs torch 2.11 or later"
         )
     return out, lse
 

@@ -99,9 +99,7 @@ def pair(flag: str, word: str, *, example: str) -> tuple[str, str]:
     """The two parts of NAME=VALUE. Raises ConfigError."""
     name, equals, value = word.partition("=")
     if not equals or not name:
-        raise ConfigError(
-            f"{flag} {word!r}: write NAME=VALUE, such as {example}", code="wrong-format", setting=flag
-        )
+        raise ConfigError(f"wrong-format: {flag} {word!r}: write NAME=VALUE, such as {example}")
     return name, value
 
 

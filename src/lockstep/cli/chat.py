@@ -67,9 +67,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             line = input("> " if terminal else "")
         except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"the input is not text in {sys.stdin.encoding}: {error}", code="not-text"
-            ) from error
+            raise ConfigError(f"not-text: the input is not text in {sys.stdin.encoding}: {error}") from error
         except EOFError:
             if terminal:
                 echo()
@@ -115,9 +113,8 @@ class Chat:
         ids = self._format.encode(self._render(messages))
         if len(ids) >= self._max_positions:
             raise ConfigError(
-                f"the conversation has {len(ids)} tokens and the model {self._max_positions} positions; "
-                "start over with /reset",
-                code="too-long",
+                f"too-long: the conversation has {len(ids)} tokens and the model {self._max_positions} "
+                "positions; start over with /reset"
             )
         request = GenerationRequest(
             prompt_token_ids=tuple(ids),

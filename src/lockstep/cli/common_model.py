@@ -51,8 +51,8 @@ class OpenModel:
 
         if self.model.tokenizer is None:
             raise ConfigError(
-                f"{self.source} has no tokenizer, so it cannot read text; sample --num-prompts instead",
-                code="no-tokenizer",
+                f"no-tokenizer: {self.source} has no tokenizer, so it cannot read text; sample --num-prompts "
+                "instead"
             )
         return ChatFormat(self.data, self.model.tokenizer)
 
@@ -110,9 +110,8 @@ def find_run(where: str, checkpoint: str | None) -> tuple[RunConfig, Path] | Non
         return build(read_toml(file), origin=str(file)), find_weights(folder, checkpoint)
     if checkpoint is not None:
         raise ConfigError(
-            f"--checkpoint {checkpoint} needs a run directory, and {where!r} holds no config.toml",
-            code="wrong-kind-of-file",
-            setting="--checkpoint",
+            f"wrong-kind-of-file: --checkpoint {checkpoint} needs a run directory, and {where!r} holds no "
+            "config.toml"
         )
     return None
 
@@ -145,14 +144,12 @@ def find_weights(run_dir: Path, checkpoint: str | None) -> Path:
         return saved[int(checkpoint)]
     if checkpoint is not None and checkpoint not in ("export", "last") and not checkpoint.isdecimal():
         raise ConfigError(
-            f"--checkpoint {checkpoint} is neither export, last nor a step; known: {', '.join(known)}",
-            code="unknown-name",
-            setting="--checkpoint",
+            f"unknown-name: --checkpoint {checkpoint} is neither export, last nor a step; known: "
+            f"{', '.join(known)}"
         )
     raise CheckpointError(
-        f"{run_dir} has no {'weights' if checkpoint is None else f'checkpoint {checkpoint}'}; "
+        f"no-such-file: {run_dir} has no {'weights' if checkpoint is None else f'checkpoint {checkpoint}'}; "
         f"there are: {', '.join(known) or 'none'}",
-        code="no-such-file",
         setting="--checkpoint",
     )
 
@@ -179,9 +176,8 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
         missing = sorted(trained - weights.keys())
         if wrong or missing:
             raise CheckpointError(
-                f"{directory} does not fit the run's model: {len(wrong)} unknown or misshapen weights "
-                f"{wrong[:3]}, {len(missing)} missing {missing[:3]}",
-                code="other-model",
+                f"other-model: {directory} does not fit the run's model: {len(wrong)} unknown or misshapen "
+                f"weights {wrong[:3]}, {len(missing)} missing {missing[:3]}"
             )
         for name, load in weights.items():
             own[name].copy_(load())
@@ -212,7 +208,7 @@ def _sequence(checkpoint: Path) -> int:
     sequence = value.get("sequence") if isinstance(value, dict) else None
     if not isinstance(sequence, int):
         raise CheckpointError(
-            f"{checkpoint / _COMPLETE} is damaged (sequence {sequence!r:.80}); name a step by --checkpoint",
-            code="damaged-file",
+            f"damaged-file: {checkpoint / _COMPLETE} is damaged (sequence {sequence!r:.80}); name a step by "
+            "--checkpoint"
         )
     return sequence

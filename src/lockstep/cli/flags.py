@@ -47,8 +47,7 @@ def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunCon
         )
     if source is not None and recipe is not None:
         raise ConfigError(
-            f"{source!r} and --recipe {recipe} both name a config; give one of them",
-            code="contradiction",
+            f"contradiction: {source!r} and --recipe {recipe} both name a config; give one of them",
             setting="--recipe",
         )
     if source is None and recipe is None:
@@ -322,11 +321,7 @@ def _pair(word: str, path: str, *, texts: bool) -> tuple[str, Any]:
     """Key and value of a word; in a table of `texts`, such as engine.env, 1 and true are texts as well."""
     key, equals, text = word.partition("=")
     if not equals or not key:
-        raise ConfigError(
-            f"--{path} {word!r}: expected {PAIRS}, such as --{path} min_terms=2",
-            code="wrong-format",
-            setting=f"--{path}",
-        )
+        raise ConfigError(f"wrong-format: --{path} {word!r}: expected {PAIRS}, such as --{path} min_terms=2")
     value = parse_value(text, origin=f"--{path} {key}")
     return key, text if texts and not isinstance(value, str) else value
 
@@ -336,9 +331,7 @@ def _item(word: str, path: str) -> dict[str, Any]:
         table = parse_value(word, origin=f"--{path}")
         if not isinstance(table, dict):
             raise ConfigError(
-                f"--{path} {word[:200]!r}: not a TOML table, such as {{name = 'math', weight = 2}}",
-                code="not-toml",
-                setting=f"--{path}",
+                f"not-toml: --{path} {word[:200]!r}: not a TOML table, such as {{name = 'math', weight = 2}}"
             )
         return table
     name, equals, weight = word.partition("=")

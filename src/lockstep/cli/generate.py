@@ -116,8 +116,7 @@ def parse(argv: Sequence[str]) -> Command:
     )
     if not config.data.source:
         raise ConfigError(
-            "no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)",
-            code="missing-setting",
+            "missing-setting: no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)",
             setting="--data",
         )
     if config.engine.name not in (*ENGINES, "auto") and ":" not in config.engine.name:
@@ -128,8 +127,7 @@ def parse(argv: Sequence[str]) -> Command:
         )
     if values["out"] is None and not values["print_config"]:
         raise ConfigError(
-            "no file for the rows: give --out FILE.jsonl or --out FILE.parquet",
-            code="missing-setting",
+            "missing-setting: no file for the rows: give --out FILE.jsonl or --out FILE.parquet",
             setting="--out",
         )
     check_writable(values["json"])

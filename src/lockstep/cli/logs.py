@@ -47,10 +47,8 @@ def _of_job(arguments: argparse.Namespace) -> int:
 
     if arguments.rank:
         raise ConfigError(
-            f"--rank {arguments.rank} with --cluster: the cluster keeps what rank 0 says; the logs of the "
-            "others are in logs/ranks of the run directory",
-            code="unsupported-combination",
-            setting="--rank",
+            f"unsupported-combination: --rank {arguments.rank} with --cluster: the cluster keeps what rank 0 "
+            "says; the logs of the others are in logs/ranks of the run directory"
         )
     jobs, name = Jobs(arguments.cluster), str(arguments.run)
     log = jobs.log(name)

@@ -148,10 +148,9 @@ def _load(command: str) -> ModuleType:
         if package == "lockstep" or error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"this command is in the package {package}, which cannot be imported (no module {error.name!r}); "
-            "it comes with lockstep-rl: pip install --force-reinstall --no-deps lockstep-rl, or put all of "
-            "src on PYTHONPATH",
-            code="missing-package",
+            f"missing-package: this command is in the package {package}, which cannot be imported (no "
+            f"module {error.name!r}); it comes with lockstep-rl: pip install --force-reinstall --no-deps "
+            "lockstep-rl, or put all of src on PYTHONPATH",
             name=package,
         ) from error
 
@@ -167,15 +166,13 @@ def _check_arguments(words: Sequence[str]) -> None:
             word.encode()
         except UnicodeEncodeError as error:  # it would fail where it is written to a file or a report
             raise ConfigError(
-                f"argument {number}, {word[:80]!a}, is not UTF-8; rename the file, or write the "
-                f"text in UTF-8",
-                code="not-text",
+                f"not-text: argument {number}, {word[:80]!a}, is not UTF-8; rename the file, or write the "
+                "text in UTF-8"
             ) from error
         if _CONTROL.search(word):
             raise ConfigError(
-                f"argument {number}, {word[:80]!r}, holds a control character; rename the file, or write the "
-                "text in a TOML file, where \\u001b stands for one",
-                code="wrong-format",
+                f"wrong-format: argument {number}, {word[:80]!r}, holds a control character; rename the "
+                "file, or write the text in a TOML file, where \\u001b stands for one"
             )
 
 
@@ -187,15 +184,13 @@ def _check_launcher() -> None:
         value = os.environ.get(name, "0")
         if not re.fullmatch(r"[0-9]{1,6}", value):
             raise ConfigError(
-                f"the environment variable {name} = {value[:80]!r} is not a number; torchrun sets it, "
-                "elsewhere unset RANK and WORLD_SIZE",
-                code="wrong-environment",
+                f"wrong-environment: the environment variable {name} = {value[:80]!r} is not a number; "
+                "torchrun sets it, elsewhere unset RANK and WORLD_SIZE"
             )
     if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
         raise ConfigError(
-            f"the environment variable RANK = {os.environ['RANK']} is not below WORLD_SIZE = "
-            f"{os.environ['WORLD_SIZE']}; torchrun sets both, elsewhere unset them",
-            code="wrong-environment",
+            f"wrong-environment: the environment variable RANK = {os.environ['RANK']} is not below "
+            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}; torchrun sets both, elsewhere unset them"
         )
 
 

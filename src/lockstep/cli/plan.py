@@ -251,10 +251,8 @@ def _device(run: RunConfig, *, cuda: bool) -> str:
     if run.train.device != "auto":
         if run.train.device.startswith("cuda") and not cuda:
             raise ConfigError(
-                f"train.device = {run.train.device!r}, but torch sees no CUDA device; set "
-                "--train.device cpu, and --memory-gib for the memory to compare with",
-                code="missing-device",
-                setting="train.device",
+                f"missing-device: train.device = {run.train.device!r}, but torch sees no CUDA device; set "
+                "--train.device cpu, and --memory-gib for the memory to compare with"
             )
         return run.train.device
     return "cuda" if cuda else "cpu"

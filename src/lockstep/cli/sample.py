@@ -66,11 +66,7 @@ def main(argv: Sequence[str]) -> int:
     for name in ("n", "num_prompts"):
         if not 1 <= getattr(args, name) <= arguments.MOST:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise ConfigError(
-                f"{flag} must be at least 1, and at most {arguments.MOST:,}",
-                code="out-of-range",
-                setting=flag,
-            )
+            raise ConfigError(f"out-of-range: {flag} must be at least 1, and at most {arguments.MOST:,}")
     check_writable(args.json)
     overrides = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     overrides = {name: value for name, value in overrides.items() if value is not None}
@@ -120,8 +116,7 @@ def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
         return [Prompt(index=0, token_ids=tuple(chat.encode(text)), text=text, where="--prompt")]
     if not isinstance(opened.run, GRPORun):
         raise ConfigError(
-            f"{opened.source} comes with no held-out prompts; give --prompt TEXT",
-            code="missing-setting",
+            f"missing-setting: {opened.source} comes with no held-out prompts; give --prompt TEXT",
             setting="--prompt",
         )
     vocab_size = text_config(opened.model.module).vocab_size

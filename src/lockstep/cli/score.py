@@ -89,9 +89,7 @@ def parse(argv: Sequence[str]) -> Command:
         for name in ("data", "out"):
             if values[name] is None:
                 raise ConfigError(
-                    f"--{name} is missing: lockstep score --data SAMPLES --out SCORED",
-                    code="missing-setting",
-                    setting=f"--{name}",
+                    f"missing-setting: --{name} is missing: lockstep score --data SAMPLES --out SCORED"
                 )
         check_other_file(values["out"], values["data"])
     check_writable(values["json"])
@@ -112,7 +110,7 @@ def score(command: Command, _: Interrupt) -> dict[str, Any]:
         first = first or item
         count += 1
     if first is None:
-        raise DataError(f"--data {str(data)!r} has no rows", code="nothing-left", setting="--data")
+        raise DataError(f"nothing-left: --data {str(data)!r} has no rows")
     check_columns(config, first)
     rows = RowFile(
         out,

@@ -31,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if not args.best_of_n and args.top_k is None and args.min_reward is None and args.pairs is None:
         raise ConfigError(
-            "nothing to select by: give --best-of-n, --top-k K, --min-reward X or --pairs",
-            code="missing-setting",
+            "missing-setting: nothing to select by: give --best-of-n, --top-k K, --min-reward X or --pairs"
         )
     _check_flags(args)
     from lockstep.rollout.rows import check_out
@@ -42,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
     check_other_file(args.out, args.data)
     if args.out.exists() and not args.overwrite:
         raise ConfigError(
-            f"--out {str(args.out)!r} exists; choose another file, or give --overwrite",
-            code="already-exists",
-            setting="--out",
+            f"already-exists: --out {str(args.out)!r} exists; choose another file, or give --overwrite"
         )
     result = _documents(args) if args.pairs is None else _pairs(args)
     if args.json is not None:
@@ -68,9 +65,8 @@ def _documents(args: argparse.Namespace) -> dict[str, Any]:
     selection = select(read_rows(args.data), choice, source=str(args.data))
     if not selection.rows:
         raise DataError(
-            f"no sample of the {selection.prompts} prompts in {args.data} is left "
-            f"({dict(selection.left_out)}); lower --min-reward, or sample more of each prompt",
-            code="nothing-left",
+            f"nothing-left: no sample of the {selection.prompts} prompts in {args.data} is left "
+            f"({dict(selection.left_out)}); lower --min-reward, or sample more of each prompt"
         )
     rows = [sft_row(row) for row in selection.rows]
     return _written(args, "sft", rows, selection) | {
@@ -94,9 +90,8 @@ def _pairs(args: argparse.Namespace) -> dict[str, Any]:
     selection = select_pairs(_scored(args.data), choice, source=str(args.data))
     if not selection.rows:
         raise DataError(
-            f"no two samples of one of the {selection.prompts} prompts in {args.data} make a pair "
-            f"({dict(selection.left_out)}); sample more of each prompt, or ask for less",
-            code="nothing-left",
+            f"nothing-left: no two samples of one of the {selection.prompts} prompts in {args.data} make a "
+            f"pair ({dict(selection.left_out)}); sample more of each prompt, or ask for less"
         )
     rows = list(selection.rows)
     lengths = [(len(_text(row["chosen"])), len(_text(row["rejected"]))) for row in rows]
@@ -132,10 +127,8 @@ def _scored(path: Path) -> Iterator[dict[str, Any]]:
     files = sorted((path / "rollouts").glob("step-*.jsonl"))
     if not files:
         raise DataError(
-            f"--data {str(path)!r} has no rollouts/step-*.jsonl: it is not a directory of an RL run, or "
-            "rollout.save was off; name a run, or a file of scored samples",
-            code="wrong-kind-of-file",
-            setting="--data",
+            f"wrong-kind-of-file: --data {str(path)!r} has no rollouts/step-*.jsonl: it is not a directory "
+            "of an RL run, or rollout.save was off; name a run, or a file of scored samples"
         )
     for file in files:
         yield from read_rows(file)
@@ -146,21 +139,15 @@ def _check_flags(args: argparse.Namespace) -> None:
     only_pairs = {"--min-gap": args.min_gap, "--by": args.by, "--ends-in-number": args.ends_in_number or None}
     for flag, value in only_pairs.items():
         if args.pairs is None and value is not None:
-            raise ConfigError(
-                f"{flag} has no effect without --pairs; leave it out", code="no-effect", setting=flag
-            )
+            raise ConfigError(f"no-effect: {flag} has no effect without --pairs; leave it out")
     if args.pairs is not None and args.unique:
         raise ConfigError(
-            "--unique has no effect with --pairs, which never takes an answer twice; leave it out",
-            code="no-effect",
-            setting="--unique",
+            "no-effect: --unique has no effect with --pairs, which never takes an answer twice; leave it out"
         )
     if args.pairs is None and args.data.is_dir():
         raise ConfigError(
-            f"--data {str(args.data)!r} is a directory, from which only --pairs selects; name a file of "
-            "samples",
-            code="wrong-kind-of-file",
-            setting="--data",
+            f"wrong-kind-of-file: --data {str(args.data)!r} is a directory, from which only --pairs selects; "
+            "name a file of samples"
         )
 
 
@@ -231,7 +218,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         write_atomic(path, json_lines(rows))
     except OSError as error:
         raise DataError(
-            f"cannot write {path}: {error.strerror}; make room and run it again", code="cannot-write"
+            f"cannot-write: cannot write {path}: {error.strerror}; make room and run it again"
         ) from error
 
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
             good = not any(check.problems for check in checks)
     else:
         raise ConfigError(
-            "status of what? name run directories, or --cluster http://HEAD:8265", code="missing-setting"
+            "missing-setting: status of what? name run directories, or --cluster http://HEAD:8265"
         )
     for line in texts:
         echo(line)

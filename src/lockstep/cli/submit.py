@@ -37,19 +37,18 @@ def main(argv: Sequence[str]) -> int:
     own, rest = _parser().parse_known_args(argv)
     if own.cluster is None:
         raise ConfigError(
-            "submit needs --cluster http://HEAD:8265; without a cluster: lockstep train",
-            code="missing-setting",
+            "missing-setting: submit needs --cluster http://HEAD:8265; without a cluster: lockstep train",
             setting="--cluster",
         )
     if not rest:
         raise ConfigError(
-            "nothing to submit: name a TOML file, grpo, ppo, sft, dpo, rm or --resume RUN_DIR",
-            code="missing-setting",
+            "missing-setting: nothing to submit: name a TOML file, grpo, ppo, sft, dpo, rm or --resume "
+            "RUN_DIR"
         )
     command = parse(rest)
     if command.json is not None or command.print_config:
         raise ConfigError(
-            "--json and --print-config belong to lockstep train; omit them", code="unsupported-combination"
+            "unsupported-combination: --json and --print-config belong to lockstep train; omit them"
         )
     check_cluster(command)
     again = "--restart" if command.restart else None if command.resume is None else "--resume"
@@ -57,9 +56,8 @@ def main(argv: Sequence[str]) -> int:
     run_dir = run_dir if run_dir is None or again is None else run_dir.absolute()
     if run_dir is None or not run_dir.is_absolute():
         raise ConfigError(
-            f"run_dir = {None if run_dir is None else str(run_dir)!r}: a job runs in a folder of Ray's that "
-            "is removed later; give --run-dir with an absolute path that the nodes have",
-            code="missing-setting",
+            f"missing-setting: run_dir = {None if run_dir is None else str(run_dir)!r}: a job runs in a "
+            "folder of Ray's that is removed later; give --run-dir with an absolute path that the nodes have",
             setting="run_dir",
         )
     from lockstep.cluster.jobs import RUN_FILE, Jobs, packed

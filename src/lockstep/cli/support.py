@@ -84,9 +84,7 @@ def _check(cell: Mapping[str, str]) -> None:
     for axis, value in cell.items():
         open_ended = axis in ("attention", "engine") and ":" in value
         if value not in AXES[axis] and not open_ended:
-            raise ConfigError(
-                f"--{axis}: {unknown_name(axis, value, AXES[axis])}", code="unknown-name", setting=f"--{axis}"
-            )
+            raise ConfigError(f"unknown-name: --{axis}: {unknown_name(axis, value, AXES[axis])}")
 
 
 def _may_apply(row: Mapping[str, str], cell: Mapping[str, str]) -> bool:

@@ -195,11 +195,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     else:
         run = override(run, overrides, origin=f"lockstep train {_origin(source, early)}")
     if values["rank_timeout"] is not None and not values["rank_timeout"] > 0:
-        raise ConfigError(
-            f"--rank-timeout {values['rank_timeout']:g} must be above 0 seconds",
-            code="out-of-range",
-            setting="--rank-timeout",
-        )
+        raise ConfigError(f"out-of-range: --rank-timeout {values['rank_timeout']:g} must be above 0 seconds")
     check_writable(values["json"])
     if values["provider"] == "none":  # as if the file had no [cluster]
         run = run.model_copy(update={"cluster": None})
@@ -293,11 +289,9 @@ def _cluster_config(command: TrainCommand) -> ClusterConfig:
     config = command.run.cluster or ClusterConfig()
     if command.ranks not in (None, config.ranks):
         raise ConfigError(
-            f"--ranks {command.ranks} with a cluster: [cluster] says {config.nodes} * "
-            f"{config.per_node} = {config.ranks} ranks; leave --ranks out, or set "
-            "cluster.nodes, cluster.gpus or cluster.slots",
-            code="contradiction",
-            setting="--ranks",
+            f"contradiction: --ranks {command.ranks} with a cluster: [cluster] says {config.nodes} * "
+            f"{config.per_node} = {config.ranks} ranks; leave --ranks out, or set cluster.nodes, "
+            "cluster.gpus or cluster.slots"
         )
     return config
 
@@ -329,18 +323,15 @@ def _check_launcher(command: TrainCommand) -> None:
     started = int(os.environ["WORLD_SIZE"])
     if command.ranks not in (None, started):
         raise ConfigError(
-            f"--ranks {command.ranks}, but {started} ranks were started; leave --ranks out under torchrun "
-            "and deepspeed, or give the same number",
-            code="contradiction",
-            setting="--ranks",
+            f"contradiction: --ranks {command.ranks}, but {started} ranks were started; leave --ranks out "
+            "under torchrun and deepspeed, or give the same number"
         )
     check_ranks(command.run, started)
     if command.run.cluster is not None and command.run.cluster.peer_copy and COPIES not in os.environ:
         raise ConfigError(
-            "cluster.peer_copy = true under torchrun or deepspeed: who starts the ranks must start them "
-            "again; start them by --ranks N or --cluster, or set cluster.peer_copy = false",
-            code="unsupported-combination",
-            setting="cluster.peer_copy",
+            "unsupported-combination: cluster.peer_copy = true under torchrun or deepspeed: who starts the "
+            "ranks must start them again; start them by --ranks N or --cluster, or set cluster.peer_copy = "
+            "false"
         )
 
 
@@ -432,27 +423,24 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
     if early.resume is not None:
         if source is not None or early.recipe is not None:
             raise ConfigError(
-                "--resume takes its config from the run's folder; leave the recipe, file or kind out",
-                code="contradiction",
-                setting="--resume",
+                "contradiction: --resume takes its config from the run's folder; leave the recipe, file or "
+                "kind out"
             )
         if early.restart is not None:
             raise ConfigError(
-                "--resume goes on with a run, --restart begins it again; give one of them",
-                code="contradiction",
+                "contradiction: --resume goes on with a run, --restart begins it again; give one of them",
                 setting="--restart",
             )
         return load_resumed(early.resume)
     if early.restart is not None and (source is not None or early.recipe is not None):
         raise ConfigError(
-            "--restart takes its config from the run's folder; leave the recipe, file or kind out",
-            code="contradiction",
-            setting="--restart",
+            "contradiction: --restart takes its config from the run's folder; leave the recipe, file or kind "
+            "out"
         )
     if early.checkpoint is not None:
         raise ConfigError(
-            f"--checkpoint {early.checkpoint} says where to continue from; it needs --resume RUN_DIR",
-            code="missing-setting",
+            f"missing-setting: --checkpoint {early.checkpoint} says where to continue from; it needs "
+            "--resume RUN_DIR",
             setting="--resume",
         )
     if early.restart is not None:

@@ -119,9 +119,8 @@ class Jobs:
             self._client = Client(address)
         except self._errors as error:
             raise ConfigError(
-                f"--cluster {address}: {str(error).splitlines()[0][:300]}. Is the token "
-                "(RAY_AUTH_TOKEN_PATH) the one that the head has?",
-                code="not-authenticated",
+                f"not-authenticated: --cluster {address}: {str(error).splitlines()[0][:300]}. Is the token "
+                "(RAY_AUTH_TOKEN_PATH) the one that the head has?"
             ) from error
 
     def submit(self, folder: Path, command: Sequence[str], *, run_dir: Path) -> str:
@@ -138,9 +137,8 @@ class Jobs:
         for job in self.all():
             if job.lives and job.run_dir == str(run_dir):
                 raise ConfigError(
-                    f"run_dir = {str(run_dir)!r}: job {job.id} is {job.state} there; wait for it, stop it "
-                    f"(lockstep stop {job.id} --cluster {self.address}), or choose another folder",
-                    code="locked",
+                    f"locked: run_dir = {str(run_dir)!r}: job {job.id} is {job.state} there; wait for it, "
+                    f"stop it (lockstep stop {job.id} --cluster {self.address}), or choose another folder",
                     setting="run_dir",
                 )
         environment = travelling(os.environ) | submitter()
@@ -186,8 +184,8 @@ class Jobs:
             ]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ClusterError(
-                f"{self.address}: the reply about its nodes is not what Ray writes: {reply.text[:200]!r}",
-                code="bad-reply",
+                f"bad-reply: {self.address}: the reply about its nodes is not what Ray writes: "
+                f"{reply.text[:200]!r}"
             ) from error
 
     def find(self, name: str) -> Job:
@@ -201,7 +199,7 @@ class Jobs:
         if not found:
             there = ", ".join(f"{job.id} ({job.run_dir})" for job in jobs[-5:]) or "none"
             raise DataError(
-                f"{name[:200]}: no such job at {self.address}; the newest there: {there}", code="unknown-name"
+                f"unknown-name: {name[:200]}: no such job at {self.address}; the newest there: {there}"
             )
         return found[-1]
 
@@ -214,7 +212,7 @@ class Jobs:
         """
         job = self.find(name)
         if not job.lives:
-            raise DataError(f"{job.id}: nothing to stop, the job is {job.state}", code="wrong-state")
+            raise DataError(f"wrong-state: {job.id}: nothing to stop, the job is {job.state}")
         self._ask("stop_job", job.id)
         say(f"asked {job.id} to save and end after its step")
         return self.wait(job.id, seconds=seconds)
@@ -229,9 +227,8 @@ class Jobs:
         while (job := self.find(name)).lives:
             if time.monotonic() > until:
                 raise TrainError(
-                    f"{job.id} has not ended within {seconds:g} s. What it does: lockstep logs {job.id} "
-                    f"--cluster {self.address}",
-                    code="deadline",
+                    f"deadline: {job.id} has not ended within {seconds:g} s. What it does: lockstep logs "
+                    f"{job.id} --cluster {self.address}"
                 )
             time.sleep(_POLL_SECONDS)
         return job
@@ -261,7 +258,7 @@ class Jobs:
         try:
             return getattr(self._client, call)(*arguments, **more)
         except self._errors as error:
-            raise ClusterError(f"{self.address}: {call}: {str(error)[:500]}", code="refused") from error
+            raise ClusterError(f"refused: {self.address}: {call}: {str(error)[:500]}") from error
 
 
 @contextlib.contextmanager
@@ -301,15 +298,11 @@ def _files_of(path: Path) -> list[Path]:
     relative = Path(os.path.relpath(path))
     if relative.is_absolute() or ".." in relative.parts or str(relative) in (".", RUN_FILE):
         raise ConfigError(
-            f"--include {path}: only what lies below the working directory travels, and not as {RUN_FILE}; "
-            "copy it there, or put it on every node",
-            code="leads-out-of-folder",
-            setting="--include",
+            f"leads-out-of-folder: --include {path}: only what lies below the working directory travels, and "
+            f"not as {RUN_FILE}; copy it there, or put it on every node"
         )
     if not path.exists():
-        raise ConfigError(
-            f"--include {path}: there is no such file or folder", code="no-such-file", setting="--include"
-        )
+        raise ConfigError(f"no-such-file: --include {path}: there is no such file or folder")
     check_inside(path, ConfigError, root=Path.cwd())
     files = [path]
     if path.is_dir():
@@ -319,9 +312,8 @@ def _files_of(path: Path) -> list[Path]:
             for each in folders:
                 if (link := Path(name, each)).is_symlink():
                     raise ConfigError(
-                        f"{link}: is a link to a folder, which does not travel; put the folder itself there, "
-                        "or include it by its own path",
-                        code="leads-out-of-folder",
+                        f"leads-out-of-folder: {link}: is a link to a folder, which does not travel; put "
+                        "the folder itself there, or include it by its own path",
                         path=link,
                         setting="--include",
                     )
@@ -336,10 +328,8 @@ def _check_total(files: Iterable[Path]) -> None:
     if (total := sum(sizes.values())) > _MOST_BYTES:
         largest = max(sizes, key=sizes.__getitem__)
         raise ConfigError(
-            f"--include: {total >> 20} MiB in all, and Ray takes {_MOST_BYTES >> 20} with a job; put large "
-            f"files, such as {largest}, on every node, and write their absolute paths",
-            code="too-large",
-            setting="--include",
+            f"too-large: --include: {total >> 20} MiB in all, and Ray takes {_MOST_BYTES >> 20} with a job; "
+            f"put large files, such as {largest}, on every node, and write their absolute paths"
         )
 
 
@@ -365,9 +355,8 @@ def _check_files(run: RunConfig, extra: Sequence[Path]) -> None:
         where = "a file of this working directory" if here else "a relative path, and nothing is there"
         along = f"send it along with --include {shlex.quote(text)}" if here else "write it, and --include it"
         raise ConfigError(
-            f"{setting} = {text[:200]!r} is {where}; a job runs in a folder of its own on the cluster, which "
-            f"does not have it: {along}, or name the absolute path that it has on every node",
-            code="no-such-file",
+            f"no-such-file: {setting} = {text[:200]!r} is {where}; a job runs in a folder of its own on the "
+            f"cluster, which does not have it: {along}, or name the absolute path that it has on every node",
             setting=setting,
         )
 
@@ -401,10 +390,8 @@ def _check_address(address: str) -> None:
     parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
         raise ConfigError(
-            f"--cluster {address[:200]!r}: write the address of the head's dashboard, http://HEAD:8265 "
-            "(ray://... is Ray Client, which is not used)",
-            code="wrong-format",
-            setting="--cluster",
+            f"wrong-format: --cluster {address[:200]!r}: write the address of the head's dashboard, "
+            "http://HEAD:8265 (ray://... is Ray Client, which is not used)"
         )
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -415,20 +402,14 @@ def _check_address(address: str) -> None:
         if error.code in (401, 403):
             return
         raise ConfigError(
-            f"--cluster {address}: its Jobs API answers with status {error.code}",
-            code="bad-reply",
-            setting="--cluster",
+            f"bad-reply: --cluster {address}: its Jobs API answers with status {error.code}"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--cluster {address}: no head of a Ray cluster answers there ({error}). Start one with "
-            "`ray start --head`, or give the address that its dashboard has",
-            code="unreachable",
-            setting="--cluster",
+            f"unreachable: --cluster {address}: no head of a Ray cluster answers there ({error}). Start one "
+            "with `ray start --head`, or give the address that its dashboard has"
         ) from error
     raise ConfigError(
-        f"--cluster {address}: it shows its jobs to whoever asks, and would run anybody's programs. Start "
-        "the cluster with RAY_AUTH_MODE=token",
-        code="not-authenticated",
-        setting="--cluster",
+        f"not-authenticated: --cluster {address}: it shows its jobs to whoever asks, and would run anybody's "
+        "programs. Start the cluster with RAY_AUTH_MODE=token"
     )

@@ -137,7 +137,7 @@ class _ProviderLaunch(Launch):
         """Say what the ranks wait for. Raises DataError if the nodes answer, and no rank keeps a record."""
         states, missing = self._ask(functools.partial(rank_states, self.flights))
         if not states and not missing:
-            raise DataError(f"{self.flights}: no node has a flight record there", code="no-such-file")
+            raise DataError(f"no-such-file: {self.flights}: no node has a flight record there")
         return diagnose(states, missing)
 
     def _ask(self, question: Callable[[int], list[T]]) -> tuple[list[T], Mapping[int, str]]:
@@ -195,9 +195,7 @@ def check_nodes(provider: HasNodes, placement: Placement) -> None:
             needs = f" and cluster.world_gpus or cluster.engine_gpus, {placement.devices} {kind} of each node"
             lower += ", share the GPUs of ranks (cluster.world_gpus = 'shared', cluster.engine_gpus = 0)"
         raise ConfigError(
-            f"cluster.nodes = {placement.nodes} with cluster.{kind} = {placement.per_node}{needs}: the "
-            f"cluster has {len(fitting)} such node{'s' * (len(fitting) != 1)} ({has}); lower {lower}, or "
-            "add nodes",
-            code="not-enough",
-            setting="cluster.nodes",
+            f"not-enough: cluster.nodes = {placement.nodes} with cluster.{kind} = "
+            f"{placement.per_node}{needs}: the cluster has {len(fitting)} such "
+            f"node{'s' * (len(fitting) != 1)} ({has}); lower {lower}, or add nodes"
         )

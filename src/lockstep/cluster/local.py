@@ -41,9 +41,7 @@ class LocalProvider:
         """Start `python ARGV` once per slot."""
         if placement.nodes > 1:
             raise ConfigError(
-                f"cluster.nodes = {placement.nodes}, but this is one machine; set it to 1",
-                code="out-of-range",
-                setting="cluster.nodes",
+                f"out-of-range: cluster.nodes = {placement.nodes}, but this is one machine; set it to 1"
             )
         world = World(placement=placement, log_dir=self.log_dir, members=(children := []))
         for own, (out, err) in zip(env, _pairs(self.logs(world)), strict=True):

@@ -76,9 +76,8 @@ def check_submitter() -> None:
     there, here = os.environ.get(_SUBMITTER), submitter()[_SUBMITTER]
     if there not in (None, here):
         raise ConfigError(
-            f"the job was submitted by lockstep {there} (version, digest of its files), and "
-            f"{platform.node()} has {here}; install the same version on both",
-            code="version-differs",
+            f"version-differs: the job was submitted by lockstep {there} (version, digest of its files), and "
+            f"{platform.node()} has {here}; install the same version on both"
         )
 
 
@@ -188,9 +187,8 @@ class RankHost:
         cwd = os.getcwd() if cwd is None else cwd
         if not Path(cwd).is_dir():
             raise ConfigError(
-                f"{platform.node()} has no folder {cwd}, which the run was started in; make it there, or "
-                "start the run in a folder that every node has",
-                code="no-such-file",
+                f"no-such-file: {platform.node()} has no folder {cwd}, which the run was started in; make it "
+                "there, or start the run in a folder that every node has"
             )
         environment = staying(os.environ, secrets=secrets) | dict(env)
         # Ray starts its processes with Ctrl-C blocked, and what this thread starts would inherit that.

@@ -100,15 +100,13 @@ def _check_installed() -> None:
         installed = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(
-            "--cluster needs Ray, which is not installed here: pip install 'lockstep-rl[cluster]'; or start "
-            "the ranks on this machine by --ranks N",
-            code="missing-package",
+            "missing-package: --cluster needs Ray, which is not installed here: pip install "
+            "'lockstep-rl[cluster]'; or start the ranks on this machine by --ranks N"
         ) from error
     if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
         raise ConfigError(
-            f"Ray {installed} is older than {OLDEST[0]}.{OLDEST[1]}, whose token authentication is needed: "
-            "pip install --upgrade 'lockstep-rl[cluster]'",
-            code="unsupported-version",
+            f"unsupported-version: Ray {installed} is older than {OLDEST[0]}.{OLDEST[1]}, whose token "
+            "authentication is needed: pip install --upgrade 'lockstep-rl[cluster]'"
         )
 
 
@@ -168,8 +166,8 @@ def _new_folder(parent: Path) -> Path:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise ConfigError(
-            f"{folder}: cannot be made ({error.strerror}), and Ray's files lie there; set cluster.temp_dir",
-            code="cannot-write",
+            f"cannot-write: {folder}: cannot be made ({error.strerror}), and Ray's files lie there; set "
+            "cluster.temp_dir"
         ) from error
     try:
         check_own_folder(
@@ -179,9 +177,8 @@ def _new_folder(parent: Path) -> Path:
         )
         if free < _FREE_BYTES:
             raise ConfigError(
-                f"{parent}: {free >> 20} MiB are free, and {_FREE_BYTES >> 20} are needed for Ray's files; "
-                "make room, or set cluster.temp_dir to a folder on another disk",
-                code="no-space",
+                f"no-space: {parent}: {free >> 20} MiB are free, and {_FREE_BYTES >> 20} are needed for "
+                "Ray's files; make room, or set cluster.temp_dir to a folder on another disk"
             )
     except ConfigError:
         folder.rmdir()
@@ -219,7 +216,7 @@ def _address_of(head: Child, reader: int, *, folder: Path) -> str:
                 lines = (folder / _LOG).read_text(errors="replace").splitlines()[-8:]
                 why = "ended" if head.poll() is not None else f"said nothing within {START_SECONDS:g} s"
                 raise ClusterError(
-                    f"Ray did not start on this machine: it {why}: " + "\n".join(lines), code="process-died"
+                    f"process-died: Ray did not start on this machine: it {why}: " + "\n".join(lines)
                 )
     return match[1].decode()
 
@@ -282,11 +279,9 @@ class RayProvider:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="lockstep")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"--cluster: no Ray cluster answers at {address!r}: {str(error).splitlines()[0]} Start "
-                "one (ray start --head), set RAY_ADDRESS to the address of its head, or write "
-                "--cluster local",
-                code="unreachable",
-                setting="--cluster",
+                f"unreachable: --cluster: no Ray cluster answers at {address!r}: "
+                f"{str(error).splitlines()[0]} Start one (ray start --head), set RAY_ADDRESS to the address "
+                "of its head, or write --cluster local"
             ) from error
         self.address: str = ray.util.get_node_ip_address()
 
@@ -398,10 +393,9 @@ class RayProvider:
         if len(there) < len(calls):
             has = "; ".join(f"{n.name}: {n.cpus} CPUs, {n.gpus} GPUs" for n in self.nodes())
             raise ClusterError(
-                f"a node has died, and none with {_bundle(placement)} became free in its place within "
-                f"cluster.node_seconds = {self._config.node_seconds:g}; the cluster has {has}, some of it in "
-                "use. Add a node, then go on",
-                code="not-enough",
+                f"not-enough: a node has died, and none with {_bundle(placement)} became free in its place "
+                f"within cluster.node_seconds = {self._config.node_seconds:g}; the cluster has {has}, some "
+                "of it in use. Add a node, then go on",
                 setting="cluster.node_seconds",
             )
 
@@ -502,10 +496,10 @@ class RayProvider:
             free = self._ray.available_resources()
             self._ray.util.remove_placement_group(group)
             raise ConfigError(
-                f"{placement.nodes} nodes with {bundle} each did not become free within {START_SECONDS:g} s; "
-                f"free in the whole cluster: CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g}. Wait "
-                "for other runs, or lower cluster.nodes, cluster.gpus or cluster.slots",
-                code="deadline",
+                f"deadline: {placement.nodes} nodes with {bundle} each did not become free within "
+                f"{START_SECONDS:g} s; free in the whole cluster: CPU {free.get('CPU', 0):g}, GPU "
+                f"{free.get('GPU', 0):g}. Wait for other runs, or lower cluster.nodes, cluster.gpus or "
+                "cluster.slots"
             )
         return group
 
@@ -531,7 +525,7 @@ class RayProvider:
             raise
         except (errors.RayActorError, errors.GetTimeoutError) as error:
             raise ClusterError(
-                f"Ray started no process for a rank: {str(error).splitlines()[0]}", code="refused"
+                f"refused: Ray started no process for a rank: {str(error).splitlines()[0]}"
             ) from error
 
     def _take(self, world: World, rank: int, member: _Member) -> None:
@@ -583,10 +577,8 @@ def _running_here() -> str:
     else:
         what = "no Ray cluster runs on this machine"
     raise ConfigError(
-        f"--cluster auto: {what}. Set RAY_ADDRESS to the address of the cluster that may have your token, "
-        "start one (ray start --head), or write --cluster local",
-        code="unreachable",
-        setting="--cluster",
+        f"unreachable: --cluster auto: {what}. Set RAY_ADDRESS to the address of the cluster that may have "
+        "your token, start one (ray start --head), or write --cluster local"
     )
 
 
@@ -661,16 +653,15 @@ def _compare(there: Sequence[Mapping[str, Any]]) -> None:
         ]
         if different:
             raise ConfigError(
-                f"the ranks of node {node}, {facts_there['host']}, would run with {', '.join(different)}; "
-                "install the same versions on every node (package: Lockstep's own files)",
-                code="version-differs",
+                f"version-differs: the ranks of node {node}, {facts_there['host']}, would run with "
+                f"{', '.join(different)}; install the same versions on every node (package: Lockstep's own "
+                "files)"
             )
         if facts_there["auth"] != "token":
             raise ConfigError(
-                f"the Ray cluster asks nobody for a token (RAY_AUTH_MODE is "
-                f"{facts_there['auth'] or 'not set'} on {facts_there['host']}): whoever "
-                "reaches it can run programs there. Start it with RAY_AUTH_MODE=token",
-                code="not-authenticated",
+                "not-authenticated: the Ray cluster asks nobody for a token (RAY_AUTH_MODE is "
+                f"{facts_there['auth'] or 'not set'} on {facts_there['host']}): whoever reaches it can run "
+                "programs there. Start it with RAY_AUTH_MODE=token"
             )
 
 
@@ -685,17 +676,14 @@ def check_token(address: str) -> None:
         found = path.stat()  # links are followed: Kubernetes hands secrets out behind them
     except OSError as error:
         raise ConfigError(
-            f"--cluster: no token for the Ray cluster at {address!r}: {path} cannot be read "
-            f"({error.strerror}); copy it there from the head (mode 0600), or set RAY_AUTH_TOKEN_PATH to it",
-            code="not-authenticated",
-            setting="--cluster",
+            f"not-authenticated: --cluster: no token for the Ray cluster at {address!r}: {path} cannot be "
+            f"read ({error.strerror}); copy it there from the head (mode 0600), or set RAY_AUTH_TOKEN_PATH "
+            "to it"
         ) from error
     if reason := distrust(found, secret=found.st_uid == os.geteuid()):
         raise ConfigError(
-            f"--cluster: the token of the Ray cluster, {path}, {reason} (in Kubernetes: defaultMode: 0400 of "
-            "the secret's volume)",
-            code="not-ours",
-            setting="--cluster",
+            f"not-ours: --cluster: the token of the Ray cluster, {path}, {reason} (in Kubernetes: "
+            "defaultMode: 0400 of the secret's volume)",
             path=path,
         )
 

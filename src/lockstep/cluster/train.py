@@ -48,10 +48,8 @@ def launch_train(
     check_submitter()
     if provider == "local" and config.nodes > 1:
         raise ConfigError(
-            f"cluster.nodes = {config.nodes} with --cluster local, which is one node; set it to 1, or join a "
-            "cluster by --cluster auto",
-            code="out-of-range",
-            setting="cluster.nodes",
+            f"out-of-range: cluster.nodes = {config.nodes} with --cluster local, which is one node; set it "
+            "to 1, or join a cluster by --cluster auto"
         )
     with contextlib.ExitStack() as stack:
         local = provider == "local"

@@ -69,9 +69,8 @@ class KLConfig(Config):
         if reason is not None:
             fix = "k1 (or place = 'loss')" if self.place == "reward" else "k3 or k2 (or place = 'reward')"
             raise ConfigError(
-                f"estimator = {self.estimator!r} with place = {self.place!r} is not a KL penalty: {reason}; "
-                f"set estimator = {fix}, or leave it out",
-                code="unsupported-combination",
+                f"unsupported-combination: estimator = {self.estimator!r} with place = {self.place!r} is "
+                f"not a KL penalty: {reason}; set estimator = {fix}, or leave it out",
                 setting="estimator",
             )
         return self
@@ -113,15 +112,14 @@ class RolloutCorrectionConfig(Config):
     def _check(self) -> RolloutCorrectionConfig:
         if self.geometric_low is not None and self.geometric_high is None:
             raise ConfigError(
-                f"geometric_low = {self.geometric_low} has no effect without geometric_high; set that, too, "
-                "or leave it out",
-                code="no-effect",
+                f"no-effect: geometric_low = {self.geometric_low} has no effect without geometric_high; set "
+                "that, too, or leave it out",
                 setting="geometric_low",
             )
         if self.kind == "icepop" and self.low >= self.high:
             raise ConfigError(
-                f"low = {self.low} is not below high = {self.high}: every token would be masked",
-                code="contradiction",
+                f"contradiction: low = {self.low} is not below high = {self.high}: every token would be "
+                "masked",
                 setting="low",
             )
         return self
@@ -208,18 +206,16 @@ class GRPOConfig(Config):
             value = getattr(self, option)
             if value is not None:
                 raise ConfigError(
-                    f"{option} = {value} has no effect under objective = {objective!r}, which {why}; leave "
-                    "it out",
-                    code="no-effect",
+                    f"no-effect: {option} = {value} has no effect under objective = {objective!r}, which "
+                    f"{why}; leave it out",
                     setting=option,
                     name=objective,
                 )
         ratio = self.ratio or published_values(self.name)["ratio"]
         if ratio == "sequence_token" and objective == "cispo":
             raise ConfigError(
-                "ratio = 'sequence_token' has no effect of its own under objective = 'cispo', whose ratio "
-                "has no gradient; set ratio = 'sequence'",
-                code="no-effect",
+                "no-effect: ratio = 'sequence_token' has no effect of its own under objective = 'cispo', "
+                "whose ratio has no gradient; set ratio = 'sequence'",
                 setting="ratio",
             )
         return self
@@ -232,16 +228,15 @@ class GRPOConfig(Config):
         advantage = self.advantage or published["advantage"]
         if advantage in (*PER_STEP, "gae"):
             raise ConfigError(
-                f"{own} with advantage = {advantage!r}, which is not an estimator of a group's rewards; set "
-                f"advantage = {PER_GROUP[0]!r}, or leave multi_objective_aggregation out",
-                code="unsupported-combination",
+                f"unsupported-combination: {own} with advantage = {advantage!r}, which is not an estimator "
+                f"of a group's rewards; set advantage = {PER_GROUP[0]!r}, or leave "
+                "multi_objective_aggregation out",
                 setting="multi_objective_aggregation",
             )
         if self.kl.coef > 0 and self.kl.place == "reward":
             raise ConfigError(
-                f"{own} with kl.place = 'reward': normalised like a reward, KL would count whatever kl.coef "
-                "is; set kl.place = 'loss'",
-                code="unsupported-combination",
+                f"unsupported-combination: {own} with kl.place = 'reward': normalised like a reward, KL "
+                "would count whatever kl.coef is; set kl.place = 'loss'",
                 setting="multi_objective_aggregation",
             )
         penalty = self.overlong.penalty
@@ -251,9 +246,9 @@ class GRPOConfig(Config):
             )
         if penalty:
             raise ConfigError(
-                f"{own} with overlong.penalty = {penalty}: normalised like a reward, it would count whatever "
-                "its size is; set overlong.penalty = 0, or give the length a reward of its own",
-                code="unsupported-combination",
+                f"unsupported-combination: {own} with overlong.penalty = {penalty}: normalised like a "
+                "reward, it would count whatever its size is; set overlong.penalty = 0, or give the length "
+                "a reward of its own",
                 setting="multi_objective_aggregation",
             )
         return self
@@ -379,27 +374,23 @@ class DPOConfig(Config):
             given = value is not None and (value or option != "label_smoothing")  # 0 smooths nothing
             if given and option not in PREFERENCES[self.name]:
                 raise ConfigError(
-                    f"{option} = {value} has no effect with name = {self.name!r}; leave it out",
-                    code="no-effect",
+                    f"no-effect: {option} = {value} has no effect with name = {self.name!r}; leave it out",
                     setting=option,
                 )
         if self.desirable_weight == 0 == self.undesirable_weight:
             raise ConfigError(
-                "desirable_weight = 0 and undesirable_weight = 0: nothing would be trained; raise one",
-                code="nothing-to-do",
+                "nothing-to-do: desirable_weight = 0 and undesirable_weight = 0: nothing would be trained; "
+                "raise one",
                 setting="desirable_weight",
             )
         if self.average and self.name == "kto":
             raise ConfigError(
-                "average = true has no effect with name = 'kto'; leave it out",
-                code="no-effect",
-                setting="average",
+                "no-effect: average = true has no effect with name = 'kto'; leave it out", setting="average"
             )
         if self.average is False and self.name == "orpo":
             raise ConfigError(
-                "average = false with name = 'orpo': the odds of a whole answer are 0 in any float; leave it "
-                "out",
-                code="unsupported-combination",
+                "unsupported-combination: average = false with name = 'orpo': the odds of a whole answer "
+                "are 0 in any float; leave it out",
                 setting="average",
             )
         return self

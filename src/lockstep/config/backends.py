@@ -39,25 +39,19 @@ def check_backend(train: TrainConfig, *, lora: bool, lora_dropout: float = 0.0) 
         _check_reads(train, backend.reads)
     if train.tp_plan != "auto" and train.tp == 1:
         raise ConfigError(
-            f"train.tp_plan = {train.tp_plan!r} splits nothing with train.tp = 1; set train.tp, or leave "
-            "train.tp_plan at 'auto'",
-            code="no-effect",
-            setting="train.tp_plan",
+            f"no-effect: train.tp_plan = {train.tp_plan!r} splits nothing with train.tp = 1; set train.tp, "
+            "or leave train.tp_plan at 'auto'"
         )
     if train.cuda_graph and train.execution != "joint":
         raise ConfigError(
-            f"train.cuda_graph = true has no effect with train.execution = {train.execution!r}: it replays "
-            "joint graphs; set train.execution = 'joint', or leave train.cuda_graph out",
-            code="no-effect",
-            setting="train.cuda_graph",
+            f"no-effect: train.cuda_graph = true has no effect with train.execution = {train.execution!r}: "
+            "it replays joint graphs; set train.execution = 'joint', or leave train.cuda_graph out"
         )
     check_capacity(train)
     _check_batch_invariant(train)
     refusal = shared_refusal(train, lora_dropout=lora_dropout) if train.layout == "shared" else None
     if refusal is not None:
-        raise ConfigError(
-            f"train.layout = 'shared': {refusal}", code="unsupported-combination", setting="train.layout"
-        )
+        raise ConfigError(f"unsupported-combination: train.layout = 'shared': {refusal}")
     if train.ring > 1:
         _check_ring(train)
     if backend is None or backend.spans_ranks:
@@ -84,10 +78,10 @@ def check_own_settings(train: TrainConfig, *, lora: bool, reads: Any, refuses: A
         for row in rows:
             row.error.format_map(values)
     except (ValueError, TypeError, LookupError) as error:
-        raise ConfigError(f"{what} are wrong: {error}", code="wrong-part") from error
+        raise ConfigError(f"wrong-part: {what} are wrong: {error}") from error
     for name in (*read, *(name for row in rows for name in row.when)):
         if name not in values:
-            raise ConfigError(f"{what}: {unknown_name('setting', str(name), values)}", code="unknown-setting")
+            raise ConfigError(f"unknown-setting: {what}: {unknown_name('setting', str(name), values)}")
     _check_reads(train, read)
     _check_refused(train, rows, lora=lora)
 
@@ -100,11 +94,8 @@ def _check_reads(train: TrainConfig, reads: Collection[str]) -> None:
         if readers and value != default and name not in reads:
             names = " or ".join(repr(backend.name) for backend in readers)
             raise ConfigError(
-                f"train.{name} = {value!r} has no effect with train.backend = {train.backend!r}: "
-                f"{readers[0].reads[name]}; set train.backend = {names}, or leave train.{name} at "
-                f"{default!r}",
-                code="no-effect",
-                setting=f"train.{name}",
+                f"no-effect: train.{name} = {value!r} has no effect with train.backend = {train.backend!r}: "
+                f"{readers[0].reads[name]}; set train.backend = {names}, or leave train.{name} at {default!r}"
             )
 
 
@@ -124,19 +115,15 @@ def _values(train: TrainConfig, *, lora: bool) -> dict[str, Any]:
 def _check_spanning(train: TrainConfig) -> None:
     if train.optimizer == "adamw8bit":
         raise ConfigError(
-            f"train.optimizer = 'adamw8bit' is not available with train.backend = {train.backend!r}: its "
-            "blocks of 8-bit codes would lie across the ranks' shards; set train.optimizer = 'adamw', and "
-            "train.optimizer_device = 'cpu' for memory",
-            code="unsupported-combination",
-            setting="train.optimizer",
+            "unsupported-combination: train.optimizer = 'adamw8bit' is not available with train.backend = "
+            f"{train.backend!r}: its blocks of 8-bit codes would lie across the ranks' shards; set "
+            "train.optimizer = 'adamw', and train.optimizer_device = 'cpu' for memory"
         )
     if train.device.startswith("cuda:"):
         raise ConfigError(
-            f"train.device = {train.device!r} names one GPU, and train.backend = {train.backend!r} gives "
-            "each rank one: local rank r takes cuda:r. Set train.device = 'cuda', and CUDA_VISIBLE_DEVICES "
-            "for fewer",
-            code="unsupported-combination",
-            setting="train.device",
+            f"unsupported-combination: train.device = {train.device!r} names one GPU, and train.backend = "
+            f"{train.backend!r} gives each rank one: local rank r takes cuda:r. Set train.device = 'cuda', "
+            "and CUDA_VISIBLE_DEVICES for fewer"
         )
 
 
@@ -144,10 +131,9 @@ def check_capacity(train: TrainConfig) -> None:
     """Raises ConfigError for joint graphs of every shape that comes along."""
     if train.execution == "joint" and train.static_capacity is False:
         raise ConfigError(
-            "train.static_capacity = false with train.execution = 'joint' makes one graph of the whole "
-            "decoder for every length of a pack; leave it out, or set train.execution = 'compile'",
-            code="unsupported-combination",
-            setting="train.static_capacity",
+            "unsupported-combination: train.static_capacity = false with train.execution = 'joint' makes one "
+            "graph of the whole decoder for every length of a pack; leave it out, or set train.execution = "
+            "'compile'"
         )
 
 
@@ -159,18 +145,15 @@ def _check_batch_invariant(train: TrainConfig) -> None:
         ):
             if getattr(train, name) > 1:
                 raise ConfigError(
-                    f"train.batch_invariant = true with train.{name} = {getattr(train, name)}: {why}, so "
-                    "that logprobs differ in their last bits from those of one rank; set "
-                    f"train.{name} = 1, or train.batch_invariant = false",
-                    code="unsupported-combination",
+                    f"unsupported-combination: train.batch_invariant = true with train.{name} = "
+                    f"{getattr(train, name)}: {why}, so that logprobs differ in their last bits from those "
+                    f"of one rank; set train.{name} = 1, or train.batch_invariant = false",
                     setting=f"train.{name}",
                 )
     if train.reuse_rollout_logprobs and train.batch_invariant is False:
         raise ConfigError(
-            "train.reuse_rollout_logprobs = true needs train.batch_invariant = true: elsewhere the engine's "
-            "logprobs are not the trainer's. Leave it out, and they are computed",
-            code="unsupported-combination",
-            setting="train.reuse_rollout_logprobs",
+            "unsupported-combination: train.reuse_rollout_logprobs = true needs train.batch_invariant = "
+            "true: elsewhere the engine's logprobs are not the trainer's. Leave it out, and they are computed"
         )
 
 
@@ -219,7 +202,5 @@ def _check_ring(train: TrainConfig) -> None:
     for applies, why, instead in refused:
         if applies:
             raise ConfigError(
-                f"train.ring = {train.ring}: {why}; set {instead}, or train.ring = 1",
-                code="unsupported-combination",
-                setting="train.ring",
+                f"unsupported-combination: train.ring = {train.ring}: {why}; set {instead}, or train.ring = 1"
             )

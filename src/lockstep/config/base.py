@@ -27,15 +27,15 @@ _COLDEST = 1e-4
 
 def _check_path(path: Path) -> Path:
     if problem := path_problem(str(path)):
-        raise ConfigError(f"{str(path)[:40]!r} cannot be the name of a file: {problem}", code="bad-file-name")
+        raise ConfigError(f"bad-file-name: {str(path)[:40]!r} cannot be the name of a file: {problem}")
     return path
 
 
 def _check_name(name: str) -> str:
     if name != printable(name):
-        raise ConfigError(f"{name[:80]!r} holds a control character; write it without", code="wrong-format")
+        raise ConfigError(f"wrong-format: {name[:80]!r} holds a control character; write it without")
     if problem := path_problem(name):
-        raise ConfigError(f"{name[:40]!r} cannot be a name: {problem}", code="bad-file-name")
+        raise ConfigError(f"bad-file-name: {name[:40]!r} cannot be a name: {problem}")
     return name
 
 
@@ -62,9 +62,7 @@ class OneOf:
 
 def _check_temperature(value: float) -> float:
     if 0 < value < _COLDEST:
-        raise ConfigError(
-            f"a temperature of {value:g} is below {_COLDEST:g}; set 0 for greedy", code="out-of-range"
-        )
+        raise ConfigError(f"out-of-range: a temperature of {value:g} is below {_COLDEST:g}; set 0 for greedy")
     return value
 
 
@@ -136,9 +134,8 @@ class Config(Record):
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, float) and number and not _SMALLEST <= abs(number) <= _LARGEST:
                     raise ConfigError(
-                        f"{name} = {number!r} is not 0 and not between {_SMALLEST:g} and {_LARGEST:g} in "
-                        "size, which float32 can compute with",
-                        code="out-of-range",
+                        f"out-of-range: {name} = {number!r} is not 0 and not between {_SMALLEST:g} and "
+                        f"{_LARGEST:g} in size, which float32 can compute with"
                     )
         return self
 

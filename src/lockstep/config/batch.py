@@ -39,29 +39,26 @@ class GenerateConfig(Config):
     def _check(self) -> GenerateConfig:
         if self.sampling.temperature == 0 and self.n > 1:
             raise ConfigError(
-                f"n = {self.n} with sampling.temperature = 0 would sample one and the same completion "
-                f"{self.n} times; set sampling.temperature above 0, or n = 1",
-                code="unsupported-combination",
+                f"unsupported-combination: n = {self.n} with sampling.temperature = 0 would sample one and "
+                f"the same completion {self.n} times; set sampling.temperature above 0, or n = 1",
                 setting="n",
             )
         if self.model.lora is not None:
             raise ConfigError(
-                "model.lora is for training: fresh adapters change nothing; name a run directory whose "
-                "adapters were trained, or leave model.lora out",
-                code="unsupported-combination",
+                "unsupported-combination: model.lora is for training: fresh adapters change nothing; name a "
+                "run directory whose adapters were trained, or leave model.lora out",
                 setting="model.lora",
             )
         if self.iteration is not None and self.max_samples is not None:
             raise ConfigError(
-                f"iteration = {self.iteration} takes rollout_batch_size = {self.rollout_batch_size} prompts; "
-                "leave max_samples out (data.size bounds the data)",
-                code="contradiction",
+                f"contradiction: iteration = {self.iteration} takes rollout_batch_size = "
+                f"{self.rollout_batch_size} prompts; leave max_samples out (data.size bounds the data)",
                 setting="max_samples",
             )
         if self.iteration is None and self.max_samples is None and self.data.generated and not self.data.size:
             raise ConfigError(
-                f"data.source = {self.data.source!r} has no end; set max_samples, iteration or data.size",
-                code="missing-setting",
+                f"missing-setting: data.source = {self.data.source!r} has no end; set max_samples, "
+                "iteration or data.size",
                 setting="max_samples",
             )
         return self
@@ -111,15 +108,13 @@ class RewardRoleConfig(RewardModelConfig):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(
-                f"others: {twice!r} is named twice; each model of an ensemble is another one",
-                code="duplicate",
+                f"duplicate: others: {twice!r} is named twice; each model of an ensemble is another one",
                 setting="others",
             )
         if self.aggregation != "mean" and not self.others:
             raise ConfigError(
-                f"aggregation = {self.aggregation!r} has no effect with one model; name others, or leave it "
-                "out",
-                code="no-effect",
+                f"no-effect: aggregation = {self.aggregation!r} has no effect with one model; name others, "
+                "or leave it out",
                 setting="aggregation",
             )
         return self
@@ -138,9 +133,8 @@ class ScoreConfig(Config):
     def _check(self) -> ScoreConfig:
         if not self.rewards and self.reward_model is None:
             raise ConfigError(
-                "nothing to score with: set rewards (--reward math) or reward_model.name (--reward-model "
-                "NAME)",
-                code="missing-setting",
+                "missing-setting: nothing to score with: set rewards (--reward math) or reward_model.name "
+                "(--reward-model NAME)",
                 setting="rewards",
             )
         return self

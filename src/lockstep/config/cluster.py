@@ -107,9 +107,8 @@ class ClusterConfig(Config):
             if layout.engine:
                 settings.append("a smaller cluster.engine_gpus (0: on the GPU of its rank)")
             raise ConfigError(
-                f"a node needs {layout.sums('GPUs')}, and this one shows {there}; set "
+                f"not-enough: a node needs {layout.sums('GPUs')}, and this one shows {there}; set "
                 f"{', or '.join(settings)}, or show it more (CUDA_VISIBLE_DEVICES){otherwise}",
-                code="not-enough",
                 setting="cluster.world_gpus" if layout.worlds else "cluster.engine_gpus",
                 needed=layout.total,
                 there=there,
@@ -124,18 +123,16 @@ class ClusterConfig(Config):
         for role in named:
             if role not in roles:
                 raise ConfigError(
-                    f"cluster.colocate names {role!r}, which this run does not have as a model of its own "
-                    f"(it has {', '.join(roles)}); leave it out",
-                    code="unknown-name",
+                    f"unknown-name: cluster.colocate names {role!r}, which this run does not have as a "
+                    f"model of its own (it has {', '.join(roles)}); leave it out",
                     setting="cluster.colocate",
                     name=role,
                 )
         for role in roles:
             if role not in named:
                 raise ConfigError(
-                    f"cluster.colocate gives {role!r} no place: every role of the run is in one of its "
-                    f"groups (it has {', '.join(roles)}); add it to one of them",
-                    code="missing-setting",
+                    f"missing-setting: cluster.colocate gives {role!r} no place: every role of the run is "
+                    f"in one of its groups (it has {', '.join(roles)}); add it to one of them",
                     setting="cluster.colocate",
                     name=role,
                 )
@@ -160,31 +157,26 @@ class ClusterConfig(Config):
         for role in named:
             if role not in ROLES:
                 raise ConfigError(
-                    f"colocate names {role[:80]!r}; the roles are {', '.join(ROLES)}",
-                    code="unknown-name",
+                    f"unknown-name: colocate names {role[:80]!r}; the roles are {', '.join(ROLES)}",
                     setting="colocate",
                     name=role,
                 )
             if named.count(role) > 1:
                 raise ConfigError(
-                    f"colocate names {role!r} {named.count(role)} times: its GPUs would be asked for twice; "
-                    "leave it in one group",
-                    code="duplicate",
+                    f"duplicate: colocate names {role!r} {named.count(role)} times: its GPUs would be asked "
+                    "for twice; leave it in one group",
                     setting="colocate",
                     name=role,
                 )
         if len(groups) > 1 and POLICY not in named:
             raise ConfigError(
-                f"colocate has {len(groups)} groups and none with 'policy', which the trainer's ranks hold; "
-                "add it to one of them",
-                code="missing-setting",
+                f"missing-setting: colocate has {len(groups)} groups and none with 'policy', which the "
+                "trainer's ranks hold; add it to one of them",
                 setting="colocate",
             )
         if not all(groups):
             raise ConfigError(
-                "colocate has an empty group, a world of nothing; leave it out",
-                code="empty",
-                setting="colocate",
+                "empty: colocate has an empty group, a world of nothing; leave it out", setting="colocate"
             )
         return groups
 
@@ -192,24 +184,21 @@ class ClusterConfig(Config):
     def _check_ranks(self) -> ClusterConfig:
         if self.gpus and self.slots != 1:
             raise ConfigError(
-                f"slots = {self.slots} with gpus = {self.gpus}: there is one rank per GPU; leave slots out, "
-                "or set gpus = 0",
-                code="no-effect",
+                f"no-effect: slots = {self.slots} with gpus = {self.gpus}: there is one rank per GPU; leave "
+                "slots out, or set gpus = 0",
                 setting="slots",
             )
         if self.ranks > MOST_SLOTS:
             raise ConfigError(
-                f"nodes * ranks per node = {self.nodes} * {self.per_node} = {self.ranks} is above "
-                f"{MOST_SLOTS}; lower nodes, gpus or slots",
-                code="out-of-range",
+                f"out-of-range: nodes * ranks per node = {self.nodes} * {self.per_node} = {self.ranks} is "
+                f"above {MOST_SLOTS}; lower nodes, gpus or slots",
                 setting="nodes",
                 ranks=self.ranks,
             )
         if self.world_gpus == "own" and not self.worlds:
             raise ConfigError(
-                "world_gpus = 'own' without a world beside the policy's: all roles share the processes of "
-                "the ranks; leave it out, or write several groups in colocate",
-                code="no-effect",
+                "no-effect: world_gpus = 'own' without a world beside the policy's: all roles share the "
+                "processes of the ranks; leave it out, or write several groups in colocate",
                 setting="world_gpus",
             )
         return self
@@ -249,9 +238,8 @@ def check_temp_dir(path: PurePath) -> None:
     """Raise ConfigError if Ray's sockets below it would have paths that the system refuses."""
     if len(str(path)) > LONGEST_TEMP:
         raise ConfigError(
-            f"{path}: Ray's sockets lie below this folder, and with more than {LONGEST_TEMP} characters "
-            f"(it has {len(str(path))}) their paths are longer than the system takes; set cluster.temp_dir, "
-            "or LOCKSTEP_CACHE, to a shorter one",
-            code="too-long",
+            f"too-long: {path}: Ray's sockets lie below this folder, and with more than {LONGEST_TEMP} "
+            f"characters (it has {len(str(path))}) their paths are longer than the system takes; set "
+            "cluster.temp_dir, or LOCKSTEP_CACHE, to a shorter one",
             setting="cluster.temp_dir",
         )

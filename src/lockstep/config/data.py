@@ -104,9 +104,8 @@ class DataConfig(Config):
         for name, is_set in unread.items():
             if is_set:
                 raise ConfigError(
-                    f"data.{name} = {getattr(self, name)!r} means nothing for source = {self.source!r}; "
-                    "leave it out",
-                    code="no-effect",
+                    f"no-effect: data.{name} = {getattr(self, name)!r} means nothing for source = "
+                    f"{self.source!r}; leave it out",
                     setting=name,
                 )
         return self

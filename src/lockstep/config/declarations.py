@@ -196,8 +196,7 @@ def read_declarations(root: Path) -> tuple[Declaration, ...]:
     paths = [path for package in _PACKAGES for path in sorted(_files(root / package))]
     if not paths:
         raise ConfigError(
-            f"{root} holds no support.toml; this installation of lockstep lacks its data files",
-            code="no-such-file",
+            f"no-such-file: {root} holds no support.toml; this installation of lockstep lacks its data files"
         )
     of: dict[tuple[str | None, str], Path] = {}
     found = []
@@ -206,7 +205,7 @@ def read_declarations(root: Path) -> tuple[Declaration, ...]:
         value = declaration.axis, declaration.name
         if value in of:
             raise ConfigError(
-                f"{of[value]} and {path} are both of {' '.join(map(str, value))}; keep one", code="duplicate"
+                f"duplicate: {of[value]} and {path} are both of {' '.join(map(str, value))}; keep one"
             )
         of[value] = path
         found.append(declaration)
@@ -284,7 +283,7 @@ def own_rows(rows: Any, *, axis: str, name: str) -> list[Entry]:
         own = [Entry.model_validate(row) for row in rows]
     except (ValidationError, TypeError) as error:
         raise ConfigError(
-            f"{name!r}: its attribute `support` is not a list of rows: {error}", code="wrong-part", name=name
+            f"wrong-part: {name!r}: its attribute `support` is not a list of rows: {error}", name=name
         ) from error
     return [row.model_copy(update={axis: (name,)}) for row in own]
 
@@ -307,7 +306,7 @@ def _read(path: Path) -> Declaration:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         return _KINDS.get(str(data.get("axis")), Declaration).model_validate(data)
     except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
-        raise ConfigError(f"{path}: {error}", code="wrong-field") from error
+        raise ConfigError(f"wrong-field: {path}: {error}") from error
 
 
 def _one_of(value: str | None, allowed: tuple[str, ...]) -> bool:

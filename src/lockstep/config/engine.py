@@ -134,7 +134,7 @@ class EngineConfig(Config):
         check_engine(self)
         if both := self.secrets.keys() & self.env.keys():
             raise ConfigError(
-                f"{min(both)} is in env and in secrets; leave one out", code="duplicate", setting="secrets"
+                f"duplicate: {min(both)} is in env and in secrets; leave one out", setting="secrets"
             )
         return self
 
@@ -185,9 +185,8 @@ def check_engine(config: EngineConfig) -> None:
         return
     if config.python is not None and config.url is not None:
         raise ConfigError(
-            f"engine.python = {_shown(config.python)} starts a server and engine.url = {config.url!r} is one "
-            "that runs already; leave one of them out",
-            code="contradiction",
+            f"contradiction: engine.python = {_shown(config.python)} starts a server and engine.url = "
+            f"{config.url!r} is one that runs already; leave one of them out",
             setting="engine.url",
         )
     names = _EMBEDDED if config.name == "auto" else (config.name,)
@@ -197,10 +196,8 @@ def check_engine(config: EngineConfig) -> None:
         value, default = getattr(config, name), fields[name].get_default(call_default_factory=True)
         if value != default and not set(here) & set(places):
             raise ConfigError(
-                f"engine.{name} = {_shown(value)} has no effect with engine.name = {config.name!r}"
-                f"{_where(config)}: {why}; it has one with {_listed(places)}",
-                code="no-effect",
-                setting=f"engine.{name}",
+                f"no-effect: engine.{name} = {_shown(value)} has no effect with engine.name = "
+                f"{config.name!r}{_where(config)}: {why}; it has one with {_listed(places)}"
             )
     if has_own_weights(config):
         _check_own_weights(config)
@@ -211,10 +208,9 @@ def check_engine(config: EngineConfig) -> None:
 def _check_embedded(config: EngineConfig) -> None:
     if config.transfer not in ("auto", "memory"):
         raise ConfigError(
-            f"engine.transfer = {config.transfer!r}: engine.name = {config.name!r} is in the trainer's "
-            "process and shares or copies its weights; leave it at 'auto', or set engine.process = 'own'",
-            code="no-effect",
-            setting="engine.transfer",
+            f"no-effect: engine.transfer = {config.transfer!r}: engine.name = {config.name!r} is in the "
+            "trainer's process and shares or copies its weights; leave it at 'auto', or set engine.process = "
+            "'own'"
         )
 
 
@@ -222,40 +218,31 @@ def _check_own_weights(config: EngineConfig) -> None:
     here = kind(config)
     if not here.endswith(", in process") and config.transfer == "memory":
         raise ConfigError(
-            "engine.transfer = 'memory' needs the engine in the trainer's process, and this one is a server; "
-            "set 'auto', 'ipc', 'collective' or 'disk'",
-            code="unsupported-combination",
-            setting="engine.transfer",
+            "unsupported-combination: engine.transfer = 'memory' needs the engine in the trainer's process, "
+            "and this one is a server; set 'auto', 'ipc', 'collective' or 'disk'"
         )
     if config.url is not None and config.transfer == "ipc":
         raise ConfigError(
-            "engine.transfer = 'ipc' needs a server that Lockstep started on the trainer's GPU; set 'auto', "
-            "'collective' or 'disk' with engine.url",
-            code="unsupported-combination",
-            setting="engine.transfer",
+            "unsupported-combination: engine.transfer = 'ipc' needs a server that Lockstep started on the "
+            "trainer's GPU; set 'auto', 'collective' or 'disk' with engine.url"
         )
     if config.url is not None and not config.url.startswith(("http://", "https://")):
         raise ConfigError(
-            f"engine.url = {config.url!r} does not start with http:// or https://, such as "
-            "http://127.0.0.1:8000",
-            code="wrong-format",
-            setting="engine.url",
+            f"wrong-format: engine.url = {config.url!r} does not start with http:// or https://, such as "
+            "http://127.0.0.1:8000"
         )
     _check_devices(config)
     if here in HAS_EFFECT["unseeded"][0] and not config.batch_invariant and not config.unseeded:
         raise ConfigError(
-            f"engine.name = {config.name!r} reads seeds only in its deterministic mode, and would draw every "
-            "sample from one stream of noise; set engine.batch_invariant = true (a run can be repeated "
-            "then), or engine.unseeded = true to accept it",
-            code="unsupported-combination",
+            f"unsupported-combination: engine.name = {config.name!r} reads seeds only in its deterministic "
+            "mode, and would draw every sample from one stream of noise; set engine.batch_invariant = true "
+            "(a run can be repeated then), or engine.unseeded = true to accept it",
             setting="engine.batch_invariant",
         )
     if config.unseeded and config.batch_invariant:
         raise ConfigError(
-            "engine.unseeded = true has no effect with engine.batch_invariant = true: each sample has its "
-            "seed then; leave it out",
-            code="no-effect",
-            setting="engine.unseeded",
+            "no-effect: engine.unseeded = true has no effect with engine.batch_invariant = true: each sample "
+            "has its seed then; leave it out"
         )
 
 
@@ -263,26 +250,21 @@ def _check_devices(config: EngineConfig) -> None:
     needed, devices = config.replicas * config.tp, config.cuda_devices
     if devices and len(devices) != needed:
         raise ConfigError(
-            f"engine.cuda_devices = {list(devices)} names {len(devices)} GPUs, and engine.replicas * "
-            f"engine.tp = {config.replicas} * {config.tp} need {needed}; list each replica's one after the "
-            "other",
-            code="contradiction",
-            setting="engine.cuda_devices",
+            f"contradiction: engine.cuda_devices = {list(devices)} names {len(devices)} GPUs, and "
+            f"engine.replicas * engine.tp = {config.replicas} * {config.tp} need {needed}; list each "
+            "replica's one after the other"
         )
     for start in range(0, len(devices), config.tp):
         share = devices[start : start + config.tp]
         if len(set(share)) < len(share):
             raise ConfigError(
-                f"engine.cuda_devices = {list(devices)} gives one replica the GPUs {list(share)}, one of "
-                f"them twice; name {config.tp} different ones",
-                code="duplicate",
-                setting="engine.cuda_devices",
+                f"duplicate: engine.cuda_devices = {list(devices)} gives one replica the GPUs {list(share)}, "
+                f"one of them twice; name {config.tp} different ones"
             )
     if len(set(devices)) < len(devices) and config.memory_fraction is None:
         raise ConfigError(
-            f"engine.cuda_devices = {list(devices)} puts several replicas on one GPU; set "
+            f"missing-setting: engine.cuda_devices = {list(devices)} puts several replicas on one GPU; set "
             "engine.memory_fraction, of the whole GPU for each of them",
-            code="missing-setting",
             setting="engine.memory_fraction",
         )
 

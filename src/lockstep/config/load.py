@@ -89,9 +89,8 @@ def load_run(
         if kind is not None and values.setdefault("kind", kind) != kind:
             file_kind = build(values, origin=origin).kind
             raise ConfigError(
-                f"{origin}: kind = {file_kind!r}, but {kind!r} was asked for; "
-                f"run `lockstep train {file_kind}` with it, or leave the kind out",
-                code="contradiction",
+                f"contradiction: {origin}: kind = {file_kind!r}, but {kind!r} was asked for; run `lockstep "
+                f"train {file_kind}` with it, or leave the kind out",
                 setting="kind",
             )
     return build(merge(values, overrides or {}), origin=origin)
@@ -152,11 +151,10 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
     if refused:
         lines = [f"  {path}: the run has {_show(old)}, now {_show(new)}" for path, old, new in refused]
         raise ConfigError(
-            f"cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} may change, of "
-            f"train only {', '.join(PARALLELISM)}, of engine only {', '.join(ENGINE_SIZES)}, and steps only "
-            "under train.schedule = 'constant': a decay ends at the last step); start a new run:\n"
-            + "\n".join(lines),
-            code="not-resumable",
+            f"not-resumable: cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} "
+            f"may change, of train only {', '.join(PARALLELISM)}, of engine only {', '.join(ENGINE_SIZES)}, "
+            "and steps only under train.schedule = 'constant': a decay ends at the last step); start a new "
+            "run:\n" + "\n".join(lines),
             settings=[path for path, *_ in refused],
         )
 
@@ -165,8 +163,8 @@ def _saved_run(folder: Path, *, verb: str = "resume") -> RunConfig:
     file = folder / "config.toml"
     if not file.is_file():
         raise ConfigError(
-            f"cannot {verb} {str(folder)!r}: it holds no config.toml; give the folder of an earlier run",
-            code="no-such-file",
+            f"no-such-file: cannot {verb} {str(folder)!r}: it holds no config.toml; give the folder of an "
+            "earlier run",
             name="config.toml",
             path=folder,
         )
@@ -178,7 +176,7 @@ def find(source: str | Path) -> Path:
     """Return the file behind a path or a recipe's name. Raises ConfigError."""
     if problem := path_problem(str(source)):
         raise ConfigError(
-            f"no such file: {str(source)[:80]!r} cannot be the name of one: {problem}", code="bad-file-name"
+            f"bad-file-name: no such file: {str(source)[:80]!r} cannot be the name of one: {problem}"
         )
     path = Path(source)
     if path.is_file():
@@ -188,9 +186,7 @@ def find(source: str | Path) -> Path:
         return known[source]
     if path.suffix == ".toml" or len(path.parts) > 1:
         raise ConfigError(
-            f"no such file: {str(source)!r} (looked from {os.getcwd()!r})",
-            code="no-such-file",
-            name=str(source),
+            f"no-such-file: no such file: {str(source)!r} (looked from {os.getcwd()!r})", name=str(source)
         )
     raise ConfigError(
         unknown_name("recipe", str(source), known)
@@ -218,7 +214,7 @@ def parse_toml(data: bytes, *, origin: str) -> dict[str, Any]:
     try:
         return _parse(data.decode("utf-8-sig"), origin)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of thousands of digits
-        raise ConfigError(f"{origin}: not a TOML file: {printable(str(error))}", code="not-toml") from error
+        raise ConfigError(f"not-toml: {origin}: not a TOML file: {printable(str(error))}") from error
 
 
 def parse_value(text: str, *, origin: str) -> Any:
@@ -233,7 +229,7 @@ def parse_value(text: str, *, origin: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     except ValueError as error:  # a number of thousands of digits
-        raise ConfigError(f"{origin}: {printable(str(error))}", code="out-of-range") from error
+        raise ConfigError(f"out-of-range: {origin}: {printable(str(error))}") from error
     value = values.get("value")
     # No setting takes a date; and what follows a # would be lost.
     plain = values.keys() != {"value"} or isinstance(value, datetime.date | datetime.time)
@@ -253,14 +249,12 @@ def _ends_in_comment(text: str, origin: str) -> bool:
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     if _LONG_KEY.search(text):
-        raise ConfigError(
-            f"{origin}: a key has more than 64 parts, and no setting is that deep", code="too-deep"
-        )
+        raise ConfigError(f"too-deep: {origin}: a key has more than 64 parts, and no setting is that deep")
     try:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ConfigError(
-            f"{origin}: lists or tables are nested too deeply for any setting", code="too-deep"
+            f"too-deep: {origin}: lists or tables are nested too deeply for any setting"
         ) from error
 
 
@@ -276,9 +270,7 @@ def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
         if isinstance(kind, str):
             what = unknown_name("kind", kind, RUN_KINDS)
         raise ConfigError(
-            f"{origin}: {what}; write kind = 'grpo' or kind = 'sft' at the top",
-            code="unknown-name",
-            setting="kind",
+            f"unknown-name: {origin}: {what}; write kind = 'grpo' or kind = 'sft' at the top", setting="kind"
         )
     return check(values, RUN_KINDS[kind], origin=origin)
 
@@ -333,8 +325,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
                 raise ConfigError(
-                    f"{path} = {_show(value)}: {section!r} is not a table of settings",
-                    code="wrong-type",
+                    f"wrong-type: {path} = {_show(value)}: {section!r} is not a table of settings",
                     setting=path,
                 )
         if value is None:
@@ -381,12 +372,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth <= DEPTH and isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     if depth > DEPTH:
-        raise ConfigError(
-            f"lists or tables are nested more than {DEPTH} deep, and no setting is", code="too-deep"
-        )
+        raise ConfigError(f"too-deep: lists or tables are nested more than {DEPTH} deep, and no setting is")
     raise ConfigError(
-        f"{value!r} is a {type(value).__name__}, which no setting takes",
-        code="wrong-type",
+        f"wrong-type: {value!r} is a {type(value).__name__}, which no setting takes",
         name=type(value).__name__,
     )
 

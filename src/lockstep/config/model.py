@@ -43,8 +43,7 @@ class LoraConfig(Config):
             return targets
         if not targets:
             raise ConfigError(
-                f"names no module; name some of {', '.join(LINEAR)}, or {ALL_LINEAR!r}",
-                code="nothing-to-do",
+                f"nothing-to-do: names no module; name some of {', '.join(LINEAR)}, or {ALL_LINEAR!r}",
                 setting="target_modules",
             )
         # Checked here, before anything is loaded: all supported architectures have the same linear modules.

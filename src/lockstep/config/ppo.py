@@ -36,9 +36,8 @@ class PPOKLConfig(KLConfig):
         if self.target is not None and (self.coef == 0 or self.place == "loss"):
             why = "kl.coef = 0 stays 0" if self.coef == 0 else "kl.place = 'loss' has a fixed coefficient"
             raise ConfigError(
-                f"target = {self.target} has no effect: {why}; set kl.coef above 0 and kl.place = 'reward', "
-                "or leave target out",
-                code="no-effect",
+                f"no-effect: target = {self.target} has no effect: {why}; set kl.coef above 0 and "
+                "kl.place = 'reward', or leave target out",
                 setting="target",
             )
         return self
@@ -81,16 +80,15 @@ class PPOConfig(GRPOConfig):
     def _check_estimates(self) -> PPOConfig:
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
             raise ConfigError(
-                f"reward_clip = {list(self.reward_clip)}: the first bound is not below the second, so every "
-                "reward would be the same; swap them",
-                code="contradiction",
+                f"contradiction: reward_clip = {list(self.reward_clip)}: the first bound is not below the "
+                "second, so every reward would be the same; swap them",
                 setting="reward_clip",
             )
         if self.lam_length_alpha is not None and self.lam != 1.0:
             raise ConfigError(
-                f"lam = {self.lam} has no effect with lam_length_alpha = {self.lam_length_alpha}, which "
-                "takes its place; leave one of them out (lam_value is that of the returns)",
-                code="no-effect",
+                f"no-effect: lam = {self.lam} has no effect with lam_length_alpha = "
+                f"{self.lam_length_alpha}, which takes its place; leave one of them out (lam_value is that "
+                "of the returns)",
                 setting="lam",
             )
         return self
@@ -174,16 +172,14 @@ class ValueConfig(Config):
     def _check(self) -> ValueConfig:
         if self.loss == "squared" and self.huber_delta != 1.0:
             raise ConfigError(
-                f"huber_delta = {self.huber_delta} has no effect with loss = 'squared'; set loss = 'huber', "
-                "or leave it out",
-                code="no-effect",
+                f"no-effect: huber_delta = {self.huber_delta} has no effect with loss = 'squared'; set "
+                "loss = 'huber', or leave it out",
                 setting="huber_delta",
             )
         if self.name == POLICY and self.revision is not None:
             raise ConfigError(
-                f"revision = {self.revision!r} has no effect with name = 'policy', which has "
+                f"no-effect: revision = {self.revision!r} has no effect with name = 'policy', which has "
                 "model.revision; leave it out, or set name",
-                code="no-effect",
                 setting="revision",
             )
         return self
@@ -207,32 +203,25 @@ class PPORun(GRPORun):
         train = self.value.train(self.train)
         if samples % train.minibatches:
             raise ConfigError(
-                f"value.minibatches = {train.minibatches} does not divide the {samples} rollouts of a step "
-                "(rollout.prompts_per_step * rollout.group_size)",
-                code="not-divisible",
-                setting="value.minibatches",
+                f"not-divisible: value.minibatches = {train.minibatches} does not divide the {samples} "
+                "rollouts of a step (rollout.prompts_per_step * rollout.group_size)"
             )
         if self.value.warmup_batches >= self.steps:
             raise ConfigError(
-                f"value.warmup_batches = {self.value.warmup_batches} is not below steps = {self.steps}: the "
-                "policy would never be trained; lower it, or raise steps",
-                code="nothing-to-do",
-                setting="value.warmup_batches",
+                f"nothing-to-do: value.warmup_batches = {self.value.warmup_batches} is not below steps = "
+                f"{self.steps}: the policy would never be trained; lower it, or raise steps"
             )
         kl = self.algorithm.kl
         if kl.target is not None and kl.horizon < samples:
             raise ConfigError(
-                f"algorithm.kl.horizon = {kl.horizon} is below the {samples} rollouts of a step: the "
-                "coefficient would change by more than a fifth at once; raise it",
-                code="out-of-range",
-                setting="algorithm.kl.horizon",
+                f"out-of-range: algorithm.kl.horizon = {kl.horizon} is below the {samples} rollouts of a "
+                "step: the coefficient would change by more than a fifth at once; raise it"
             )
         if train.execution == "deepcompile":
             raise ConfigError(
-                "train.execution = 'deepcompile' with kind = 'ppo': its graph holds the policy's head, and a "
-                "value model has another one; set train.execution = 'compile' or 'joint'",
-                code="unsupported-combination",
-                setting="train.execution",
+                "unsupported-combination: train.execution = 'deepcompile' with kind = 'ppo': its graph holds "
+                "the policy's head, and a value model has another one; set train.execution = 'compile' or "
+                "'joint'"
             )
         lora = self.value.lora
         try:

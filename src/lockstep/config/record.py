@@ -30,9 +30,8 @@ class RecordConfig(Config):
     def _check_weights(cls, weights: str) -> str:
         if weights not in ("first", "none") and not _EVERY.fullmatch(weights):
             raise ConfigError(
-                f"weights = {weights!r} must be 'first', 'none' or 'every K' with K at least 1, such as "
-                "'every 10'",
-                code="wrong-format",
+                f"wrong-format: weights = {weights!r} must be 'first', 'none' or 'every K' with K at least "
+                "1, such as 'every 10'",
                 setting="weights",
             )
         return weights
@@ -41,9 +40,8 @@ class RecordConfig(Config):
     def _check_steps(self) -> RecordConfig:
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(
-                f"last_step = {self.last_step} is before first_step = {self.first_step}, so nothing would be "
-                "recorded; raise last_step, or leave it out for the run's last step",
-                code="nothing-to-do",
+                f"nothing-to-do: last_step = {self.last_step} is before first_step = {self.first_step}, so "
+                "nothing would be recorded; raise last_step, or leave it out for the run's last step",
                 setting="last_step",
             )
         return self

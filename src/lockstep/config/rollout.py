@@ -49,13 +49,13 @@ class SamplingConfig(Config):
     def _check(self) -> SamplingConfig:
         if self.min_tokens > self.max_tokens:
             raise ConfigError(
-                f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; lower min_tokens",
-                code="contradiction",
+                f"contradiction: min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; "
+                "lower min_tokens",
                 setting="min_tokens",
             )
         if self.top_k == 0:
             raise ConfigError(
-                "top_k = 0 would leave no token; set -1 to turn it off", code="out-of-range", setting="top_k"
+                "out-of-range: top_k = 0 would leave no token; set -1 to turn it off", setting="top_k"
             )
         return self
 
@@ -122,15 +122,13 @@ class RewardConfig(Config):
     def _check_secret_arguments(self) -> RewardConfig:
         if self.secrets and ":" not in self.name:
             raise ConfigError(
-                f"secrets has no effect with name = {self.name!r}; leave it out (http has token_env)",
-                code="no-effect",
+                f"no-effect: secrets has no effect with name = {self.name!r}; leave it out (http has "
+                "token_env)",
                 setting="secrets",
             )
         if both := self.secrets.keys() & self.kwargs.keys():
             raise ConfigError(
-                f"{min(both)!r} is in kwargs and in secrets; leave one out",
-                code="duplicate",
-                setting="secrets",
+                f"duplicate: {min(both)!r} is in kwargs and in secrets; leave one out", setting="secrets"
             )
         return self
 
@@ -140,17 +138,15 @@ class RewardConfig(Config):
             for option in ("url", "token_env"):
                 if getattr(self, option) is not None:
                     raise ConfigError(
-                        f"{option} = {getattr(self, option)!r} has no effect with name = {self.name!r}; set "
-                        "name = 'http', or leave it out",
-                        code="no-effect",
+                        f"no-effect: {option} = {getattr(self, option)!r} has no effect with name = "
+                        f"{self.name!r}; set name = 'http', or leave it out",
                         setting=option,
                     )
             return self
         if self.url is None or not re.fullmatch(r"https?://[!-~]+", self.url):
             raise ConfigError(
-                f"url = {self.url!r} with name = 'http'; set the service's address, such as "
-                "url = 'http://127.0.0.1:8000/score'",
-                code="missing-setting",
+                f"missing-setting: url = {self.url!r} with name = 'http'; set the service's address, such "
+                "as url = 'http://127.0.0.1:8000/score'",
                 setting="url",
             )
         parts = urlsplit(self.url)
@@ -160,9 +156,8 @@ class RewardConfig(Config):
             usable = False
         if not usable or parts.username is not None or parts.fragment:
             raise ConfigError(
-                "url is not of the form http://HOST:PORT/PATH, without a user's name and without #; a token "
-                "goes into the variable that token_env names",
-                code="wrong-format",
+                "wrong-format: url is not of the form http://HOST:PORT/PATH, without a user's name and "
+                "without #; a token goes into the variable that token_env names",
                 setting="url",
             )
         return self

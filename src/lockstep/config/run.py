@@ -65,9 +65,8 @@ class RunConfig(Config):
     def _check_run_name(cls, name: str) -> str:
         if not name or "/" in name or len(name.encode()) > 200:
             raise ConfigError(
-                f"name = {name[:80]!r} begins the name of a folder; write 1 to 200 characters without /, and "
-                "choose the folder itself by run_dir",
-                code="wrong-format",
+                f"wrong-format: name = {name[:80]!r} begins the name of a folder; write 1 to 200 characters "
+                "without /, and choose the folder itself by run_dir"
             )
         return name
 
@@ -83,10 +82,8 @@ class RunConfig(Config):
     def _check_schedule(self) -> RunConfig:
         if self.train.min_lr_ratio > 0 and self.train.schedule == "constant":
             raise ConfigError(
-                f"train.min_lr_ratio = {self.train.min_lr_ratio} has no effect with train.schedule = "
-                "'constant'; set train.schedule = 'linear' or 'cosine', or leave it out",
-                code="no-effect",
-                setting="train.min_lr_ratio",
+                f"no-effect: train.min_lr_ratio = {self.train.min_lr_ratio} has no effect with "
+                "train.schedule = 'constant'; set train.schedule = 'linear' or 'cosine', or leave it out"
             )
         return self
 
@@ -108,9 +105,8 @@ class RunConfig(Config):
             if not self.apart:
                 return self
             raise ConfigError(
-                f"cluster.colocate has several groups with kind = {self.kind!r}: the roles of such a run are "
-                "in one process; leave it out",
-                code="unsupported-combination",
+                f"unsupported-combination: cluster.colocate has several groups with kind = {self.kind!r}: "
+                "the roles of such a run are in one process; leave it out",
                 setting="cluster.colocate",
                 name=self.kind,
             )
@@ -119,19 +115,17 @@ class RunConfig(Config):
             return self
         if self.train.backend not in ("local", "fsdp2"):
             raise ConfigError(
-                f"cluster.colocate has several groups with train.backend = {self.train.backend!r}: roles "
-                "have worlds of their own with 'local' and 'fsdp2'; set one of them, or write one group",
-                code="unsupported-combination",
+                "unsupported-combination: cluster.colocate has several groups with train.backend = "
+                f"{self.train.backend!r}: roles have worlds of their own with 'local' and 'fsdp2'; set one "
+                "of them, or write one group",
                 setting="cluster.colocate",
                 name=self.train.backend,
             )
         if self.record.enabled and "value" in self.apart:
             raise ConfigError(
-                "record.enabled = true with 'value' in a world of its own in cluster.colocate: inputs are "
-                "recorded in the policy's process only; put it with the policy, or set record.enabled = "
-                "false",
-                code="unsupported-combination",
-                setting="record.enabled",
+                "unsupported-combination: record.enabled = true with 'value' in a world of its own in "
+                "cluster.colocate: inputs are recorded in the policy's process only; put it with the policy, "
+                "or set record.enabled = false"
             )
         return self
 
@@ -143,17 +137,14 @@ class RunConfig(Config):
         own = "world_gpus = 'own'" if cluster.world_gpus == "own" else f"engine_gpus = {cluster.engine_gpus}"
         if device.startswith("cuda:"):
             raise ConfigError(
-                f"train.device = {device!r} with cluster.{own}: GPUs are counted from that of the first "
-                "rank, cuda:0; set train.device = 'cuda', and CUDA_VISIBLE_DEVICES to choose GPUs",
-                code="contradiction",
-                setting="train.device",
+                f"contradiction: train.device = {device!r} with cluster.{own}: GPUs are counted from that of "
+                "the first rank, cuda:0; set train.device = 'cuda', and CUDA_VISIBLE_DEVICES to choose GPUs"
             )
         if isinstance(self, GRPORun):
             _check_engine_gpus(self.engine, cluster)
         elif cluster.engine_gpus:
             raise ConfigError(
-                f"cluster.{own} with kind = {self.kind!r}, which has no engine; leave it out",
-                code="no-effect",
+                f"no-effect: cluster.{own} with kind = {self.kind!r}, which has no engine; leave it out",
                 setting="cluster.engine_gpus",
             )
         return self
@@ -165,10 +156,8 @@ class RunConfig(Config):
             raise ConfigError(refusal, code="unsupported-combination", setting="record.enabled")
         if self.record.enabled and self.record.first_step >= self.steps:
             raise ConfigError(
-                f"record.first_step = {self.record.first_step} is not below steps = {self.steps}, so nothing "
-                "would be recorded; lower it, or raise steps (they count from 0)",
-                code="nothing-to-do",
-                setting="record.first_step",
+                f"nothing-to-do: record.first_step = {self.record.first_step} is not below steps = "
+                f"{self.steps}, so nothing would be recorded; lower it, or raise steps (they count from 0)"
             )
         return self
 
@@ -179,41 +168,36 @@ def _check_engine_gpus(engine: EngineConfig, cluster: ClusterConfig) -> None:
     taken = sorted(set(engine.cuda_devices) & set(range(1, cluster.layout(ranks=1).total)))
     if taken and not gpus:  # engine.cuda_devices is refused with several ranks
         raise ConfigError(
-            f"engine.cuda_devices = {list(engine.cuda_devices)} and cluster.world_gpus = 'own' both ask for "
-            f"GPU {taken[0]}; leave engine.cuda_devices out and set cluster.engine_gpus = {needed}",
-            code="duplicate",
-            setting="engine.cuda_devices",
+            f"duplicate: engine.cuda_devices = {list(engine.cuda_devices)} and cluster.world_gpus = 'own' "
+            f"both ask for GPU {taken[0]}; leave engine.cuda_devices out and set cluster.engine_gpus = "
+            f"{needed}"
         )
     if not gpus:
         return
     what = f"cluster.engine_gpus = {gpus}"
     if not kind(engine).endswith(", started"):
         raise ConfigError(
-            f"{what} with engine.name = {engine.name!r}, which is no server that Lockstep starts: set "
-            "engine.process = 'own' (native and hf) or engine.python (vllm and sglang), or leave it out",
-            code="unsupported-combination",
+            f"unsupported-combination: {what} with engine.name = {engine.name!r}, which is no server that "
+            "Lockstep starts: set engine.process = 'own' (native and hf) or engine.python (vllm and "
+            "sglang), or leave it out",
             setting="cluster.engine_gpus",
         )
     if engine.cuda_devices:
         raise ConfigError(
-            f"{what} and engine.cuda_devices = {list(engine.cuda_devices)} both place the engine; leave "
-            "engine.cuda_devices out",
-            code="contradiction",
+            f"contradiction: {what} and engine.cuda_devices = {list(engine.cuda_devices)} both place the "
+            "engine; leave engine.cuda_devices out",
             setting="engine.cuda_devices",
         )
     if gpus != needed:
         raise ConfigError(
-            f"{what}, and the engine of each rank is engine.replicas * engine.tp = {engine.replicas} * "
-            f"{engine.tp} = {needed} wide; set cluster.engine_gpus = {needed}",
-            code="contradiction",
+            f"contradiction: {what}, and the engine of each rank is engine.replicas * engine.tp = "
+            f"{engine.replicas} * {engine.tp} = {needed} wide; set cluster.engine_gpus = {needed}",
             setting="cluster.engine_gpus",
         )
     if engine.transfer == "ipc":
         raise ConfigError(
-            f"engine.transfer = 'ipc' with {what}: CUDA IPC needs a server on the GPU of its rank; set "
-            "'auto' (NCCL) or 'disk'",
-            code="contradiction",
-            setting="engine.transfer",
+            f"contradiction: engine.transfer = 'ipc' with {what}: CUDA IPC needs a server on the GPU of its "
+            "rank; set 'auto' (NCCL) or 'disk'"
         )
 
 
@@ -243,42 +227,36 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
     """
     train = run.train
     if not 1 <= ranks <= MAX_RANKS:
-        raise ConfigError(
-            f"--ranks {ranks} is not between 1 and {MAX_RANKS}", code="out-of-range", setting="--ranks"
-        )
+        raise ConfigError(f"out-of-range: --ranks {ranks} is not between 1 and {MAX_RANKS}")
     known = backends()
     if ranks > 1 and train.backend in known and not known[train.backend].spans_ranks:
         spanning = " or ".join(name for name, backend in known.items() if backend.spans_ranks)
         raise ConfigError(
-            f"train.backend = {train.backend!r} is one process on one device, but there are {ranks} ranks: "
-            f"each would train a copy of its own. Set --train.backend {spanning}, or start one process",
-            code="unsupported-combination",
-            setting="train.backend",
+            f"unsupported-combination: train.backend = {train.backend!r} is one process on one device, but "
+            f"there are {ranks} ranks: each would train a copy of its own. Set --train.backend {spanning}, "
+            "or start one process"
         )
     if ranks > 1 and isinstance(run, GRPORun) and run.engine.cuda_devices:
         raise ConfigError(
-            f"engine.cuda_devices = {list(run.engine.cuda_devices)} with {ranks} ranks: each has an engine "
-            "of its own, on its own GPU; leave engine.cuda_devices out",
-            code="unsupported-combination",
-            setting="engine.cuda_devices",
+            f"unsupported-combination: engine.cuda_devices = {list(run.engine.cuda_devices)} with {ranks} "
+            "ranks: each has an engine of its own, on its own GPU; leave engine.cuda_devices out"
         )
     together = train.tp * train.ring
     if ranks % together:
         sizes = ", ".join(str(together * n) for n in (1, 2, 4))
         raise ConfigError(
-            f"{ranks} rank{'s' if ranks > 1 else ''} cannot be split into groups of train.tp * train.ring = "
-            f"{train.tp} * {train.ring} = {together}: start a multiple of {together} (--ranks {sizes}, ...), "
-            "or lower train.tp or train.ring",
-            code="not-divisible",
+            f"not-divisible: {ranks} rank{'s' if ranks > 1 else ''} cannot be split into groups of train.tp "
+            f"* train.ring = {train.tp} * {train.ring} = {together}: start a multiple of {together} "
+            f"(--ranks {sizes}, ...), or lower train.tp or train.ring",
             setting="train.tp",
         )
     documents = run.documents_per_update
     if ranks // together > documents:
         what = f"ranks / (tp * ring) = {ranks // together}" if together > 1 else f"{ranks} ranks"
         raise ConfigError(
-            f"{what} share the documents of an optimizer step, and there are only {documents} of them "
-            f"({run.documents_setting}): the others would have nothing to do. Start fewer ranks, or raise it",
-            code="nothing-to-do",
+            f"nothing-to-do: {what} share the documents of an optimizer step, and there are only "
+            f"{documents} of them ({run.documents_setting}): the others would have nothing to do. Start "
+            "fewer ranks, or raise it",
             setting=run.documents_setting,
         )
 
@@ -294,10 +272,8 @@ def _check_eval_tokens(run: GRPORun) -> None:
     least, most = run.rollout.sampling.min_tokens, run.eval.max_tokens
     if most is not None and most < least and (run.eval.before or run.eval.after or run.eval.every > 0):
         raise ConfigError(
-            f"eval.max_tokens = {most} is below rollout.sampling.min_tokens = {least}, which evaluations "
-            "have as well; raise eval.max_tokens or lower rollout.sampling.min_tokens",
-            code="contradiction",
-            setting="eval.max_tokens",
+            f"contradiction: eval.max_tokens = {most} is below rollout.sampling.min_tokens = {least}, which "
+            "evaluations have as well; raise eval.max_tokens or lower rollout.sampling.min_tokens"
         )
 
 
@@ -308,18 +284,16 @@ def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, .
     names = [f"eval/{name}" for name in known]
     if checkpoint.metric not in names:
         raise ConfigError(
-            f"checkpoint.keep_best = {checkpoint.keep_best} goes by checkpoint.metric = "
-            f"{checkpoint.metric!r}, which this kind of run does not measure; set one of {', '.join(names)}",
-            code="unsupported-combination",
+            f"unsupported-combination: checkpoint.keep_best = {checkpoint.keep_best} goes by "
+            f"checkpoint.metric = {checkpoint.metric!r}, which this kind of run does not measure; set one "
+            f"of {', '.join(names)}",
             setting="checkpoint.metric",
         )
     if checkpoint.every and (every == 0 or checkpoint.every % every):
         raise ConfigError(
-            f"checkpoint.keep_best = {checkpoint.keep_best} needs an evaluation wherever there is a "
-            f"checkpoint, but evaluations are every {every} steps and checkpoints every {checkpoint.every}; "
-            "set both to the same number, or keep_best = 0",
-            code="contradiction",
-            setting="checkpoint.keep_best",
+            f"contradiction: checkpoint.keep_best = {checkpoint.keep_best} needs an evaluation wherever "
+            f"there is a checkpoint, but evaluations are every {every} steps and checkpoints every "
+            f"{checkpoint.every}; set both to the same number, or keep_best = 0"
         )
 
 
@@ -387,33 +361,26 @@ class GRPORun(RunConfig):
             "group_mean_batch_std",
         ):
             raise ConfigError(
-                "rollout.group_size = 1 gives every advantage 0 under algorithm.name = "
+                "nothing-to-do: rollout.group_size = 1 gives every advantage 0 under algorithm.name = "
                 f"{self.algorithm.name!r}, which compares the samples of a group; set rollout.group_size >= "
-                "2 or algorithm.name = 'reinforce++'",
-                code="nothing-to-do",
-                setting="rollout.group_size",
+                "2 or algorithm.name = 'reinforce++'"
             )
         sampling = self.rollout.sampling
         ends = sampling.stop or sampling.stop_token_ids or not sampling.ignore_eos
         if self.algorithm.mask_truncated and not ends:
             raise ConfigError(
-                "algorithm.mask_truncated = true with rollout.sampling.ignore_eos = true and no stop: every "
-                "completion is cut off, so nothing would be trained on; leave one of them out",
-                code="nothing-to-do",
-                setting="algorithm.mask_truncated",
+                "nothing-to-do: algorithm.mask_truncated = true with rollout.sampling.ignore_eos = true and "
+                "no stop: every completion is cut off, so nothing would be trained on; leave one of them out"
             )
         if self.rollout.sampling.temperature == 0:
             raise ConfigError(
-                "rollout.sampling.temperature = 0 samples one and the same completion group_size times, so "
-                "every advantage is 0; set it above 0 (evaluation has eval.temperature)",
-                code="nothing-to-do",
-                setting="rollout.sampling.temperature",
+                "nothing-to-do: rollout.sampling.temperature = 0 samples one and the same completion "
+                "group_size times, so every advantage is 0; set it above 0 (evaluation has eval.temperature)"
             )
         if not self.rewards and self.reward_model is None:
             raise ConfigError(
-                "rewards is empty; name at least one, such as rewards = [{name = 'verifier'}], or a "
-                "reward_model",
-                code="missing-setting",
+                "missing-setting: rewards is empty; name at least one, such as rewards = [{name = "
+                "'verifier'}], or a reward_model",
                 setting="rewards",
             )
         return self
@@ -424,37 +391,31 @@ class GRPORun(RunConfig):
         _check_eval_tokens(self)
         if self.data.size is not None and self.data.size < self.rollout.prompts_per_step:
             raise ConfigError(
-                f"data.size = {self.data.size} is below one rollout batch of rollout.prompts_per_step = "
-                f"{self.rollout.prompts_per_step} prompts; raise data.size or lower rollout.prompts_per_step",
-                code="contradiction",
-                setting="data.size",
+                f"contradiction: data.size = {self.data.size} is below one rollout batch of "
+                f"rollout.prompts_per_step = {self.rollout.prompts_per_step} prompts; raise data.size or "
+                "lower rollout.prompts_per_step"
             )
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
         if longest > token_slots(self.train) and self.train.token_budget != "auto":
             raise ConfigError(
-                f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do not fit one "
-                f"micro-batch of train.token_budget = {self.train.token_budget}; raise train.token_budget or "
-                "lower one of the two",
-                code="contradiction",
+                f"contradiction: data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do "
+                f"not fit one micro-batch of train.token_budget = {self.train.token_budget}; raise "
+                "train.token_budget or lower one of the two",
                 setting="train.token_budget",
             )
         cache = self.engine.kv_cache_tokens
         if cache is not None and cache < self.longest_sequence - 1:
             raise ConfigError(
-                f"engine.kv_cache_tokens = {cache} is below the {self.longest_sequence - 1} tokens that one "
-                "sample of training or evaluation can need (data.max_prompt_tokens + "
+                f"contradiction: engine.kv_cache_tokens = {cache} is below the {self.longest_sequence - 1} "
+                "tokens that one sample of training or evaluation can need (data.max_prompt_tokens + "
                 "rollout.sampling.max_tokens - 1; the evaluation before training may use more, see "
-                "eval.before_max_tokens_factor); raise engine.kv_cache_tokens",
-                code="contradiction",
-                setting="engine.kv_cache_tokens",
+                "eval.before_max_tokens_factor); raise engine.kv_cache_tokens"
             )
         samples = self.rollout.prompts_per_step * self.rollout.group_size
         if samples % self.train.minibatches:
             raise ConfigError(
-                f"train.minibatches = {self.train.minibatches} does not divide the {samples} rollouts of a "
-                "step (rollout.prompts_per_step * rollout.group_size)",
-                code="not-divisible",
-                setting="train.minibatches",
+                f"not-divisible: train.minibatches = {self.train.minibatches} does not divide the {samples} "
+                "rollouts of a step (rollout.prompts_per_step * rollout.group_size)"
             )
         return self
 
@@ -465,20 +426,16 @@ class GRPORun(RunConfig):
         alone = self.train.batch_invariant if served else self.engine.batch_invariant
         if self.train.deterministic and has_own_weights(self.engine) and not alone:
             raise ConfigError(
-                f"train.deterministic = true with engine.name = {self.engine.name!r}: what it decodes "
-                "together is a matter of timing, and its samples change with it; set "
-                f"{'train' if served else 'engine'}.batch_invariant = true, or engine.name = 'native' or "
-                "'hf' in the trainer's process",
-                code="unsupported-combination",
-                setting="train.deterministic",
+                "unsupported-combination: train.deterministic = true with engine.name = "
+                f"{self.engine.name!r}: what it decodes together is a matter of timing, and its samples "
+                f"change with it; set {'train' if served else 'engine'}.batch_invariant = true, or "
+                "engine.name = 'native' or 'hf' in the trainer's process"
             )
         if self.train.reuse_rollout_logprobs and engine is not None and not engine.keeps_bits:
             raise ConfigError(
-                f"train.reuse_rollout_logprobs = true with engine.name = {self.engine.name!r}: nothing "
-                "promises that its logprobs are the trainer's; leave it out, or set engine.name = 'native' "
-                "and train.batch_invariant = true",
-                code="unsupported-combination",
-                setting="train.reuse_rollout_logprobs",
+                "unsupported-combination: train.reuse_rollout_logprobs = true with engine.name = "
+                f"{self.engine.name!r}: nothing promises that its logprobs are the trainer's; leave it out, "
+                "or set engine.name = 'native' and train.batch_invariant = true"
             )
         return self
 
@@ -488,37 +445,33 @@ class GRPORun(RunConfig):
         missing = sorted(set(self.sleep) - set(self.roles))
         if missing:
             raise ConfigError(
-                f"{what}: this run has no {missing[0]} with memory of its own (it has "
+                f"unknown-name: {what}: this run has no {missing[0]} with memory of its own (it has "
                 f"{', '.join(self.roles)}); leave {missing[0]!r} out",
-                code="unknown-name",
                 setting="sleep.roles",
             )
         if len(set(self.sleep)) < len(self.sleep):
-            raise ConfigError(
-                f"{what} names a role twice; name each once", code="duplicate", setting="sleep.roles"
-            )
+            raise ConfigError(f"duplicate: {what} names a role twice; name each once", setting="sleep.roles")
         trained = [role for role in self.sleep if role != "reward_model"]
         backend = backends().get(train.backend)
         if trained and backend is not None and not backend.rests:
             resting = " or ".join(repr(name) for name, other in backends().items() if other.rests)
             raise ConfigError(
-                f"{what} with train.backend = {train.backend!r}, which cannot give its memory back between "
-                f"calls: set train.backend = {resting}, or leave out {' and '.join(map(repr, trained))}",
-                code="unsupported-combination",
+                f"unsupported-combination: {what} with train.backend = {train.backend!r}, which cannot give "
+                f"its memory back between calls: set train.backend = {resting}, or leave out "
+                f"{' and '.join(map(repr, trained))}",
                 setting="sleep.roles",
             )
         if train.cuda_graph and {"ref", "value"} & set(trained):
             raise ConfigError(
-                f"{what} with train.cuda_graph = true: a graph reads weights where they were when it was "
-                "captured; name 'policy' and 'reward_model' alone, or leave train.cuda_graph out",
-                code="unsupported-combination",
+                f"unsupported-combination: {what} with train.cuda_graph = true: a graph reads weights where "
+                "they were when it was captured; name 'policy' and 'reward_model' alone, or leave "
+                "train.cuda_graph out",
                 setting="sleep.roles",
             )
         if self.record.enabled and "value" in trained:
             raise ConfigError(
-                f"{what} with record.enabled = true: recording reads the value model's weights between its "
-                "calls; leave 'value' out",
-                code="unsupported-combination",
+                f"unsupported-combination: {what} with record.enabled = true: recording reads the value "
+                "model's weights between its calls; leave 'value' out",
                 setting="sleep.roles",
             )
         return self
@@ -576,10 +529,8 @@ class OfflineRun(RunConfig):
         _check_best(self.checkpoint, every=self.eval_every, known=OFFLINE_METRICS[self.kind])
         if self.train.reuse_rollout_logprobs is not None:
             raise ConfigError(
-                f"train.reuse_rollout_logprobs = {self.train.reuse_rollout_logprobs} has no effect with "
-                f"kind = {self.kind!r}, which has no rollouts; leave it out",
-                code="no-effect",
-                setting="train.reuse_rollout_logprobs",
+                f"no-effect: train.reuse_rollout_logprobs = {self.train.reuse_rollout_logprobs} has no "
+                f"effect with kind = {self.kind!r}, which has no rollouts; leave it out"
             )
         for setting, value in (
             ("eval_every", self.eval_every),
@@ -587,8 +538,7 @@ class OfflineRun(RunConfig):
         ):
             if value and self.eval_data is None:
                 raise ConfigError(
-                    f"{setting} = {value} needs documents to evaluate on; set eval_data",
-                    code="missing-setting",
+                    f"missing-setting: {setting} = {value} needs documents to evaluate on; set eval_data",
                     setting="eval_data",
                 )
         for name, data in self.sets.items():
@@ -597,19 +547,16 @@ class OfflineRun(RunConfig):
         if most is not None and most < self.batch_size:
             at_most = "" if most == self.data.size else f", at most {most} {self.documents_name},"
             raise ConfigError(
-                f"data.size = {self.data.size}{at_most} is below batch_size = {self.batch_size}; raise "
-                "data.size or lower batch_size",
-                code="contradiction",
-                setting="data.size",
+                f"contradiction: data.size = {self.data.size}{at_most} is below batch_size = "
+                f"{self.batch_size}; raise data.size or lower batch_size"
             )
         return self
 
     def _check_set(self, name: str, data: DataConfig) -> None:
         if data.exclude is not None:
             raise ConfigError(
-                f"{name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such documents "
-                f"from {name}.source",
-                code="no-effect",
+                f"no-effect: {name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such "
+                f"documents from {name}.source",
                 setting=f"{name}.exclude",
             )
         needed = self.unit * data.max_length
@@ -619,9 +566,8 @@ class OfflineRun(RunConfig):
             if self.unit > 1:
                 why = f": both answers of a pair are in one micro-batch, and {budget} holds no two of them"
             raise ConfigError(
-                f"{name}.max_length = {data.max_length}{why}; raise train.token_budget to {needed} or lower "
-                f"{name}.max_length",
-                code="contradiction",
+                f"contradiction: {name}.max_length = {data.max_length}{why}; raise train.token_budget to "
+                f"{needed} or lower {name}.max_length",
                 setting=f"{name}.max_length",
             )
 
@@ -641,9 +587,8 @@ class PairRun(OfflineRun):
         for name, data in self.sets.items():
             if data.train_on == "all":
                 raise ConfigError(
-                    f"{name}.train_on = 'all' with kind = {self.kind!r}, which compares answers, and the "
-                    "prompt is not part of them; leave it out",
-                    code="unsupported-combination",
+                    f"unsupported-combination: {name}.train_on = 'all' with kind = {self.kind!r}, which "
+                    "compares answers, and the prompt is not part of them; leave it out",
                     setting=f"{name}.train_on",
                 )
         return self
@@ -686,9 +631,9 @@ class DPORun(PairRun):
     def _check_unpaired(self) -> DPORun:
         if not self.algorithm.paired and self.batch_size < 2:
             raise ConfigError(
-                f"batch_size = {self.batch_size} with algorithm.name = {self.algorithm.name!r}, whose "
-                "baseline is of each prompt with another one's answer; set batch_size to 2 or more",
-                code="unsupported-combination",
+                f"unsupported-combination: batch_size = {self.batch_size} with algorithm.name = "
+                f"{self.algorithm.name!r}, whose baseline is of each prompt with another one's answer; set "
+                "batch_size to 2 or more",
                 setting="batch_size",
             )
         return self
@@ -704,9 +649,7 @@ class RewardModelRun(PairRun):
     def _check_reward_model(self) -> RewardModelRun:
         if self.train.batch_invariant:
             raise ConfigError(
-                "train.batch_invariant = true with kind = 'rm': the head that gives scores has no such form; "
-                "leave it out",
-                code="unsupported-combination",
-                setting="train.batch_invariant",
+                "unsupported-combination: train.batch_invariant = true with kind = 'rm': the head that gives "
+                "scores has no such form; leave it out"
             )
         return self

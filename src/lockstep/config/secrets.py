@@ -44,9 +44,8 @@ def _check_reference(reference: str) -> str:
     ):
         return reference
     raise ConfigError(
-        "does not say where the secret is; write 'env:NAME' for an environment variable, or "
-        "'file:/absolute/path' for a file of mode 0600",
-        code="wrong-format",
+        "wrong-format: does not say where the secret is; write 'env:NAME' for an environment variable, or "
+        "'file:/absolute/path' for a file of mode 0600"
     )
 
 
@@ -54,9 +53,8 @@ def _check_variable(name: str) -> str:
     if _VARIABLE.fullmatch(name) and not _WELL_KNOWN.search(name):
         return name
     raise ConfigError(
-        "is not the name of an environment variable (letters, digits and _); give the name of the variable "
-        "that holds the token, not the token",
-        code="wrong-format",
+        "wrong-format: is not the name of an environment variable (letters, digits and _); give the name of "
+        "the variable that holds the token, not the token"
     )
 
 
@@ -79,8 +77,7 @@ def read_secrets(places: Mapping[str, str], *, setting: str) -> dict[str, str]:
         if not value:
             problem = "that variable is not set" if kind == "env" else "that file is empty"
             raise ConfigError(
-                f"{setting}.{name} = {place!r}: {problem}; put the secret there",
-                code="wrong-environment",
+                f"wrong-environment: {setting}.{name} = {place!r}: {problem}; put the secret there",
                 setting=f"{setting}.{name}",
             )
         hide(value)
@@ -93,7 +90,7 @@ def _read_file(path: str, setting: str) -> str:
     try:
         return raw.decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{setting}: {path} is not text", code="not-text", setting=setting) from error
+        raise ConfigError(f"not-text: {setting}: {path} is not text", setting=setting) from error
 
 
 def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True) -> None:
@@ -111,8 +108,8 @@ def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True
         if why is not None:
             hide(text)  # from the errors of other settings as well, which are told together
             raise ConfigError(
-                f"{printable(path)} {why}, and everybody who can read config.toml would have it; {instead}",
-                code="secret-in-config",
+                f"secret-in-config: {printable(path)} {why}, and everybody who can read config.toml would "
+                f"have it; {instead}",
                 setting=path,
             )
 

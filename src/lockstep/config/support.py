@@ -167,9 +167,7 @@ def _check_batch_invariant(run: RunAxes, cell: dict[str, str]) -> None:
     for entry in BATCH_INVARIANT:
         if entry.matches(cell):
             raise ConfigError(
-                "train.batch_invariant = true: " + _refusal(entry, cell),
-                code="unsupported-combination",
-                setting="train.batch_invariant",
+                "unsupported-combination: train.batch_invariant = true: " + _refusal(entry, cell),
                 cell=_named(entry, cell),
             )
 
@@ -233,15 +231,14 @@ def _check_names(cell: dict[str, str]) -> None:
     attention = cell.get("attention", "sdpa")
     if not is_kernel(attention):
         raise ConfigError(
-            f"train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}",
-            code="unknown-name",
+            "unknown-name: train.attention: "
+            f"{unknown_name('attention kernel', attention, AXES['attention'])}",
             setting="train.attention",
         )
     engine = cell.get("engine", "hf")
     if engine not in AXES["engine"] and ":" not in engine:
         raise ConfigError(
-            f"engine.name: {unknown_name('inference engine', engine, AXES['engine'])}",
-            code="unknown-name",
+            f"unknown-name: engine.name: {unknown_name('inference engine', engine, AXES['engine'])}",
             setting="engine.name",
         )
 

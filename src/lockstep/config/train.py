@@ -122,8 +122,8 @@ class TrainConfig(Config):
     def _check_device(cls, device: str) -> str:
         if not _DEVICE.fullmatch(device):
             raise ConfigError(
-                f"device = {device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N', such as 'cuda:0'",
-                code="wrong-format",
+                f"wrong-format: device = {device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N', such as "
+                "'cuda:0'"
             )
         return device
 
@@ -132,8 +132,7 @@ class TrainConfig(Config):
     def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ConfigError(
-                f"betas = {list(betas)} must be at least 0 and below 1, such as [0.9, 0.999]",
-                code="out-of-range",
+                f"out-of-range: betas = {list(betas)} must be at least 0 and below 1, such as [0.9, 0.999]"
             )
         return betas
 
@@ -186,15 +185,14 @@ class EvalConfig(Config):
                 re.compile(expression)
             except re.error as error:
                 raise ConfigError(
-                    f"kinds.{name} = {expression!r} is not a regular expression: {error}; correct it",
-                    code="wrong-format",
-                    setting=f"kinds.{name}",
+                    f"wrong-format: kinds.{name} = {expression!r} is not a regular expression: {error}; "
+                    "correct it"
                 ) from error
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ConfigError(
-                f"samples_per_prompt = {self.samples_per_prompt} at temperature = 0 would sample one and the "
-                "same completion every time; set temperature above 0, or samples_per_prompt = 1",
-                code="unsupported-combination",
+                f"unsupported-combination: samples_per_prompt = {self.samples_per_prompt} at temperature = "
+                "0 would sample one and the same completion every time; set temperature above 0, or "
+                "samples_per_prompt = 1",
                 setting="samples_per_prompt",
             )
         return self

@@ -48,9 +48,9 @@ def fill_template(template: str, values: Mapping[str, Any], *, where: str) -> st
             near = nearest(name, values)
             hint = f"did you mean {' or '.join(repr(printable(each)) for each in near)}? " if near else ""
             raise ConfigError(
-                f"{where}: data.prompt_template reads {{{name}}}, and the row has no column {name!r}; {hint}"
-                f"Columns: {column_names(values)}. Correct the name, or write {{{{{name}}}}} for the text",
-                code="unknown-name",
+                f"unknown-name: {where}: data.prompt_template reads {{{name}}}, and the row has no column "
+                f"{name!r}; {hint}Columns: {column_names(values)}. Correct the name, or write "
+                f"{{{{{name}}}}} for the text",
                 setting="data.prompt_template",
                 name=name,
                 where=where,
@@ -66,9 +66,8 @@ def check_text(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: holds half a surrogate pair, {text[error.start]!r}, after {error.start} characters, "
-            "which is not text; correct it",
-            code="not-text",
+            f"not-text: {where}: holds half a surrogate pair, {text[error.start]!r}, after {error.start} "
+            "characters, which is not text; correct it",
             where=where,
         ) from error
 
@@ -82,8 +81,8 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(
-            f"{where}: messages must be a non-empty list of {{role, content}}, got {str(value)[:80]!r}",
-            code="wrong-row",
+            f"wrong-row: {where}: messages must be a non-empty list of {{role, content}}, got "
+            f"{str(value)[:80]!r}",
             where=where,
             name="messages",
         )
@@ -93,9 +92,8 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
             keys = isinstance(message, Mapping) and {"from", "value"} <= message.keys()
             hint = "; write ShareGPT's from and value as role (human: user, gpt: assistant) and content"
             raise DataError(
-                f"{where}, message {number}: needs a role and a content, got {str(message)[:80]!r}"
-                f"{hint if keys else ''}",
-                code="wrong-row",
+                f"wrong-row: {where}, message {number}: needs a role and a content, got "
+                f"{str(message)[:80]!r}{hint if keys else ''}",
                 where=where,
                 name="role",
                 turn=number,
@@ -103,9 +101,8 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
         kept = {key: item for key, item in message.items() if item is not None}
         if "content" not in kept and kept["role"] in _SPEAKERS and not kept.keys() & _INSTEAD:
             raise DataError(
-                f"{where}, message {number}: has no content, got {str(message)[:80]!r}; write it, '' for an "
-                "empty one, or leave the message out",
-                code="wrong-row",
+                f"wrong-row: {where}, message {number}: has no content, got {str(message)[:80]!r}; write "
+                "it, '' for an empty one, or leave the message out",
                 where=where,
                 name="content",
                 turn=number,
@@ -122,8 +119,8 @@ def _text_of(content: Any, where: str, number: int) -> str:
     texts = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
     if not texts or len(texts) != len(parts):
         raise DataError(
-            f"{where}, message {number}: only text content is supported, got {str(content)[:80]!r}",
-            code="wrong-row",
+            f"wrong-row: {where}, message {number}: only text content is supported, got "
+            f"{str(content)[:80]!r}",
             where=where,
             name="content",
             turn=number,
@@ -156,17 +153,16 @@ class ChatFormat:
         if self.template is None and (self._system or self.kwargs):
             setting = "system_prompt" if self._system else "chat_template_kwargs"
             raise ConfigError(
-                f"data.{setting} is set, but no chat template would carry it (data.chat_template = "
-                f"{config.chat_template!r}); set data.chat_template to a jinja template",
-                code="no-effect",
+                f"no-effect: data.{setting} is set, but no chat template would carry it "
+                f"(data.chat_template = {config.chat_template!r}); set data.chat_template to a jinja "
+                "template",
                 setting=f"data.{setting}",
             )
         for name in self.kwargs:
             if self.template is not None and name not in self.template:
                 raise ConfigError(
-                    f"data.chat_template_kwargs.{name}: the chat template never reads {name!r}; correct the "
-                    "name or remove it",
-                    code="no-effect",
+                    f"no-effect: data.chat_template_kwargs.{name}: the chat template never reads {name!r}; "
+                    "correct the name or remove it",
                     setting=f"data.chat_template_kwargs.{name}",
                 )
         self.bos = [] if self.template is not None else _leading_ids(tokenizer)
@@ -240,9 +236,8 @@ class ChatFormat:
         if self.template is None:
             if len(messages) != 1 or messages[0]["role"] != "user":
                 raise DataError(
-                    f"{where}: a conversation of {len(messages)} messages needs a chat template, and there "
-                    "is none; set data.chat_template to a jinja template",
-                    code="no-chat-template",
+                    f"no-chat-template: {where}: a conversation of {len(messages)} messages needs a chat "
+                    "template, and there is none; set data.chat_template to a jinja template",
                     where=where,
                 )
             return str(messages[0]["content"])
@@ -308,17 +303,15 @@ def _resolve_template(setting: str, tokenizer: Any) -> str | None:
             return None if template is None else str(tokenizer.get_chat_template())
         except ValueError as error:  # several, and none of them is the default
             raise ConfigError(
-                f"{error}; set data.chat_template", code="ambiguous", setting="data.chat_template"
+                f"ambiguous: {error}; set data.chat_template", setting="data.chat_template"
             ) from error
     if "{%" in setting or "{{" in setting:
         return setting
     path = Path(setting).expanduser()
     if path_problem(str(path)) or not path.is_file():
         raise ConfigError(
-            f"data.chat_template = {setting[:200]!r} is neither auto, none, a jinja template (no '{{{{' or "
-            "'{{%' in it) nor a file",
-            code="wrong-format",
-            setting="data.chat_template",
+            f"wrong-format: data.chat_template = {setting[:200]!r} is neither auto, none, a jinja template "
+            "(no '{{' or '{{%' in it) nor a file"
         )
     data = read_plain(path, ConfigError)
     with file_errors(path, ConfigError):

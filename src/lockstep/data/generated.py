@@ -48,17 +48,15 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigError(
-            f"data.source = 'reasoning_gym:{task}' needs reasoning-gym ({error}); pip install reasoning-gym",
-            code="missing-package",
-            setting="data.source",
+            f"missing-package: data.source = 'reasoning_gym:{task}' needs reasoning-gym ({error}); pip "
+            "install reasoning-gym"
         ) from error
     if task not in DATASETS:
         raise ConfigError(unknown_name("reasoning_gym task", task, DATASETS), code="unknown-name", name=task)
     for reserved, instead in (("size", "data.size"), ("seed", "data.seed")):
         if reserved in settings:
             raise ConfigError(
-                f"data.task.{reserved} is decided by {instead}; set that instead",
-                code="contradiction",
+                f"contradiction: data.task.{reserved} is decided by {instead}; set that instead",
                 setting=f"data.task.{reserved}",
             )
     fields = DATASETS[task][1].__dataclass_fields__
@@ -72,9 +70,8 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **settings)
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"reasoning_gym refuses data.task = {dict(settings)!r} for {task!r}: "
+            f"refused: reasoning_gym refuses data.task = {dict(settings)!r} for {task!r}: "
             f"{error or type(error).__name__}",
-            code="refused",
             setting="data.task",
         ) from error
 
@@ -126,16 +123,14 @@ class IdRows:
         for name, value in settings.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
-                    f"data.task.{name} = {value!r} of data.source = 'ids' must be a positive integer",
-                    code="out-of-range",
+                    f"out-of-range: data.task.{name} = {value!r} of data.source = 'ids' must be a positive "
+                    "integer",
                     setting=f"data.task.{name}",
                 )
         self.vocab_size, self.low, self.high = (int(value or 0) for value in settings.values())
         if self.low > self.high:
             raise ConfigError(
-                f"data.task.min_tokens = {self.low} exceeds data.task.max_tokens = {self.high}",
-                code="contradiction",
-                setting="data.task.min_tokens",
+                f"contradiction: data.task.min_tokens = {self.low} exceeds data.task.max_tokens = {self.high}"
             )
         self._seed = config.seed
 

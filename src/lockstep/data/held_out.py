@@ -54,10 +54,8 @@ def held_out_size(run: GRPORun, rows: int) -> int:
         fixes.append("set eval_data.source")
         fixes.append("turn evaluations off (eval.before = false, eval.after = false, eval.every = 0)")
     raise ConfigError(
-        f"rollout.prompts_per_step = {batch} is more than data.source = {run.data.source!r} has to train on: "
-        f"{what}; {', '.join([*fixes, 'or give more data']) if fixes else 'give more data'}",
-        code="not-enough",
-        setting="rollout.prompts_per_step",
+        f"not-enough: rollout.prompts_per_step = {batch} is more than data.source = {run.data.source!r} has "
+        f"to train on: {what}; {', '.join([*fixes, 'or give more data']) if fixes else 'give more data'}",
         rows=rows,
         held_out=held_out if rows > held_out else 0,
     )
@@ -95,12 +93,9 @@ def load_train_and_held_out(
     train = load_prompts(run.data, tokenizer=tokenizer, exclude=exclude, vocab_size=vocab_size)
     if train.size is not None and train.size < run.rollout.prompts_per_step:
         raise DataError(
-            f"rollout.prompts_per_step = {run.rollout.prompts_per_step}, but data.source = "
+            f"not-enough: rollout.prompts_per_step = {run.rollout.prompts_per_step}, but data.source = "
             f"{run.data.source!r} has only {train.size} prompts to train on ({train.report}); lower "
-            "rollout.prompts_per_step, or give more data (prompts of evaluations are left out, see "
-            "eval_data)",
-            code="not-enough",
-            setting="rollout.prompts_per_step",
+            "rollout.prompts_per_step, or give more data (prompts of evaluations are left out, see eval_data)"
         )
     if held_out is None:
         held_out = FixedPrompts((), shuffle=False, maker=PromptMaker(run.data, tokenizer, ()))
@@ -118,8 +113,7 @@ def _held_out(run: GRPORun, *, tokenizer: Any, vocab_size: int | None) -> FixedP
         raise error.with_message(f"held-out prompts (eval_data): {error}") from error
     if not isinstance(held_out, FixedPrompts):
         raise ConfigError(
-            f"eval_data.source = {config.source!r} is endless; set eval_data.size",
-            code="endless",
+            f"endless: eval_data.source = {config.source!r} is endless; set eval_data.size",
             setting="eval_data.size",
         )
     return held_out

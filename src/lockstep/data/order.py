@@ -25,8 +25,8 @@ def batch_rows(num_rows: int, *, step: int, n: int, seed: int, shuffle: bool = T
     """
     if n > num_rows:
         raise DataError(
-            f"a batch of {n} needs {n} distinct rows, but the set has {num_rows}; take a smaller batch",
-            code="not-enough",
+            f"not-enough: a batch of {n} needs {n} distinct rows, but the set has {num_rows}; take a "
+            "smaller batch",
             needed=n,
             rows=num_rows,
         )

@@ -151,10 +151,9 @@ def _pairs(maker: DocumentMaker, *, scored: bool = False) -> Iterator[tuple[str,
         if chosen.token_ids.equal(rejected.token_ids):
             if config.equal_answers == "error":
                 raise DataError(
-                    f"{where}: {config.chosen_column} and {config.rejected_column} are the same "
-                    f"{len(chosen)} tokens, so there is nothing to prefer; correct the row, or set "
+                    f"wrong-pairs: {where}: {config.chosen_column} and {config.rejected_column} are the "
+                    f"same {len(chosen)} tokens, so there is nothing to prefer; correct the row, or set "
                     "data.equal_answers = 'drop'",
-                    code="wrong-pairs",
                     where=where,
                 )
             maker.counts["dropped_equal"] += 1
@@ -167,8 +166,7 @@ def _counted(maker: DocumentMaker, pairs: Sequence[Pair]) -> Mapping[str, int]:
     counts["dropped_equal"] += 0
     if not pairs:
         raise DataError(
-            f"no preference pairs left of data.source = {maker.config.source!r}: {dict(counts)}",
-            code="nothing-left",
+            f"nothing-left: no preference pairs left of data.source = {maker.config.source!r}: {dict(counts)}"
         )
     counts["pairs"] = len(pairs)
     counts["tokens"] = sum(len(sample) for pair in pairs for sample in pair)
@@ -191,8 +189,7 @@ def _scored(sample: TrainSample, pad_id: int | None, where: str) -> TrainSample:
     read = torch.ones(len(sample), dtype=torch.bool) if pad_id is None else sample.token_ids != pad_id
     if not bool(read.any()):
         raise DataError(
-            f"{where}: the document holds nothing but pad tokens (id {pad_id}); leave the row out",
-            code="empty",
+            f"empty: {where}: the document holds nothing but pad tokens (id {pad_id}); leave the row out",
             where=where,
         )
     mask = torch.zeros(len(sample), dtype=torch.bool)
@@ -212,18 +209,16 @@ def _margin(row: Mapping[str, Any], column: str, where: str) -> float:
     value = row.get(column)
     if value is None:
         raise DataError(
-            f"{where} has no margin in column {column!r} (data.margin_column), as other rows do; write "
-            "one, 0 for a pair that needs none",
-            code="missing-column",
+            f"missing-column: {where} has no margin in column {column!r} (data.margin_column), as other "
+            "rows do; write one, 0 for a pair that needs none",
             setting="data.margin_column",
             name=column,
             where=where,
         )
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise DataError(
-            f"{where}, {column}: {value!r} is not a margin; write a number >= 0, or rename the column "
-            "(data.margin_column)",
-            code="wrong-row",
+            f"wrong-row: {where}, {column}: {value!r} is not a margin; write a number >= 0, or rename the "
+            "column (data.margin_column)",
             name=column,
             where=where,
         )
@@ -269,9 +264,8 @@ def _shared_prompt(chosen: Conversation, rejected: Conversation, where: str) -> 
             for messages, role in zip(both, following, strict=True)
         )
         raise DataError(
-            f"{where}: the answers belong to different prompts: message {shared + 1} is {first} in one and "
-            f"{other} in the other; correct the row, or leave it out",
-            code="wrong-pairs",
+            f"wrong-pairs: {where}: the answers belong to different prompts: message {shared + 1} is "
+            f"{first} in one and {other} in the other; correct the row, or leave it out",
             where=where,
             turn=shared + 1,
         )
@@ -317,9 +311,8 @@ def _split(prompt: Any, answer: Any, where: str) -> tuple[list[Message], list[Me
         before = [whole[0], *before]
     if before != whole[: len(before)] or len(before) == len(whole):
         raise DataError(
-            f"{where}: the conversation does not begin with the {len(before)} messages of the row's prompt, "
-            "or ends with them; correct the row, or leave the prompt's column out",
-            code="wrong-pairs",
+            f"wrong-pairs: {where}: the conversation does not begin with the {len(before)} messages of the "
+            "row's prompt, or ends with them; correct the row, or leave the prompt's column out",
             where=where,
         )
     return before, whole[len(before) :]

@@ -87,11 +87,9 @@ class PromptMaker:
         self.ids_only = config.source == "ids"
         if tokenizer is None and not self.ids_only:
             raise ConfigError(
-                f"data.source = {config.source!r} is text, but the model has no tokenizer (shape: models "
-                "have none); set data.source = 'ids' with rewards = [{name = 'ids'}], or choose a model with "
-                "a tokenizer",
-                code="no-tokenizer",
-                setting="data.source",
+                f"no-tokenizer: data.source = {config.source!r} is text, but the model has no tokenizer "
+                "(shape: models have none); set data.source = 'ids' with rewards = [{name = 'ids'}], or "
+                "choose a model with a tokenizer"
             )
         self.chat = None if self.ids_only else ChatFormat(config, tokenizer)
         # Keyed by row, so that looking at a row twice does not count it twice.
@@ -136,8 +134,7 @@ class PromptMaker:
             text = self.chat.tokenizer.decode(ids) if self.chat else " ".join(map(str, ids))
         if not ids:
             raise DataError(
-                f"{where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}",
-                code="empty",
+                f"empty: {where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}",
                 where=where,
             )
         if self.vocab_size is not None and self.chat is not None:
@@ -169,18 +166,16 @@ class PromptMaker:
             return value, chat.with_system([{"role": "user", "content": content}])
         if not isinstance(value, Sequence):
             raise DataError(
-                f"{where}: the prompt is {str(value)[:80]!r} ({type(value).__name__}), neither text nor a "
-                "list of messages; correct or remove the row",
-                code="wrong-row",
+                f"wrong-row: {where}: the prompt is {str(value)[:80]!r} ({type(value).__name__}), neither "
+                "text nor a list of messages; correct or remove the row",
                 where=where,
                 name="prompt",
             )
         messages = clean_messages(value, where=where)
         if messages[-1]["role"] == "assistant":
             raise DataError(
-                f"{where}: the prompt's last message is the assistant's; end it with a user turn (the "
-                f"policy answers)",
-                code="wrong-row",
+                f"wrong-row: {where}: the prompt's last message is the assistant's; end it with a user turn "
+                "(the policy answers)",
                 where=where,
             )
         problem = "\n".join(m["content"] for m in messages if m["role"] != "system")
@@ -206,9 +201,8 @@ class PromptMaker:
         limit = self.config.max_prompt_tokens
         if self.config.overlong_prompts == "error":
             raise DataError(
-                f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; raise it, or "
-                "set data.overlong_prompts = 'drop' or 'truncate_left'",
-                code="too-long",
+                f"too-long: {where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; "
+                "raise it, or set data.overlong_prompts = 'drop' or 'truncate_left'",
                 where=where,
                 tokens=len(ids),
             )
@@ -320,9 +314,9 @@ class PromptStream(PromptSet):
             taken.add(prompt.text)
             return prompt
         raise DataError(
-            f"{self._maker.config.source}: {MAX_ATTEMPTS} rows in a row are excluded (held out) or too long "
-            f"({self._maker.report}); make the task larger with data.task, or hold out fewer prompts",
-            code="not-enough",
+            f"not-enough: {self._maker.config.source}: {MAX_ATTEMPTS} rows in a row are excluded (held out) "
+            f"or too long ({self._maker.report}); make the task larger with data.task, or hold out fewer "
+            "prompts"
         )
 
 
@@ -361,10 +355,9 @@ def load_prompts(
     loaded = FixedPrompts((p for p in prompts if p is not None), shuffle=config.shuffle, maker=maker)
     if not len(loaded):
         raise DataError(
-            f"no prompts left of data.source = {config.source!r}: {loaded.report}. The held-out prompts may "
-            "be all there are (set eval_data, or lower eval.num_prompts), or all are longer than "
-            "data.max_prompt_tokens",
-            code="nothing-left",
+            f"nothing-left: no prompts left of data.source = {config.source!r}: {loaded.report}. The "
+            "held-out prompts may be all there are (set eval_data, or lower eval.num_prompts), or all are "
+            "longer than data.max_prompt_tokens"
         )
     return loaded
 
@@ -374,9 +367,7 @@ def _texts_of_source(config: DataConfig, source: str, tokenizer: Any) -> frozens
     texts = load_prompts(other, tokenizer=tokenizer)
     if not isinstance(texts, FixedPrompts):
         raise ConfigError(
-            f"data.exclude = {source!r} is endless; name a file, a folder or a hub set",
-            code="endless",
-            setting="data.exclude",
+            f"endless: data.exclude = {source!r} is endless; name a file, a folder or a hub set"
         )
     return texts.texts
 
@@ -393,10 +384,9 @@ def _distinct(rows: RowGenerator, maker: PromptMaker, config: DataConfig) -> lis
                 break
         else:
             raise DataError(
-                f"{config.source} gave only {len(prompts)} distinct questions that are allowed, data.size = "
-                f"{config.size} were asked for ({maker.report}); lower data.size, or widen the task with "
-                "data.task",
-                code="not-enough",
+                f"not-enough: {config.source} gave only {len(prompts)} distinct questions that are allowed, "
+                f"data.size = {config.size} were asked for ({maker.report}); lower data.size, or widen the "
+                "task with data.task",
                 setting="data.size",
             )
         taken.add(prompt.text)

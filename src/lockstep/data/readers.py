@@ -32,8 +32,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     value = parse_value(line, where)
     if not isinstance(value, dict):
         raise DataError(
-            f"{where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}",
-            code="wrong-row",
+            f"wrong-row: {where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}",
             where=where,
         )
     return value
@@ -49,12 +48,11 @@ def parse_value(text: bytes, where: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # also bytes that are no text
         raise DataError(
-            f"{where}: not valid JSON ({printable(str(error))}): {text[:80]!r}", code="not-json", where=where
+            f"not-json: {where}: not valid JSON ({printable(str(error))}): {text[:80]!r}", where=where
         ) from error
     if text.count(b"[") + text.count(b"{") > ROW_DEPTH and _deeper(value, ROW_DEPTH):
         raise DataError(
-            f"{where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them",
-            code="too-deep",
+            f"too-deep: {where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them",
             where=where,
         )
     return value
@@ -66,9 +64,8 @@ def check_surrogates(value: Any, where: str) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: holds half a surrogate pair ({error.object[error.start]!r}), which is not text; "
-            "correct or remove the row",
-            code="not-text",
+            f"not-text: {where}: holds half a surrogate pair ({error.object[error.start]!r}), which is not "
+            "text; correct or remove the row",
             where=where,
         ) from error
 
@@ -86,7 +83,7 @@ def opened_parquet(path: Path) -> Iterator[ParquetFile]:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            f"{path}: reading Parquet needs pyarrow; pip install pyarrow", code="missing-package"
+            f"missing-package: {path}: reading Parquet needs pyarrow; pip install pyarrow"
         ) from error
     errors = foreign_errors(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
     with errors, pyarrow.parquet.ParquetFile(path) as file:
@@ -107,7 +104,7 @@ def foreign_errors(what: str, *more: type[Exception]) -> Iterator[None]:
         raise
     except kinds as error:
         text = printable(str(error))[:300]
-        raise DataError(f"{what} ({type(error).__name__}: {text})", code="cannot-read") from error
+        raise DataError(f"cannot-read: {what} ({type(error).__name__}: {text})") from error
 
 
 def restorer(

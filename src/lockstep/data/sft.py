@@ -96,9 +96,7 @@ def load_sft(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = Non
             samples.append(sample)
     counts = maker.counts
     if not samples:
-        raise DataError(
-            f"no documents left of data.source = {config.source!r}: {dict(counts)}", code="nothing-left"
-        )
+        raise DataError(f"nothing-left: no documents left of data.source = {config.source!r}: {dict(counts)}")
     counts["documents"] = len(samples)
     counts["tokens"] = sum(len(sample) for sample in samples)
     counts["trained_tokens"] = sum(sample.num_trained for sample in samples)
@@ -152,9 +150,8 @@ class DocumentMaker:
         if len(ids) > config.max_length:
             if config.overlong_documents == "error":
                 raise DataError(
-                    f"{where}: the document has {len(ids)} tokens, data.max_length = {config.max_length}; "
-                    "raise it, or set data.overlong_documents = 'truncate' or 'drop'",
-                    code="too-long",
+                    f"too-long: {where}: the document has {len(ids)} tokens, data.max_length = "
+                    f"{config.max_length}; raise it, or set data.overlong_documents = 'truncate' or 'drop'",
                     where=where,
                     tokens=len(ids),
                 )
@@ -166,10 +163,9 @@ class DocumentMaker:
         if not any(mask):
             if config.untrained_documents == "error":
                 raise DataError(
-                    f"{where}: no token of the document is trained on (no assistant turn, an empty one, or "
-                    f"one beyond data.max_length = {config.max_length}); correct the row, or set "
-                    "data.untrained_documents = 'drop'",
-                    code="nothing-left",
+                    f"nothing-left: {where}: no token of the document is trained on (no assistant turn, an "
+                    f"empty one, or one beyond data.max_length = {config.max_length}); correct the row, or "
+                    "set data.untrained_documents = 'drop'",
                     where=where,
                 )
             self.counts["dropped_untrained"] += 1
@@ -194,20 +190,17 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
     run."""
     if config.generated:
         raise ConfigError(
-            f"data.source = {config.source!r} has prompts only; {kind} needs a file, a folder or a hub set",
-            code="unsupported-combination",
-            setting="data.source",
+            f"unsupported-combination: data.source = {config.source!r} has prompts only; {kind} needs a "
+            "file, a folder or a hub set"
         )
     if tokenizer is None:
         raise ConfigError(
-            f"{kind} needs a model with a tokenizer; shape: models have none",
-            code="no-tokenizer",
-            name="tokenizer",
+            f"no-tokenizer: {kind} needs a model with a tokenizer; shape: models have none", name="tokenizer"
         )
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{kind} needs a fast tokenizer: its character offsets say which tokens to train on",
-            code="no-tokenizer",
+            f"no-tokenizer: {kind} needs a fast tokenizer: its character offsets say which tokens to train "
+            "on",
             name="fast tokenizer",
         )
     return ChatFormat(config, tokenizer)

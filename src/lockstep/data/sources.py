@@ -59,8 +59,8 @@ def load_rows(config: DataConfig) -> list[PlacedRow]:
     ]
     if not rows:
         raise DataError(
-            f"data.source = {config.source!r} has no rows after data.skip = {config.skip}; lower data.skip",
-            code="nothing-left",
+            f"nothing-left: data.source = {config.source!r} has no rows after data.skip = {config.skip}; "
+            "lower data.skip",
             setting="data.skip",
         )
     return rows
@@ -99,9 +99,7 @@ def check_source(config: DataConfig) -> None:
         return
     if problem := path_problem(config.source):
         raise ConfigError(
-            f"data.source = {config.source[:80]!r} cannot name anything: {problem}",
-            code="bad-file-name",
-            setting="data.source",
+            f"bad-file-name: data.source = {config.source[:80]!r} cannot name anything: {problem}"
         )
     path = Path(config.source).expanduser()
     if path.is_dir():
@@ -111,17 +109,13 @@ def check_source(config: DataConfig) -> None:
             raise _no_such_file(path)
     elif path.is_file() or path.suffix in _OTHER_FILES:
         raise ConfigError(
-            f"data.source = {config.source!r}: files of this kind are not read; convert it to .jsonl, .json "
-            f"or .parquet{_OTHER_FILES.get(path.suffix, '')}",
-            code="wrong-kind-of-file",
-            setting="data.source",
+            f"wrong-kind-of-file: data.source = {config.source!r}: files of this kind are not read; convert "
+            f"it to .jsonl, .json or .parquet{_OTHER_FILES.get(path.suffix, '')}"
         )
     elif ":" in config.source or not _HUB_NAME.fullmatch(config.source):
         raise ConfigError(
-            f"data.source = {config.source!r} is not a .jsonl/.json/.parquet file, a folder saved by "
-            "datasets, a hub name such as 'openai/gsm8k', 'reasoning_gym:TASK', or 'ids'",
-            code="unknown-name",
-            setting="data.source",
+            f"unknown-name: data.source = {config.source!r} is not a .jsonl/.json/.parquet file, a folder "
+            "saved by datasets, a hub name such as 'openai/gsm8k', 'reasoning_gym:TASK', or 'ids'"
         )
 
 
@@ -130,9 +124,9 @@ def missing_column(column: str, row: Mapping[str, Any], *, setting: str, source:
     near = nearest(column, row) or _of_the_same_meaning(column, row)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return DataError(
-        f"{source!r} has no column {column!r} ({setting}); {hint}Columns: {column_names(row)}. "
-        f"Set {setting}, or rename with data.columns = {{{column} = 'NAME IN THE DATA'}}",
-        code="missing-column",
+        f"missing-column: {source!r} has no column {column!r} ({setting}); {hint}Columns: "
+        f"{column_names(row)}. Set {setting}, or rename with data.columns = {{{column} = 'NAME IN THE "
+        "DATA'}",
         setting=setting,
         name=column,
         where=source,
@@ -184,9 +178,7 @@ def _no_such_file(path: Path) -> DataError:
     beside = [p.name for p in folder.iterdir() if p.suffix in FILE_SUFFIXES] if folder.is_dir() else []
     near = nearest(path.name, beside)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f" (looked in {folder.resolve()})"
-    return DataError(
-        f"data.source = {str(path)!r}: no such file{hint}", code="no-such-file", setting="data.source"
-    )
+    return DataError(f"no-such-file: data.source = {str(path)!r}: no such file{hint}")
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -196,9 +188,8 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 where = f"{path}, line {number}"
                 if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     raise DataError(
-                        f"{path}: is UTF-16, which cannot be read by lines; convert it to UTF-8: "
+                        f"not-text: {path}: is UTF-16, which cannot be read by lines; convert it to UTF-8: "
                         "iconv -f utf-16 -t utf-8",
-                        code="not-text",
                         where=where,
                     )
                 row = parse_row(line, where)
@@ -214,17 +205,15 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     value = parse_value(text, f"{path} (one object per line belongs in .jsonl)")
     if not isinstance(value, list):
         raise DataError(
-            f"{path}: expected a list of objects, got {type(value).__name__}; put the rows into [ ], or "
-            "write one object per line into a .jsonl file",
-            code="wrong-type",
+            f"wrong-type: {path}: expected a list of objects, got {type(value).__name__}; put the rows into "
+            "[ ], or write one object per line into a .jsonl file"
         )
     check_surrogates(value, str(path))
     for number, row in enumerate(value, start=1):
         if not isinstance(row, dict):
             kind, excerpt = type(row).__name__, str(row)[:80]
             raise DataError(
-                f"{path}, row {number}: a row must be a JSON object, got {kind}: {excerpt!r}",
-                code="wrong-row",
+                f"wrong-row: {path}, row {number}: a row must be a JSON object, got {kind}: {excerpt!r}",
                 where=f"{path}, row {number}",
             )
         yield row
@@ -242,9 +231,7 @@ def _datasets(source: str) -> Any:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"data.source = {source!r} needs datasets; pip install datasets",
-            code="missing-package",
-            setting="data.source",
+            f"missing-package: data.source = {source!r} needs datasets; pip install datasets"
         ) from error
     return datasets
 
@@ -258,16 +245,14 @@ def _read_folder(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
         raise DataError(
-            f"data.source = {str(path)!r} is a folder, but not one written by datasets' save_to_disk "
-            f"({error.__cause__}); name a .jsonl, .json or .parquet file in it instead",
-            code="wrong-kind-of-file",
-            setting="data.source",
+            f"wrong-kind-of-file: data.source = {str(path)!r} is a folder, but not one written by datasets' "
+            f"save_to_disk ({error.__cause__}); name a .jsonl, .json or .parquet file in it instead"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if config.split not in loaded:
             raise DataError(
-                f"{path} has no split {config.split!r}; set data.split to one of {column_names(loaded)}",
-                code="unknown-name",
+                f"unknown-name: {path} has no split {config.split!r}; set data.split to one of "
+                f"{column_names(loaded)}",
                 setting="data.split",
             )
         loaded = loaded[config.split]
@@ -280,11 +265,11 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
         loaded = datasets.load_dataset(config.source, config.subset, split=config.split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"cannot load data.source = {config.source!r} (subset {config.subset!r}, split {config.split!r}) "
-            f"from the Hugging Face hub: {type(error).__name__}: {str(error)[:300]}. Check the name, "
-            "data.subset and data.split and the network (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), or download "
-            "it elsewhere, write it with datasets' save_to_disk, and set data.source to that folder",
-            code="refused",
+            f"refused: cannot load data.source = {config.source!r} (subset {config.subset!r}, split "
+            f"{config.split!r}) from the Hugging Face hub: {type(error).__name__}: {str(error)[:300]}. "
+            "Check the name, data.subset and data.split and the network (HF_HUB_OFFLINE, HF_ENDPOINT, "
+            "HF_TOKEN), or download it elsewhere, write it with datasets' save_to_disk, and set data.source "
+            "to that folder",
             setting="data.source",
         ) from error
     return _rows(loaded, f"data.source = {config.source!r}", config)

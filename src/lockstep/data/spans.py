@@ -68,9 +68,9 @@ def _by_template(chat: ChatFormat, messages: list[Message], where: str, first: i
         spans = [span for span, number in zip(spans, turns, strict=True) if _is_trained(messages[number])]
     elif not all(_is_trained(messages[number]) for number in turns):
         raise DataError(
-            f"{where}: a turn has weight 0, and the template's {{% generation %}} marks {len(spans)} texts "
-            f"for {len(turns)} turns of the assistant, so that its text is not known; leave the row out",
-            code="unsupported-chat-template",
+            f"unsupported-chat-template: {where}: a turn has weight 0, and the template's {{% generation "
+            f"%}} marks {len(spans)} texts for {len(turns)} turns of the assistant, so that its text is not "
+            "known; leave the row out",
             where=where,
         )
     return _encode_spans(chat, rendered.text, spans, where=where)
@@ -99,8 +99,7 @@ def _turn_span(
     """Characters [start, end) of `text` that assistant turn `number` added."""
     if number == 0:
         raise DataError(
-            f"{where}: the conversation begins with the assistant; begin with a user turn",
-            code="wrong-row",
+            f"wrong-row: {where}: the conversation begins with the assistant; begin with a user turn",
             where=where,
         )
     before = chat.render(messages[:number], generate=False, where=where)
@@ -122,10 +121,9 @@ def _turn_span(
             start = first if start < 0 else min(first, start + len(tail))
         return start, end
     raise DataError(
-        f"{where}: message {number + 1} is not found in the rendered conversation, because the chat template "
-        "rewrites earlier turns; use a template with {% generation %} around the assistant's text, or "
-        "data.train_on = 'all'",
-        code="unsupported-chat-template",
+        f"unsupported-chat-template: {where}: message {number + 1} is not found in the rendered "
+        "conversation, because the chat template rewrites earlier turns; use a template with {% generation "
+        "%} around the assistant's text, or data.train_on = 'all'",
         where=where,
         turn=number + 1,
     )
@@ -250,8 +248,7 @@ def _ended(chat: ChatFormat, document: Document) -> Document:
         return document
     if tokenizer.eos_token_id is None:
         raise DataError(
-            "the tokenizer has no eos token, so no document could end; set tokenizer.eos_token",
-            code="no-tokenizer",
+            "no-tokenizer: the tokenizer has no eos token, so no document could end; set tokenizer.eos_token"
         )
     # Untrained white space that a template puts behind the turn would stand between the text and its end.
     ids, trained = document.ids[: last + 1], document.trained[: last + 1]

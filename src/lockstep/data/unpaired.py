@@ -33,9 +33,8 @@ class UnpairedSet(SFTSet):
         most = max(Counter(prompts).values())
         if most == len(self):
             raise DataError(
-                f"all {most} answers are to one prompt, and KTO's baseline takes each prompt with the answer "
-                "to another one; add answers to other prompts",
-                code="wrong-pairs",
+                f"wrong-pairs: all {most} answers are to one prompt, and KTO's baseline takes each prompt "
+                "with the answer to another one; add answers to other prompts",
                 prompts=1,
             )
         for step in range(steps if most >= n else 0):
@@ -43,10 +42,9 @@ class UnpairedSet(SFTSet):
             if len({prompts[row] for row in rows}) == 1:
                 or_shuffle = "" if self._shuffle else ", or set data.shuffle = true"
                 raise DataError(
-                    f"the {n} answers of step {step + 1} are all to one prompt, and KTO's baseline takes "
-                    f"each prompt with the answer to another one; raise batch_size above {most}, the most "
-                    f"answers that a prompt has{or_shuffle}",
-                    code="wrong-pairs",
+                    f"wrong-pairs: the {n} answers of step {step + 1} are all to one prompt, and KTO's "
+                    "baseline takes each prompt with the answer to another one; raise batch_size above "
+                    f"{most}, the most answers that a prompt has{or_shuffle}",
                     step=step,
                     answers=n,
                 )
@@ -86,16 +84,13 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None 
                 samples.append(UnpairedSample(**fields, desirable=desirable))
     counts = maker.counts
     if not samples:
-        raise DataError(
-            f"no answers left of data.source = {config.source!r}: {dict(counts)}", code="nothing-left"
-        )
+        raise DataError(f"nothing-left: no answers left of data.source = {config.source!r}: {dict(counts)}")
     counts["desirable"] = sum(sample.desirable for sample in samples)
     if counts["desirable"] in (0, len(samples)):
         kind = "desirable" if counts["desirable"] else "undesirable"
         raise DataError(
-            f"all {len(samples)} answers of data.source = {config.source!r} are {kind}, and KTO learns from "
-            f"both kinds; add others, or train on these with `lockstep train sft`",
-            code="wrong-pairs",
+            f"wrong-pairs: all {len(samples)} answers of data.source = {config.source!r} are {kind}, and "
+            "KTO learns from both kinds; add others, or train on these with `lockstep train sft`",
             kind=kind,
         )
     counts["documents"] = len(samples)
@@ -112,9 +107,8 @@ def _answers(row: PlacedRow, config: DataConfig, chat: ChatFormat) -> Iterator[t
         label = row[config.label_column]
         if isinstance(label, str | float) or label not in (True, False):
             raise DataError(
-                f"{where}: {config.label_column} = {str(label)[:40]!r} is not a label; it is true for a "
-                "desirable answer and false for another one",
-                code="wrong-row",
+                f"wrong-row: {where}: {config.label_column} = {str(label)[:40]!r} is not a label; it is "
+                "true for a desirable answer and false for another one",
                 name=config.label_column,
                 where=where,
             )

@@ -50,13 +50,10 @@ class ModelEngine(Streaming):
 
     def _require_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(
-                f"engine {self.name} is closed; build a new one", code="wrong-state", state="closed"
-            )
+            raise EngineError(f"wrong-state: engine {self.name} is closed; build a new one", state="closed")
         if self._state == "broken":
             raise EngineError(
-                f"engine {self.name} failed earlier and cannot go on; build a new one",
-                code="wrong-state",
+                f"wrong-state: engine {self.name} failed earlier and cannot go on; build a new one",
                 state="failed",
             )
 
@@ -64,8 +61,7 @@ class ModelEngine(Streaming):
         self._require_open()
         if self._state != "awake":
             raise EngineError(
-                f"engine {self.name} is {self._state}; call wake() before {what}",
-                code="wrong-state",
+                f"wrong-state: engine {self.name} is {self._state}; call wake() before {what}",
                 state=self._state,
             )
 
@@ -151,18 +147,17 @@ class ReceivingEngine(ModelEngine):
     def _require_no_session(self, what: str) -> None:
         if self._session is not None:
             raise EngineError(
-                f"engine {self.name} is being updated to policy version {self._session.policy_version}; "
-                f"{what} after finish_update or fail_update",
-                code="wrong-state",
+                f"wrong-state: engine {self.name} is being updated to policy version "
+                f"{self._session.policy_version}; {what} after finish_update or fail_update",
                 state="in-update",
             )
 
     def _require_clean(self) -> None:
         if self.dirty:
             raise EngineError(
-                f"engine {self.name} is dirty: it holds no whole version of the policy (no update yet, or "
-                "the last one failed, or its server was started again); send it a whole update first",
-                code="wrong-state",
+                f"wrong-state: engine {self.name} is dirty: it holds no whole version of the policy (no "
+                "update yet, or the last one failed, or its server was started again); send it a whole "
+                "update first",
                 state="dirty",
             )
 
@@ -175,8 +170,7 @@ class ReceivingEngine(ModelEngine):
         self._require_open()
         if self._session is None:
             raise EngineError(
-                f"engine {self.name}: no update is open; call begin_update first",
-                code="wrong-state",
+                f"wrong-state: engine {self.name}: no update is open; call begin_update first",
                 state="no-update",
             )
         return self._session

@@ -47,16 +47,16 @@ def make_engine(
     if not factory.external:
         if model is None:
             raise ConfigError(
-                f"engine {config.name!r} samples with the trainer's modules and got no model",
-                code="missing-argument",
+                f"missing-argument: engine {config.name!r} samples with the trainer's modules and got no "
+                "model",
                 name="model",
             )
         admit_decoding(config.name, model)
         return _together(config, lambda _: make(0, model=model), external=False)
     if spec is None:
         raise ConfigError(
-            f"engine {config.name!r} has weights of its own and got no EngineSpec of the model",
-            code="missing-argument",
+            f"missing-argument: engine {config.name!r} has weights of its own and got no EngineSpec of the "
+            "model",
             name="spec",
         )
     if config.max_model_len is not None:
@@ -93,24 +93,20 @@ def cuda_index(device: str) -> int:
 def _check_devices(config: EngineConfig, spec: EngineSpec) -> None:
     if spec.device == "cpu" and config.cuda_devices:
         raise ConfigError(
-            f"engine.cuda_devices = {list(config.cuda_devices)} with a model on the CPU; leave it out, or "
-            "set train.device = 'cuda'",
-            code="unsupported-combination",
-            setting="engine.cuda_devices",
+            f"unsupported-combination: engine.cuda_devices = {list(config.cuda_devices)} with a model on the "
+            "CPU; leave it out, or set train.device = 'cuda'"
         )
     gpus = config.replicas * config.tp
     if spec.device != "cpu" and config.url is None and gpus > 1 and not config.cuda_devices:
         raise ConfigError(
-            f"engine.replicas * engine.tp = {config.replicas} * {config.tp} engines' worth of GPUs would all "
-            f"be {spec.device}; set engine.cuda_devices to {gpus} GPUs",
-            code="contradiction",
+            f"contradiction: engine.replicas * engine.tp = {config.replicas} * {config.tp} engines' worth "
+            f"of GPUs would all be {spec.device}; set engine.cuda_devices to {gpus} GPUs",
             setting="engine.cuda_devices",
         )
     if spec.device == "cpu" and config.tp > 1:
         raise ConfigError(
-            f"engine.tp = {config.tp} on a CPU has no GPUs to split matrices over; set engine.tp = 1",
-            code="unsupported-combination",
-            setting="engine.tp",
+            f"unsupported-combination: engine.tp = {config.tp} on a CPU has no GPUs to split matrices over; "
+            "set engine.tp = 1"
         )
 
 

@@ -70,10 +70,9 @@ class Sample:
         state, turn = self.state, self.turn
         if logprob != logprob:
             raise EngineError(
-                f"request {turn.index}: the logits of token {len(state.token_ids)} of sample "
+                f"not-finite: request {turn.index}: the logits of token {len(state.token_ids)} of sample "
                 f"{turn.samples[self.index]} are not finite; the weights have diverged or the compute dtype "
                 "overflows (model.dtype)",
-                code="not-finite",
                 request=turn.index,
                 token=len(state.token_ids),
             )
@@ -175,9 +174,8 @@ class EmbeddedEngine(ModelEngine):
             copy_weights(self._module, update.tensors, engine=self.name)
         elif update.shared_module is not self._model.module:
             raise EngineError(
-                f"engine {self.name} reads the Parameters of the module it was built with, and the update "
-                "names another module; build the engine with the trainer's model, or send tensors",
-                code="other-model",
+                f"other-model: engine {self.name} reads the Parameters of the module it was built with, and "
+                "the update names another module; build the engine with the trainer's model, or send tensors",
                 name="module",
             )
         self._weights_changed()

@@ -190,9 +190,8 @@ class _Replicas(Streaming, Generic[E]):
     def _require_ready(self) -> None:
         if self._stuck:
             raise EngineError(
-                f"replicas {sorted(self._stuck)} of {len(self.engines)} did not stop within "
+                f"deadline: replicas {sorted(self._stuck)} of {len(self.engines)} did not stop within "
                 f"{ABORT_SECONDS:g} s of being aborted; build new engines",
-                code="deadline",
                 replicas=sorted(self._stuck),
             )
 
@@ -240,8 +239,7 @@ class _Replicas(Streaming, Generic[E]):
         if failed and not dropped:  # else there is a reason to drop, and it is raised
             self._raise(
                 failed[0].replica,
-                failed[0].error
-                or EngineError("its stream did not end", code="wrong-state", state="generating"),
+                failed[0].error or EngineError("wrong-state: its stream did not end", state="generating"),
             )
 
     def _stop(self) -> list[_Done]:
@@ -354,9 +352,8 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         dirty = [replica for replica, engine in enumerate(self.engines) if engine.dirty]
         if dirty and not self._running:  # a replica that is started again while it generates heals itself
             raise EngineError(
-                f"replicas {dirty} of {len(self.engines)} do not hold the trained weights: their last update "
-                "did not finish, or there was none; push the weights before generate",
-                code="wrong-state",
+                f"wrong-state: replicas {dirty} of {len(self.engines)} do not hold the trained weights: "
+                "their last update did not finish, or there was none; push the weights before generate",
                 state="dirty",
                 replicas=dirty,
             )
@@ -405,8 +402,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
             for name, values in first.items():
                 if name not in other or not torch.equal(values, other[name]):
                     raise EngineError(
-                        f"replicas 0 and {replica} hold different values of {name!r}",
-                        code="values-differ",
+                        f"values-differ: replicas 0 and {replica} hold different values of {name!r}",
                         name=name,
                         replica=replica,
                     )

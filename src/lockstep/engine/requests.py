@@ -28,24 +28,21 @@ class RequestCheck:
         ids, sampling, vocab_size = request.prompt_token_ids, request.sampling, self._vocab_size
         if not ids:
             raise EngineError(
-                f"request {index} has an empty prompt; give it at least one token, such as the bos id",
-                code="empty",
+                f"empty: request {index} has an empty prompt; give it at least one token, such as the bos id",
                 request=index,
             )
         if len(ids) >= self._max_positions:
             raise EngineError(
-                f"request {index}: a prompt of {len(ids)} tokens leaves no room in the model's "
+                f"too-long: request {index}: a prompt of {len(ids)} tokens leaves no room in the model's "
                 f"{self._max_positions} positions (max_position_embeddings); lower data.max_prompt_tokens",
-                code="too-long",
                 request=index,
                 limit=self._max_positions,
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
             raise EngineError(
-                f"request {index}: token id {low if low < 0 else high} is outside the vocabulary of "
-                f"{vocab_size} entries; the prompt was made with another tokenizer",
-                code="outside-vocabulary",
+                f"outside-vocabulary: request {index}: token id {low if low < 0 else high} is outside the "
+                f"vocabulary of {vocab_size} entries; the prompt was made with another tokenizer",
                 request=index,
                 token=low if low < 0 else high,
             )
@@ -56,8 +53,7 @@ class RequestCheck:
         for seed in request.seeds:
             if not 0 <= seed < 1 << 63:
                 raise EngineError(
-                    f"request {index}: seed {seed} is not a 63-bit unsigned integer",
-                    code="out-of-range",
+                    f"out-of-range: request {index}: seed {seed} is not a 63-bit unsigned integer",
                     name="seed",
                     request=index,
                 )
@@ -86,9 +82,7 @@ def _check_sampling(p: SamplingParams, *, vocab_size: int) -> None:
     ]
     for failed, message in wrong:
         if failed:
-            raise EngineError(
-                f"sampling: {message}", code="out-of-range", setting=f"sampling.{message.split()[0]}"
-            )
+            raise EngineError(f"out-of-range: sampling: {message}", setting=f"sampling.{message.split()[0]}")
 
 
 def check_stop_strings(
@@ -100,33 +94,29 @@ def check_stop_strings(
         return
     if tokenizer is None:
         raise EngineError(
-            f"sampling.stop = {list(stop)!r} needs a tokenizer and this model has none; set "
-            f"sampling.stop_token_ids",
-            code="no-tokenizer",
-            setting="sampling.stop",
+            f"no-tokenizer: sampling.stop = {list(stop)!r} needs a tokenizer and this model has none; set "
+            "sampling.stop_token_ids"
         )
     ends = set(tokenizer.convert_ids_to_tokens(sorted(eos_token_ids)))
     skipped = set(_special_tokens(tokenizer).values()) if sampling.skip_special_tokens else set()
     for text in stop:
         if not text:
             raise EngineError(
-                "sampling.stop holds an empty string, which would end every sample; remove it",
-                code="empty",
+                "empty: sampling.stop holds an empty string, which would end every sample; remove it",
                 setting="sampling.stop",
             )
         if text in ends:
             raise EngineError(
-                f"sampling.stop holds the end-of-sequence token {text!r}, which is not part of the text and "
-                "ends a completion by itself; remove it",
-                code="unsupported-combination",
+                f"unsupported-combination: sampling.stop holds the end-of-sequence token {text!r}, which is "
+                "not part of the text and ends a completion by itself; remove it",
                 setting="sampling.stop",
             )
         if text in skipped:
             raise EngineError(
-                f"sampling.stop holds the special token {text!r}, which sampling.skip_special_tokens = true "
-                "leaves out of the text; set sampling.skip_special_tokens = false, or "
-                f"sampling.stop_token_ids = [{tokenizer.convert_tokens_to_ids(text)}]",
-                code="unsupported-combination",
+                f"unsupported-combination: sampling.stop holds the special token {text!r}, which "
+                "sampling.skip_special_tokens = true leaves out of the text; set "
+                "sampling.skip_special_tokens = false, or sampling.stop_token_ids = "
+                f"[{tokenizer.convert_tokens_to_ids(text)}]",
                 setting="sampling.stop",
             )
 

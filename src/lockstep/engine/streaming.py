@@ -213,9 +213,8 @@ class Streaming:
         """Raises EngineError while samples are submitted and not yielded, or a stream has not ended."""
         if not self._is_idle():
             raise EngineError(
-                f"engine {self.name} generates already, and {self._open} samples have not been yielded; let "
-                f"finished() come to its end before {what}, or close it",
-                code="wrong-state",
+                f"wrong-state: engine {self.name} generates already, and {self._open} samples have not been "
+                f"yielded; let finished() come to its end before {what}, or close it",
                 state="generating",
             )
 
@@ -233,18 +232,16 @@ class Streaming:
                 self._require_idle(what)
             if not self._turn.wait(deadline - time.monotonic()):
                 raise EngineError(
-                    f"engine {self.name}: {self._open} samples were still running when the deadline of the "
-                    f"update came; {what} after generate has returned, or abort it",
-                    code="deadline",
+                    f"deadline: engine {self.name}: {self._open} samples were still running when the "
+                    f"deadline of the update came; {what} after generate has returned, or abort it",
                     samples=self._open,
                 )
 
     def _require_no_generate(self, what: str) -> None:
         if self._in_generate:
             raise EngineError(
-                f"engine {self.name} generates already: {what}() is not for the time of a generate(), which "
-                "has all its requests; use submit and finished instead of it",
-                code="wrong-state",
+                f"wrong-state: engine {self.name} generates already: {what}() is not for the time of a "
+                "generate(), which has all its requests; use submit and finished instead of it",
                 state="generating",
                 call=what,
             )
@@ -256,8 +253,7 @@ class Streaming:
         with self._turn:
             if self._running:
                 raise EngineError(
-                    f"engine {self.name} generates already, in another stream of finished()",
-                    code="wrong-state",
+                    f"wrong-state: engine {self.name} generates already, in another stream of finished()",
                     state="other-stream",
                 )
             self._running = True
@@ -291,8 +287,8 @@ class Streaming:
                 self._ended.extend(ended)
                 if not ended and self._open:
                     raise EngineError(
-                        f"engine {self.name} lost {self._open} samples: it has nothing left to do",
-                        code="wrong-result",
+                        f"wrong-result: engine {self.name} lost {self._open} samples: it has nothing left "
+                        "to do",
                         samples=self._open,
                     )
                 if self._abort.is_set() and len(self._ended) == self._open:

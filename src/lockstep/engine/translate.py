@@ -40,21 +40,19 @@ def checked_options(
         name = aliases.get(name, name)
         if name in refused:
             raise ConfigError(
-                f"engine.options.{written} is not available: {refused[name]}",
-                code="unsupported-combination",
+                f"unsupported-combination: engine.options.{written} is not available: {refused[name]}",
                 setting=f"engine.options.{written}",
             )
         if name in own:
             raise ConfigError(
-                f"engine.options.{written} = {value!r} would override what Lockstep sets itself ({name} = "
-                f"{own[name]!r}); leave it out, and use the settings under [engine] and [model]",
-                code="contradiction",
+                f"contradiction: engine.options.{written} = {value!r} would override what Lockstep sets "
+                f"itself ({name} = {own[name]!r}); leave it out, and use the settings under [engine] and "
+                "[model]",
                 setting=f"engine.options.{written}",
             )
         if name in checked:
             raise ConfigError(
-                f"engine.options names {name} twice ({written!r} is another spelling of it)",
-                code="duplicate",
+                f"duplicate: engine.options names {name} twice ({written!r} is another spelling of it)",
                 setting=f"engine.options.{name}",
             )
         checked[name] = value
@@ -92,8 +90,8 @@ def refusals(engine: str, params: SamplingParams) -> Callable[..., EngineError]:
     def refuse(field: str, why: str, instead: str, *, rule: str = "") -> EngineError:
         value = getattr(params, field)
         return EngineError(
-            f"engine {engine} cannot honour sampling.{field} = {value!r}: {why}; {instead}",
-            code="unsupported-sampling",
+            f"unsupported-sampling: engine {engine} cannot honour sampling.{field} = {value!r}: {why}; "
+            f"{instead}",
             setting=f"sampling.{field}",
             value=value,
             rule=rule,

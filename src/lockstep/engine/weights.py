@@ -21,15 +21,15 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
     for name, tensor in tensors():
         if name in new:
             raise EngineError(
-                f"engine {engine}: the weight update brings {name!r} twice", code="duplicate", name=name
+                f"duplicate: engine {engine}: the weight update brings {name!r} twice", name=name
             )
         new[name] = tensor
     unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
     if unknown or missing:
         raise EngineError(
-            f"engine {engine}: the weight update does not fit the model: {len(unknown)} unknown names "
-            f"{unknown[:5]}, {len(missing)} missing names {missing[:5]}; weights were left as they are",
-            code="wrong-weights",
+            f"wrong-weights: engine {engine}: the weight update does not fit the model: {len(unknown)} "
+            f"unknown names {unknown[:5]}, {len(missing)} missing names {missing[:5]}; weights were left as "
+            "they are",
             unknown=unknown,
             missing=missing,
         )
@@ -38,17 +38,15 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
         parameter = own[name]
         if tensor.shape != parameter.shape:
             raise EngineError(
-                f"engine {engine}: weight {name!r} has shape {list(tensor.shape)}, the model's is "
-                f"{list(parameter.shape)}; weights were left as they are",
-                code="wrong-shape",
+                f"wrong-shape: engine {engine}: weight {name!r} has shape {list(tensor.shape)}, the model's "
+                f"is {list(parameter.shape)}; weights were left as they are",
                 name=name,
             )
         twin = first_name.setdefault(id(parameter), name)
         if twin != name and not torch.equal(new[twin], tensor):
             raise EngineError(
-                f"engine {engine}: {twin!r} and {name!r} are one tied weight, but the update brings two "
-                f"values",
-                code="values-differ",
+                f"values-differ: engine {engine}: {twin!r} and {name!r} are one tied weight, but the update "
+                "brings two values",
                 name=name,
             )
     with torch.no_grad():

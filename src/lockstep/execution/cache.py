@@ -38,8 +38,8 @@ def use_compile_cache() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the compile cache {folder} cannot be made ({error}); set {_VARIABLE} to a folder that can",
-            code="cannot-write",
+            f"cannot-write: the compile cache {folder} cannot be made ({error}); set {_VARIABLE} to a folder "
+            "that can"
         ) from error
     # The environment is the only thing that inductor reads, and its compile workers inherit it.
     os.environ[_VARIABLE] = str(folder)

@@ -31,14 +31,12 @@ class GraphCompiler:
     def __init__(self, name: str, *, options: Mapping[str, Any] | None = None) -> None:
         if name not in COMPILERS:
             raise ConfigError(
-                f"compiler: {unknown_name('compiler of joint graphs', name, COMPILERS)}",
-                code="unknown-name",
+                f"unknown-name: compiler: {unknown_name('compiler of joint graphs', name, COMPILERS)}",
                 name=name,
             )
         if options and name != "inductor":
             raise ConfigError(
-                f"compiler {name!r} has no options, got {sorted(options)}; set 'inductor'",
-                code="unknown-setting",
+                f"unknown-setting: compiler {name!r} has no options, got {sorted(options)}; set 'inductor'",
                 name=name,
             )
         self.name, self._options = name, dict(options or {})

@@ -104,10 +104,8 @@ class _Replay(torch.autograd.Function):
         step: RecordedStep = ctx.step
         if ctx.turn != step._pool.turn:
             raise TrainError(
-                "train.cuda_graph = true: a later forward has overwritten the activations of this one; run "
-                "each backward before the next forward, or set train.cuda_graph = false",
-                code="wrong-state",
-                setting="train.cuda_graph",
+                "wrong-state: train.cuda_graph = true: a later forward has overwritten the activations of "
+                "this one; run each backward before the next forward, or set train.cuda_graph = false"
             )
         step._d_hidden.copy_(d_hidden)
         step._replay_backward()

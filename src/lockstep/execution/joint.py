@@ -69,19 +69,16 @@ def install_joint(
     """
     if decoder_layers(module)[0]._compiled_call_impl is not None:
         raise ConfigError(
-            f"the layers of this {type(module).__name__} are compiled already (train.execution = 'compile'); "
-            "load the model again for train.execution = 'joint'",
-            code="wrong-state",
+            f"wrong-state: the layers of this {type(module).__name__} are compiled already "
+            "(train.execution = 'compile'); load the model again for train.execution = 'joint'",
             setting="train.execution",
         )
     base = decoder(module)
     device = next(base.parameters()).device
     if cuda_graph and device.type != "cuda":
         raise ConfigError(
-            f"train.cuda_graph = true with a model on {device}: only CUDA has such graphs; set "
-            "train.device = 'cuda', or train.cuda_graph = false",
-            code="missing-device",
-            setting="train.cuda_graph",
+            f"missing-device: train.cuda_graph = true with a model on {device}: only CUDA has such graphs; "
+            "set train.device = 'cuda', or train.cuda_graph = false"
         )
     use_compile_cache()
     joint = JointDecoder(base, GraphCompiler(compiler, options=options), graphs_of=graphs_of)
@@ -147,8 +144,7 @@ class JointDecoder:
 
         if use_cache:
             raise ConfigError(
-                "a joint graph keeps no KV cache; generate with an engine",
-                code="unsupported-combination",
+                "unsupported-combination: a joint graph keeps no KV cache; generate with an engine",
                 name="use_cache",
             )
         call = DecoderCall(input_ids=input_ids, position_ids=position_ids, kwargs=kwargs)
@@ -319,10 +315,8 @@ def _leaf_key(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return type(leaf), leaf
     raise ConfigError(
-        f"train.execution = 'joint' cannot take a {type(leaf).__name__} as an input of its graph; set "
-        "train.attention = 'varlen' or 'sdpa', or train.execution = 'compile'",
-        code="unsupported-model",
-        setting="train.execution",
+        f"unsupported-model: train.execution = 'joint' cannot take a {type(leaf).__name__} as an input of "
+        "its graph; set train.attention = 'varlen' or 'sdpa', or train.execution = 'compile'"
     )
 
 

@@ -78,7 +78,6 @@ def decoder_layers(module: nn.Module) -> Sequence[nn.Module]:
     layers = getattr(decoder(module), "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise ModelError(
-            f"{type(module).__name__} has no list of decoder layers at .model.layers",
-            code="unsupported-model",
+            f"unsupported-model: {type(module).__name__} has no list of decoder layers at .model.layers"
         )
     return list(layers)

@@ -73,10 +73,9 @@ def refuse_inner_shards(base: nn.Module) -> None:
     for name, module in base.named_modules():
         if name and isinstance(module, FSDPModule):
             raise ConfigError(
-                f"{name} ({type(module).__name__}) is sharded on its own by fully_shard, and "
-                "train.execution = 'joint' runs the whole decoder as one graph, without hooks inside; call "
-                "fully_shard on the model alone, or set train.execution = 'compile'",
-                code="unsupported-combination",
+                f"unsupported-combination: {name} ({type(module).__name__}) is sharded on its own by "
+                "fully_shard, and train.execution = 'joint' runs the whole decoder as one graph, without "
+                "hooks inside; call fully_shard on the model alone, or set train.execution = 'compile'",
                 setting="train.execution",
                 name=name,
             )

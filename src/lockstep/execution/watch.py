@@ -114,10 +114,10 @@ class CompileWatch:
         if report.recompiles > self.max_recompiles:
             reason = report.reasons[-1] if report.reasons else "torch gave no reason"
             raise TrainError(
-                f"{report.recompiles} recompiles after the first step exceed train.max_recompiles = "
-                f"{self.max_recompiles}; the last one because: {reason}. Set train.static_capacity = true so "
-                "that packs come in few shapes, or raise train.max_recompiles",
-                code="too-many-recompiles",
+                f"too-many-recompiles: {report.recompiles} recompiles after the first step exceed "
+                f"train.max_recompiles = {self.max_recompiles}; the last one because: {reason}. Set "
+                "train.static_capacity = true so that packs come in few shapes, or raise "
+                "train.max_recompiles",
                 setting="train.max_recompiles",
                 recompiles=report.recompiles,
             )

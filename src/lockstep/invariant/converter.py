@@ -112,8 +112,8 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
     """
     if not is_converted(module):
         raise ModelError(
-            f"{type(module).__name__} is not converted: call lockstep.invariant.convert first",
-            code="not-batch-invariant",
+            f"not-batch-invariant: {type(module).__name__} is not converted: call "
+            "lockstep.invariant.convert first",
             name="convert",
         )
     cuda = (device or next(module.parameters()).device).type == "cuda"
@@ -209,9 +209,8 @@ def _check_dtypes(todo: list[tuple[str, nn.Module, str | None]]) -> None:
     if len(seen) > 1:
         which = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in seen.items())
         raise ModelError(
-            f"batch-invariant ops need weights of one dtype, and {which}: set model.dtype, or "
-            "train.batch_invariant = false",
-            code="not-batch-invariant",
+            f"not-batch-invariant: batch-invariant ops need weights of one dtype, and {which}: set "
+            "model.dtype, or train.batch_invariant = false",
             names=list(seen.values()),
         )
 
@@ -219,7 +218,6 @@ def _check_dtypes(todo: list[tuple[str, nn.Module, str | None]]) -> None:
 def _refused(name: str, part: nn.Module, why: str) -> ModelError:
     label = f"{name} ({type(part).__name__})" if name else type(part).__name__
     return ModelError(
-        f"{label} cannot be batch-invariant: {why}; set train.batch_invariant = false",
-        code="not-batch-invariant",
+        f"not-batch-invariant: {label} cannot be batch-invariant: {why}; set train.batch_invariant = false",
         name=label,
     )

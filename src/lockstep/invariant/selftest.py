@@ -81,7 +81,7 @@ def self_test(
     device, dtype = device or first.device, dtype or first.dtype
     if device.type == "meta":
         raise ModelError(
-            "the module's weights are on the meta device: pass a device to self_test", code="missing-device"
+            "missing-device: the module's weights are on the meta device: pass a device to self_test"
         )
     store = _Store(device, dtype, enabled=cache)
     verdicts = {}
@@ -106,9 +106,8 @@ def _verdict(case: _Case, device: torch.device) -> Verdict:
                 return Verdict(choice=choice, rejected=tuple(rejected))
             rejected.append(f"{choice} ({difference})")
     raise ModelError(
-        f"{case.name}: no form of it is row-invariant on this {_hardware(device)}: {'; '.join(rejected)}. "
-        "Set train.batch_invariant = false",
-        code="not-batch-invariant",
+        f"not-batch-invariant: {case.name}: no form of it is row-invariant on this {_hardware(device)}: "
+        f"{'; '.join(rejected)}. Set train.batch_invariant = false",
         name=case.name,
     )
 

@@ -337,18 +337,14 @@ def _device(train: TrainConfig, ranks: RankContext | None) -> str:
         device = torch.device(train.device)
     except RuntimeError as error:
         raise ConfigError(
-            f"train.device = {train.device!r} is not a device; set auto, cpu, cuda or cuda:N",
-            code="wrong-format",
-            setting="train.device",
+            f"wrong-format: train.device = {train.device!r} is not a device; set auto, cpu, cuda or cuda:N"
         ) from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(
-            f"train.device = {train.device!r}, but torch {torch.__version__} sees {count} CUDA devices; set "
-            "train.device = 'cpu', or install a CUDA build of torch and a driver (`lockstep doctor` shows "
-            "what it finds)",
-            code="missing-device",
-            setting="train.device",
+            f"missing-device: train.device = {train.device!r}, but torch {torch.__version__} sees {count} "
+            "CUDA devices; set train.device = 'cpu', or install a CUDA build of torch and a driver "
+            "(`lockstep doctor` shows what it finds)"
         )
     return train.device
 

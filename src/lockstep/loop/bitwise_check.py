@@ -36,23 +36,19 @@ def shared_contract(backend: TrainBackend, engine: SharesWeights, *, engine_name
     for side, found in ((f"{type(backend).__name__}", ours), (f"engine.name = {engine_name!r}", theirs)):
         if found is None:
             raise ConfigError(
-                f"train.batch_invariant = true, but {side} has no kernel contract (its attribute "
-                "`contract`): nothing says which kernels it computes with. Set engine.name = 'native' and a "
-                "train backend of Lockstep, or train.batch_invariant = false",
-                code="wrong-part",
-                setting="train.batch_invariant",
+                f"wrong-part: train.batch_invariant = true, but {side} has no kernel contract (its "
+                "attribute `contract`): nothing says which kernels it computes with. Set engine.name = "
+                "'native' and a train backend of Lockstep, or train.batch_invariant = false",
                 name=side,
             )
     assert ours is not None and theirs is not None
     different = ours.difference(theirs)
     if different:
         raise ConfigError(
-            "train.batch_invariant = true, but the kernel contracts of trainer (here) and engine (there) "
-            f"differ in {len(different)} field{'s' if len(different) > 1 else ''}: {'; '.join(different)}. "
-            "Set these fields alike for both, or train.batch_invariant = false",
-            code="kernels-differ",
+            "kernels-differ: train.batch_invariant = true, but the kernel contracts of trainer (here) and "
+            f"engine (there) differ in {len(different)} field{'s' if len(different) > 1 else ''}: "
+            f"{'; '.join(different)}. Set these fields alike for both, or train.batch_invariant = false",
             different=different,
-            setting="train.batch_invariant",
         )
     return ours
 
@@ -172,13 +168,12 @@ class BitwiseCheck:
         ours, theirs = float(computed[slot]), float(batch.rollout_logprobs[slot])
         tokens = sum(int(b.loss_mask.sum()) for b in batches)
         return TrainError(
-            f"step {self._step}, {name}, position {position} (token {position - first - 1} of its "
-            f"completion, id {int(batch.labels[slot])}): the engine's logprob is {theirs!r}, the trainer's "
-            f"{ours!r}, at the same weights; {count} of {tokens} compared tokens differ. Under "
+            f"values-differ: step {self._step}, {name}, position {position} (token {position - first - 1} "
+            f"of its completion, id {int(batch.labels[slot])}): the engine's logprob is {theirs!r}, the "
+            f"trainer's {ours!r}, at the same weights; {count} of {tokens} compared tokens differ. Under "
             f"train.batch_invariant = true both keep the kernel contract {self.contract.hash[:12]} and must "
             "be bitwise equal. No weight was changed. Set train.batch_invariant = false to go on with a "
             "gap, and report this with the run's manifest.json",
-            code="values-differ",
             step=self._step,
             name=name,
             position=position,

@@ -315,12 +315,10 @@ def _bitwise_check(
                 contract = shared_contract(backend, cast(SharesWeights, engine), engine_name=run.engine.name)
             if contract is None and reuse:
                 raise ConfigError(
-                    f"train.reuse_rollout_logprobs = true with engine.name = {run.engine.name!r} and "
-                    f"batch-invariance {'on' if axes.batch_invariant else 'off'}: nothing promises that the "
-                    "engine's logprobs are the trainer's; leave it out, or set engine.name = 'native' and "
-                    "train.batch_invariant = true",
-                    code="unsupported-combination",
-                    setting="train.reuse_rollout_logprobs",
+                    "unsupported-combination: train.reuse_rollout_logprobs = true with engine.name = "
+                    f"{run.engine.name!r} and batch-invariance {'on' if axes.batch_invariant else 'off'}: "
+                    "nothing promises that the engine's logprobs are the trainer's; leave it out, or set "
+                    "engine.name = 'native' and train.batch_invariant = true"
                 )
         ranks.require_same(
             {"contract": None if contract is None else contract.hash}, what="their kernel contracts"

@@ -237,10 +237,9 @@ class CheckpointManager:
             if self._ranks.any(stalled, what="looking whether a checkpoint still grows"):
                 self._saving = None
                 raise CheckpointError(
-                    f"{saving.path} was not saved: nothing was written for {_STALLED_SECONDS:.0f} s, "
-                    f"{size} bytes in all; the disk of {self.directory} does not answer. Earlier "
+                    f"deadline: {saving.path} was not saved: nothing was written for {_STALLED_SECONDS:.0f} "
+                    f"s, {size} bytes in all; the disk of {self.directory} does not answer. Earlier "
                     "checkpoints are as they were",
-                    code="deadline",
                     path=saving.path,
                 )
         return self._commit(saving)
@@ -274,8 +273,7 @@ class CheckpointManager:
                 return entry.path, entry.damage
         steps = sorted(entry.step for entry in entries)
         raise CheckpointError(
-            f"no checkpoint of step {step} in {self.directory}; there are {steps or 'none'}",
-            code="no-such-file",
+            f"no-such-file: no checkpoint of step {step} in {self.directory}; there are {steps or 'none'}",
             name=str(step),
             steps=steps,
         )
@@ -339,7 +337,7 @@ class CheckpointManager:
             json.dumps(without_nan(state), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"run_state cannot be written as JSON: {error}", code="wrong-type", name="run_state"
+                f"wrong-type: run_state cannot be written as JSON: {error}", name="run_state"
             ) from error
         temporary = self._hidden("saving", path)
         try:
@@ -408,9 +406,8 @@ class CheckpointManager:
             records[name] = FileRecord(bytes=file.stat().st_size, sha256=hashes.get(name) or sha256_of(file))
         if unseen := sorted(hashes.keys() - records.keys()):
             raise CheckpointError(
-                f"{folder}: rank 0 does not see {unseen[:3]}, which other ranks have written; is run_dir a "
-                "file system that shows files late?",
-                code="no-such-file",
+                f"no-such-file: {folder}: rank 0 does not see {unseen[:3]}, which other ranks have written; "
+                "is run_dir a file system that shows files late?"
             )
         metric = saving.metric if saving.metric is not None and math.isfinite(saving.metric) else None
         complete = {
@@ -508,17 +505,15 @@ class CheckpointManager:
     def _disk_error(self, path: Path, error: OSError) -> CheckpointError:
         if not is_out_of_space(error):
             return CheckpointError(
-                f"{path} could not be saved: {error}; earlier checkpoints are as they were",
-                code="cannot-write",
+                f"cannot-write: {path} could not be saved: {error}; earlier checkpoints are as they were"
             )
         good = [e.path for e in self._entries() if e.damage is None]
         sizes = [sum(r["bytes"] for r in _read_complete(p)["files"].values()) for p in good]
         needed = f"needs about {sizes[-1]} bytes" if sizes else "is the run's first"
         free = shutil.disk_usage(self.directory).free
         return CheckpointError(
-            f"{path} could not be saved: {error}. It {needed}, {self.directory} has {free} bytes free; free "
-            "some space or lower checkpoint.keep_last; earlier checkpoints are as they were",
-            code="no-space",
+            f"no-space: {path} could not be saved: {error}. It {needed}, {self.directory} has {free} bytes "
+            "free; free some space or lower checkpoint.keep_last; earlier checkpoints are as they were",
             free=free,
         )
 
@@ -549,9 +544,8 @@ def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
 def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any]) -> None:
     if step is not None and step != complete["step"]:
         raise CheckpointError(
-            f"{path}: {COMPLETE} is of step {complete['step']}, {source} of step {step!r:.40}; files of two "
-            "checkpoints are mixed",
-            code="mixed-files",
+            f"mixed-files: {path}: {COMPLETE} is of step {complete['step']}, {source} of step {step!r:.40}; "
+            "files of two checkpoints are mixed",
             name="step",
         )
 
@@ -570,25 +564,22 @@ def _check_state(
         name = f"{folder}{own}"
         if name not in listed:
             raise CheckpointError(
-                f"{path / COMPLETE}: field 'files' lacks {name!r}, which the state needs",
-                code="wrong-field",
+                f"wrong-field: {path / COMPLETE}: field 'files' lacks {name!r}, which the state needs",
                 name="files",
                 file=name,
             )
         record = index.files.get(own)
         if record is not None and asdict(record) != listed[name]:
             raise CheckpointError(
-                f"{path}: {COMPLETE} and {folder}{STATE} differ in what {name!r} must be; files of two "
-                "checkpoints are mixed",
-                code="mixed-files",
+                f"mixed-files: {path}: {COMPLETE} and {folder}{STATE} differ in what {name!r} must be; "
+                "files of two checkpoints are mixed",
                 name=name,
             )
     recorded, steps = complete.get("optimizer_steps"), index.progress.get("step")
     if role is None and recorded not in (None, steps):  # checkpoints of earlier versions do not have it
         raise CheckpointError(
-            f"{path}: {COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}; files of two "
-            "checkpoints are mixed",
-            code="mixed-files",
+            f"mixed-files: {path}: {COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}; "
+            "files of two checkpoints are mixed",
             name="optimizer steps",
         )
 
@@ -617,9 +608,7 @@ def read_run_state(path: Path) -> dict[str, Any]:
     value = read_json(path / RUN_STATE)
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{path / RUN_STATE} holds no run state; it is damaged",
-            code="damaged-file",
-            path=path / RUN_STATE,
+            f"damaged-file: {path / RUN_STATE} holds no run state; it is damaged", path=path / RUN_STATE
         )
     return {name: _with_nan(each) for name, each in value.items()}
 
@@ -668,7 +657,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
     file = path / COMPLETE
     value: Any = read_json(file)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds no JSON object; it is damaged", code="damaged-file", path=file)
+        raise CheckpointError(f"damaged-file: {file} holds no JSON object; it is damaged", path=file)
     # Absent from checkpoints of earlier versions.
     value.setdefault("optimizer_steps", None)
     fields = {
@@ -681,23 +670,20 @@ def _read_complete(path: Path) -> dict[str, Any]:
     for name, good in fields.items():
         if not good:
             raise CheckpointError(
-                f"{file}: field {name!r} is missing or of the wrong type; it is damaged",
-                code="wrong-field",
+                f"wrong-field: {file}: field {name!r} is missing or of the wrong type; it is damaged",
                 name=name,
             )
     for name, record in value["files"].items():
         read_record(file, name, record)
         if printable(name) != name or not name:
             raise CheckpointError(
-                f"{file}: field 'files' names '{printable(name)}', which is not a file name",
-                code="wrong-field",
+                f"wrong-field: {file}: field 'files' names '{printable(name)}', which is not a file name",
                 name="files",
                 file=name,
             )
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(
-                f"{file}: field 'files' names {name!r}, which is outside the checkpoint",
-                code="leads-out-of-folder",
+                f"leads-out-of-folder: {file}: field 'files' names {name!r}, which is outside the checkpoint",
                 file=name,
             )
     return value

@@ -81,9 +81,8 @@ def check_attribute(target: str, *, what: str) -> None:
     spec = _find(module)
     if spec is None:
         raise ConfigError(
-            f"{what} needs the module {module!r}, which is not installed or not on the Python path (looked "
-            f"for {target!r}, also in {os.getcwd()!r})",
-            code="missing-package",
+            f"missing-package: {what} needs the module {module!r}, which is not installed or not on the "
+            f"Python path (looked for {target!r}, also in {os.getcwd()!r})",
             name=module,
         )
     if spec.origin is None or not spec.origin.endswith(".py"):
@@ -98,9 +97,7 @@ def check_attribute(target: str, *, what: str) -> None:
     if bound is not None and first not in bound and not inside:
         near = nearest(first, bound)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ConfigError(
-            f"{what}: {spec.origin} defines no {first!r}{hint}", code="wrong-part", name=attribute
-        )
+        raise ConfigError(f"wrong-part: {what}: {spec.origin} defines no {first!r}{hint}", name=attribute)
 
 
 def _find(module: str) -> importlib.machinery.ModuleSpec | None:
@@ -168,20 +165,17 @@ def _check_count(run: GRPORun | OfflineRun, section: str, config: DataConfig) ->
         answers = f", which are {count} {run.documents_name}"
     if count < needed:
         raise ConfigError(
-            f"{setting} = {needed} is more than data.source = {config.source!r} has: {rows} rows{answers}; "
-            f"lower {setting}, or give more data",
-            code="not-enough",
+            f"not-enough: {setting} = {needed} is more than data.source = {config.source!r} has: {rows} "
+            f"rows{answers}; lower {setting}, or give more data",
             setting=setting,
             rows=rows,
             held_out=0,
         )
     if after and rows <= after:
         raise ConfigError(
-            f"data.size = {after} takes all {rows} rows of data.source = {config.source!r} to train on, and "
-            "evaluations are held out after them; lower data.size, set eval_data.source, or turn evaluations "
-            "off (eval.before = false, eval.after = false, eval.every = 0)",
-            code="not-enough",
-            setting="data.size",
+            f"not-enough: data.size = {after} takes all {rows} rows of data.source = {config.source!r} to "
+            "train on, and evaluations are held out after them; lower data.size, set eval_data.source, or "
+            "turn evaluations off (eval.before = false, eval.after = false, eval.every = 0)",
             rows=rows,
             held_out=0,
         )

@@ -81,9 +81,8 @@ class CopyKeeper:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             raise CheckpointError(
-                f"the process that keeps the copies of this node's ranks does not answer ({error}); is the "
-                "node out of memory? Set cluster.peer_copy = false",
-                code="process-died",
+                "process-died: the process that keeps the copies of this node's ranks does not answer "
+                f"({error}); is the node out of memory? Set cluster.peer_copy = false",
                 setting="cluster.peer_copy",
             ) from error
         if "error" in about:
@@ -166,11 +165,9 @@ def _server(address: str, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTT
         return Server((address, 0), handler)
     except OSError as error:
         raise ConfigError(
-            f"cluster.peer_copy = true: {address}, the node's address in the cluster, cannot be listened on "
-            f"({error.strerror}); start the node's part of the cluster with an address of its own, or set "
-            "cluster.peer_copy = false",
-            code="unreachable",
-            setting="cluster.peer_copy",
+            f"unreachable: cluster.peer_copy = true: {address}, the node's address in the cluster, cannot be "
+            f"listened on ({error.strerror}); start the node's part of the cluster with an address of its "
+            "own, or set cluster.peer_copy = false"
         ) from error
 
 

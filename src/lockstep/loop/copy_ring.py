@@ -84,9 +84,8 @@ class CopyRing:
         free = self._room(until)
         if free < (needed := sum(sizes.values())):
             raise CheckpointError(
-                f"the copy of rank {self._rank} has {needed} bytes, and {free} are free in the memory of the "
-                f"next node ({self._next}); set cluster.copy_dir to a larger tmpfs",
-                code="no-space",
+                f"no-space: the copy of rank {self._rank} has {needed} bytes, and {free} are free in the "
+                f"memory of the next node ({self._next}); set cluster.copy_dir to a larger tmpfs",
                 free=free,
             )
         files = {}
@@ -106,13 +105,12 @@ class CopyRing:
         with _Request(self._next, "PUT", name, until=until, length=size) as request:
             sha256 = copied(file, request, size)
             if sha256 is None:
-                raise CheckpointError(f"{name} became shorter while it was sent", code="damaged-file")
+                raise CheckpointError(f"damaged-file: {name} became shorter while it was sent")
             there = request.json().get("sha256")
         if there != sha256:
             raise CheckpointError(
-                f"{name} came to the next node ({self._next}) as another file than was sent: its sha256 is "
-                f"{str(there)[:64]} instead of {sha256}",
-                code="hash-differs",
+                f"hash-differs: {name} came to the next node ({self._next}) as another file than was sent: "
+                f"its sha256 is {str(there)[:64]} instead of {sha256}",
                 name=name,
             )
         return sha256
@@ -156,7 +154,7 @@ class CopyRing:
             files = read_part(text)
         except ValueError as error:
             raise CheckpointError(
-                f"{node}: {path.name}/{part_name(part)} is damaged: {error}", code="damaged-file"
+                f"damaged-file: {node}: {path.name}/{part_name(part)} is damaged: {error}"
             ) from error
         try:
             path.mkdir(mode=0o700, exist_ok=True)
@@ -164,7 +162,7 @@ class CopyRing:
                 self._fetch_file(node, path / name, f"{path.name}/{name}", file, until=until)
             write_atomic(path / part_name(part), part_text(files))
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error}", code="cannot-write") from error
+            raise CheckpointError(f"cannot-write: {path} cannot be written: {error}") from error
 
     def _fetch_file(self, node: Keeper, path: Path, name: str, file: CopiedFile, *, until: float) -> None:
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -174,11 +172,11 @@ class CopyRing:
                 request.answer()
                 sha256 = copied(request, target, file.bytes)
             if sha256 is None:
-                raise CheckpointError(f"{node}: {name} is too short, damaged", code="damaged-file", name=name)
+                raise CheckpointError(f"damaged-file: {node}: {name} is too short, damaged", name=name)
             if sha256 != file.sha256:
                 raise CheckpointError(
-                    f"{node}: {name} is damaged: its sha256 is {sha256} instead of {file.sha256[:64]}",
-                    code="hash-differs",
+                    f"hash-differs: {node}: {name} is damaged: its sha256 is {sha256} instead of "
+                    f"{file.sha256[:64]}",
                     name=name,
                 )
             partial.replace(path)
@@ -239,7 +237,7 @@ class _Request:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise CheckpointError(f"node {self._node} answers no JSON", code="bad-reply") from error
+            raise CheckpointError(f"bad-reply: node {self._node} answers no JSON") from error
         return value if isinstance(value, dict) else {}
 
     @contextlib.contextmanager
@@ -250,6 +248,5 @@ class _Request:
             yield
         except (OSError, http.client.HTTPException) as error:
             raise CheckpointError(
-                f"node {self._node} cannot be reached: {str(error) or type(error).__name__}",
-                code="unreachable",
+                f"unreachable: node {self._node} cannot be reached: {str(error) or type(error).__name__}"
             ) from error

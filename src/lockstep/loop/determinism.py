@@ -66,9 +66,8 @@ def prepare_cublas() -> None:
     value = os.environ.setdefault(CUBLAS, _CUBLAS_VALUES[1])
     if value not in _CUBLAS_VALUES:
         raise ConfigError(
-            f"{CUBLAS} = {value!r}: under train.deterministic = true torch accepts "
+            f"wrong-environment: {CUBLAS} = {value!r}: under train.deterministic = true torch accepts "
             f"{' or '.join(_CUBLAS_VALUES)}; set one of them, or unset the variable",
-            code="wrong-environment",
             name=CUBLAS,
             value=value,
         )

@@ -59,9 +59,8 @@ def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | 
     run = parts.run
     if not len(parts.eval_prompts):
         raise ConfigError(
-            "there are no held-out prompts: eval.before and eval.after are false and eval.every = 0; set one "
-            "of them to evaluate",
-            code="nothing-to-do",
+            "nothing-to-do: there are no held-out prompts: eval.before and eval.after are false and "
+            "eval.every = 0; set one of them to evaluate",
             setting="eval.every",
         )
     limit = (run.eval.max_tokens or run.rollout.sampling.max_tokens) * max_tokens_factor

@@ -39,8 +39,8 @@ def gap_complaint(metrics: Mapping[str, float], *, dtype: str, temperature: floa
     if mean <= stop:
         return f"{text}; algorithm.rollout_correction bounds what this does to the loss"
     raise EngineError(
-        f"{text}: it does not hold the trainer's weights, or its logprobs are of another kind (another "
-        "temperature, truncated by top_p or top_k). Compare a few completions by engine.name = 'hf'",
-        code="values-differ",
+        f"values-differ: {text}: it does not hold the trainer's weights, or its logprobs are of another "
+        "kind (another temperature, truncated by top_p or top_k). Compare a few completions by "
+        "engine.name = 'hf'",
         name="logprob_gap_mean",
     )

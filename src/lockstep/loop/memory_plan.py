@@ -297,9 +297,8 @@ def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize
         found = getattr(load_object(backend, what=what), "memory_parts", None)
     if found is None:
         raise ConfigError(
-            f"{what} has no attribute memory_parts, which says what training holds; add one "
+            f"wrong-part: {what} has no attribute memory_parts, which says what training holds; add one "
             "(docs/how-to/extend.md)",
-            code="wrong-part",
             name="memory_parts",
         )
     return found

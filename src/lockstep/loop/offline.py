@@ -153,9 +153,9 @@ def _load(
         n = len(documents) if held_out else run.batch_size
         if len(documents) < n:
             raise DataError(
-                f"batch_size = {n}, but only {len(documents)} {run.documents_name} of data.source = "
-                f"{config.source!r} are left ({documents.report}); lower batch_size, or give more data",
-                code="not-enough",
+                f"not-enough: batch_size = {n}, but only {len(documents)} {run.documents_name} of "
+                f"data.source = {config.source!r} are left ({documents.report}); lower batch_size, or give "
+                "more data",
                 setting="batch_size",
                 documents=len(documents),
             )

@@ -163,9 +163,8 @@ def _small_set_notes(parts: OnlineParts) -> list[str]:
 
 def _aborted(step: int, engine: str) -> EngineError:
     return EngineError(
-        f"step {step}: engine {engine!r} ended samples by abort, which this run has not asked for; does "
-        "another client use the server? Give the run an engine of its own, and resume it",
-        code="unrequested-abort",
+        f"unrequested-abort: step {step}: engine {engine!r} ended samples by abort, which this run has not "
+        "asked for; does another client use the server? Give the run an engine of its own, and resume it"
     )
 
 
@@ -182,11 +181,9 @@ def _holds_out(session: Session) -> bool:
     held_out = bool(then.get("held_out", "axes" in then or evaluates(run)))
     if evaluates(run) and not held_out:
         raise ConfigError(
-            f"eval.before = {run.eval.before}, eval.every = {run.eval.every}, eval.after = {run.eval.after}, "
-            f"but {str(session.dir.path)!r} was started without an evaluation, so no prompts are held out of "
-            "its training; turn them off, or start a new run",
-            code="contradiction",
-            setting="eval.before",
+            f"contradiction: eval.before = {run.eval.before}, eval.every = {run.eval.every}, eval.after = "
+            f"{run.eval.after}, but {str(session.dir.path)!r} was started without an evaluation, so no "
+            "prompts are held out of its training; turn them off, or start a new run"
         )
     return held_out
 
@@ -480,8 +477,7 @@ class OnlineTrainer:
         ref, by_sample = self.parts.ref, dict[int, Tensor]()
         if ref is None:
             raise ConfigError(
-                "the algorithm has a KL term, but parts.ref is None; give it a Scorer",
-                code="missing-argument",
+                "missing-argument: the algorithm has a KL term, but parts.ref is None; give it a Scorer"
             )
         with self.spans("logprobs"):
             for part in split_samples(samples, self.parts.run.train.minibatches):
@@ -524,4 +520,4 @@ def explain_out_of_memory(side: Literal["engine", "trainer"], parts: OnlineParts
             now=memory_report.take_memory_report(parts.engine, device=torch.device(parts.axes.device)),
         )
         kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
-        raise kind(f"{error}\n{text}", code="out-of-memory") from error
+        raise kind(f"out-of-memory: {error}\n{text}") from error

@@ -59,11 +59,9 @@ def check_own_backend(run: RunConfig) -> None:
         copies = run.cluster is not None and run.cluster.peer_copy
         if copies and "in_memory" not in inspect.signature(part.save).parameters:
             raise ConfigError(
-                f"cluster.peer_copy = true with train.backend = {name!r}, whose save has no argument "
-                "in_memory; give it one (lockstep.protocols.TrainBackend.save), or set cluster.peer_copy = "
-                "false",
-                code="unsupported-combination",
-                setting="cluster.peer_copy",
+                f"unsupported-combination: cluster.peer_copy = true with train.backend = {name!r}, whose "
+                "save has no argument in_memory; give it one (lockstep.protocols.TrainBackend.save), or set "
+                "cluster.peer_copy = false"
             )
 
 

@@ -132,11 +132,9 @@ class PeerCopies:
         there = self.folder.is_dir() or recovery() is not None
         if not all(self._ranks.gather(there, bool, what="looking for the folder of copies")):
             raise ConfigError(
-                f"cluster.peer_copy = true: {self.folder}, which the command made for the copies, is not on "
-                "the ranks' machine; start the run on the node that it trains on, or set cluster.peer_copy = "
-                "false",
-                code="no-such-file",
-                setting="cluster.peer_copy",
+                f"no-such-file: cluster.peer_copy = true: {self.folder}, which the command made for the "
+                "copies, is not on the ranks' machine; start the run on the node that it trains on, or set "
+                "cluster.peer_copy = false"
             )
         try:
             self._start(step, backend, run_state)
@@ -158,11 +156,9 @@ class PeerCopies:
                     setting="cluster.peer_copy",
                 ) from error
             raise ConfigError(
-                f"cluster.peer_copy = true needs room for two copies of the train state in "
+                "no-space: cluster.peer_copy = true needs room for two copies of the train state in "
                 f"{self.folder.parent}: {error}. Enlarge it (mount -o remount,size=..., a container's "
-                "--shm-size), set cluster.copy_dir to a larger tmpfs, or cluster.peer_copy = false",
-                code="no-space",
-                setting="cluster.peer_copy",
+                "--shm-size), set cluster.copy_dir to a larger tmpfs, or cluster.peer_copy = false"
             ) from error
 
     def save(self, step: int, backend: Saved, run_state: Mapping[str, Any], *, busy: bool) -> None:
@@ -194,9 +190,9 @@ class PeerCopies:
         self._thread.join(_WRITE_SECONDS)
         if self._writing:
             raise CheckpointError(
-                f"a copy of the state was not written to {self.folder} within {_WRITE_SECONDS:.0f} s; is the "
-                "machine out of memory and swapping? Set cluster.peer_copy = false",
-                code="deadline",
+                f"deadline: a copy of the state was not written to {self.folder} within "
+                f"{_WRITE_SECONDS:.0f} s; is the machine out of memory and swapping? Set "
+                "cluster.peer_copy = false",
                 setting="cluster.peer_copy",
             )
 
@@ -207,9 +203,8 @@ class PeerCopies:
         needed = max(size, whole - size)
         if (free := shutil.disk_usage(self.folder).free) < needed:
             raise CheckpointError(
-                f"the first one has {size} bytes, and {free} are free where {needed} are needed for the next "
-                "or, after a death, for the parts of all ranks",
-                code="no-space",
+                f"no-space: the first one has {size} bytes, and {free} are free where {needed} are needed "
+                "for the next or, after a death, for the parts of all ranks"
             )
 
     @property
@@ -267,7 +262,7 @@ class PeerCopies:
                 files = self._ring.send(path, names)
             complete(path, self._ranks.rank, files)
         except OSError as error:
-            self._error = CheckpointError(f"{path} cannot be written: {error}", code="cannot-write")
+            self._error = CheckpointError(f"cannot-write: {path} cannot be written: {error}")
         except BaseException as error:  # whatever it is: this rank's part is not whole
             self._error = error
 

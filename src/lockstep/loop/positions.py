@@ -22,9 +22,8 @@ def check_positions(
     if longest > model.max_positions:
         subject = subject or f"{setting} allows documents of {longest} tokens"
         raise ConfigError(
-            f"{subject}, which exceeds the {model.max_positions} positions of {model.name} "
+            f"too-long: {subject}, which exceeds the {model.max_positions} positions of {model.name} "
             f"(max_position_embeddings); lower {setting} to {model.max_positions}",
-            code="too-long",
             setting=setting,
             tokens=longest,
             limit=model.max_positions,

@@ -130,8 +130,7 @@ def _check_packages(run: RunConfig) -> None:
     for package, (setting, used, fix) in needed.items():
         if used and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{setting} needs the package {package}, which is not installed: {fix}",
-                code="missing-package",
+                f"missing-package: {setting} needs the package {package}, which is not installed: {fix}",
                 setting=setting,
             )
 
@@ -147,8 +146,8 @@ def check_model(name: str, *, setting: str = "model.name") -> None:
     """Raise ModelError for the name of a shape or a folder that does not exist. The hub is not asked."""
     if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in SHAPES:
         raise ModelError(
-            f"{setting} = {name!r}: " + unknown_name("shape", name.removeprefix(PREFIX), SHAPES),
-            code="unknown-name",
+            f"unknown-name: {setting} = {name!r}: "
+            + unknown_name("shape", name.removeprefix(PREFIX), SHAPES),
             setting=setting,
         )
     check_no_lost_run(name, setting=setting)
@@ -156,8 +155,8 @@ def check_model(name: str, *, setting: str = "model.name") -> None:
     if (folder.is_absolute() or name.startswith((".", "~"))) and not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "does not exist"
         raise ModelError(
-            f"{setting} = {name!r}: this folder {what}; set a folder that holds a saved model",
-            code="wrong-kind-of-file",
+            f"wrong-kind-of-file: {setting} = {name!r}: this folder {what}; set a folder that holds a saved "
+            "model",
             setting=setting,
         )
 
@@ -189,17 +188,15 @@ def _check_reward_models(run: GRPORun, config: RewardRoleConfig) -> None:
         check_model(name, setting=setting)
         if name.startswith(PREFIX):
             raise ModelError(
-                f"{setting} = {name!r}: a shape has no weights that score; name a folder or a hub model, "
-                "such as RUN_DIR/export of `lockstep train rm`",
-                code="unsupported-combination",
+                f"unsupported-combination: {setting} = {name!r}: a shape has no weights that score; name a "
+                "folder or a hub model, such as RUN_DIR/export of `lockstep train rm`",
                 setting=setting,
             )
     if run.data.source == "ids":
         raise ConfigError(
-            f"reward_model.name = {config.name!r} with data.source = 'ids': a reward model reads text, and "
-            "these prompts have none; give prompts as text, or leave reward_model out",
-            code="unsupported-combination",
-            setting="reward_model.name",
+            f"unsupported-combination: reward_model.name = {config.name!r} with data.source = 'ids': a "
+            "reward model reads text, and these prompts have none; give prompts as text, or leave "
+            "reward_model out"
         )
 
 
@@ -215,16 +212,14 @@ def _check_data(section: str, config: DataConfig, run: RunConfig) -> None:
         raise error.with_message(f"{section}: {error}") from error
     if isinstance(run, OfflineRun) and config.generated:
         raise ConfigError(
-            f"{section}.source = {config.source!r} has prompts only; {run.kind.upper()} needs a file, a "
-            "folder or a hub set",
-            code="unsupported-combination",
+            f"unsupported-combination: {section}.source = {config.source!r} has prompts only; "
+            f"{run.kind.upper()} needs a file, a folder or a hub set",
             setting=f"{section}.source",
         )
     if run.model.name.startswith(PREFIX) and config.source != "ids":
         raise ConfigError(
-            f"{section}.source = {config.source!r} is text, but model.name = {run.model.name!r} has no "
-            "tokenizer; set data.source = 'ids' with rewards = [{name = 'ids'}], or choose a model "
-            "with a tokenizer",
-            code="no-tokenizer",
+            f"no-tokenizer: {section}.source = {config.source!r} is text, but model.name = "
+            f"{run.model.name!r} has no tokenizer; set data.source = 'ids' with rewards = [{{name = "
+            "'ids'}], or choose a model with a tokenizer",
             setting=f"{section}.source",
         )

@@ -36,10 +36,8 @@ def build_reward_models(
     with ranks.together("loading the reward model"):
         if policy.tokenizer is None:
             raise ConfigError(
-                f"reward_model.name = {run.reward_model.name!r} reads text, and the policy {policy.name!r} "
-                "has no tokenizer to decode its samples; add the tokenizer's files to it",
-                code="no-tokenizer",
-                setting="reward_model.name",
+                f"no-tokenizer: reward_model.name = {run.reward_model.name!r} reads text, and the policy "
+                f"{policy.name!r} has no tokenizer to decode its samples; add the tokenizer's files to it"
             )
         models = RewardModels(run.reward_model, device=torch.device(axes.device))
         if "reward_model" in run.sleep:
@@ -66,9 +64,9 @@ def describe_reward_models(
         for name, before in (then if isinstance(then, dict) else {}).items():
             if now.get(name) != before:
                 raise ModelError(
-                    f"reward model {name!r} has other weights than when {str(session.dir.path)!r} was "
-                    "started, so the run cannot continue as it was; restore its files, or start a new run",
-                    code="values-differ",
+                    f"values-differ: reward model {name!r} has other weights than when "
+                    f"{str(session.dir.path)!r} was started, so the run cannot continue as it was; restore "
+                    "its files, or start a new run",
                     name=name,
                 )
     ranks.require_same(now, what="the weights of the reward models")

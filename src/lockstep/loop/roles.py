@@ -60,8 +60,7 @@ class Roles:
             state = read_json(directory / ALGORITHM)
             if not isinstance(state, dict) or not all(_is_number(value) for value in state.values()):
                 raise CheckpointError(
-                    f"{directory / ALGORITHM} holds no numbers by name; it is damaged",
-                    code="damaged-file",
+                    f"damaged-file: {directory / ALGORITHM} holds no numbers by name; it is damaged",
                     path=directory / ALGORITHM,
                 )
             self.algorithm.load_state(state)

@@ -44,8 +44,7 @@ def checked_run_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
     for name, right in good.items():
         if not right:
             raise CheckpointError(
-                f"{path}: field {name!r} of run_state.json is {state.get(name)!r:.200}",
-                code="wrong-field",
+                f"wrong-field: {path}: field {name!r} of run_state.json is {state.get(name)!r:.200}",
                 name=name,
             )
     return state

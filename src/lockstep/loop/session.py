@@ -348,10 +348,9 @@ class Session:
         data = then.get("data_fingerprint")
         if data is not None and data != fingerprint:
             raise DataError(
-                f"the training data changed since {str(self.dir.path)!r} was started (fingerprint "
-                f"{printable(str(data))}, now {fingerprint}), so the run cannot continue as it was; restore "
-                "data.source, or start a new run",
-                code="values-differ",
+                f"values-differ: the training data changed since {str(self.dir.path)!r} was started "
+                f"(fingerprint {printable(str(data))}, now {fingerprint}), so the run cannot continue as it "
+                "was; restore data.source, or start a new run",
                 name="data",
             )
         now = manifest() | self._parallel_layout()
@@ -473,18 +472,16 @@ class Session:
         recorded = settings.inputs_seen > 0 and settings.writes and self.ranks.rank in self._folders.leaders
         if recorded and not (own := rank_folder(folder, settings.rank)).is_dir():
             raise CheckpointError(
-                f"{own} is not there, though this rank has recorded before, and this node does not see the "
-                "folder of that name on the node of rank 0; copy it from there",
-                code="no-such-file",
+                f"no-such-file: {own} is not there, though this rank has recorded before, and this node "
+                "does not see the folder of that name on the node of rank 0; copy it from there",
                 path=own,
             )
 
     def _check_steps(self, done: int) -> None:
         if done > self.run.steps:
             raise ConfigError(
-                f"steps = {self.run.steps}, but {done} steps are done in {str(self.dir.path)!r}; raise "
-                f"--steps{self._earlier(self.run.steps)}",
-                code="nothing-to-do",
+                f"nothing-to-do: steps = {self.run.steps}, but {done} steps are done in "
+                f"{str(self.dir.path)!r}; raise --steps{self._earlier(self.run.steps)}",
                 setting="steps",
             )
 

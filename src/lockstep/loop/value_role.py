@@ -205,10 +205,9 @@ def _check_token_ids(model: LoadedModel, policy: LoadedModel) -> None:
         problem = f"its vocabulary has {size} ids, the policy's {needed}"
     if problem is not None:
         raise ConfigError(
-            f"value.name = {model.name!r} reads token ids differently from the policy {policy.name!r}: "
-            f"{problem}. It is given the policy's ids: choose a model with the same tokenizer, or 'policy'",
-            code="other-model",
-            setting="value.name",
+            f"other-model: value.name = {model.name!r} reads token ids differently from the policy "
+            f"{policy.name!r}: {problem}. It is given the policy's ids: choose a model with the same "
+            "tokenizer, or 'policy'"
         )
 
 

@@ -224,7 +224,7 @@ class World:
             try:
                 reply = self._post(body, deadline=deadline)
             except _LostElsewhere:
-                return Reply(death=WorldDied(f"the {self.name}, at {name} {_LOST}", code="peer-failed"))
+                return Reply(death=WorldDied(f"peer-failed: the {self.name}, at {name} {_LOST}"))
             except Unreachable as sign:
                 ended = self._server.wait_ended(_DEATH_SECONDS)
                 if ended is not None:
@@ -236,18 +236,16 @@ class World:
                     log.warning("the %s broke the connection at %s; asking again: %s", self.name, name, sign)
                     continue
                 raise TrainError(
-                    f"the {self.name} runs but broke the connection {_TRIES} times, at {name}: {sign}. "
-                    f"{self._server.log_text()}",
-                    code="unreachable",
+                    f"unreachable: the {self.name} runs but broke the connection {_TRIES} times, at {name}: "
+                    f"{sign}. {self._server.log_text()}",
                     roles=self.roles,
                 ) from sign
             except Silent as sign:
                 self._server.ask_for_traceback()
                 setting = "world_start_seconds" if name == "build" else "world_seconds"
                 raise TrainError(
-                    f"the {self.name} did not answer within cluster.{setting} = {seconds:g}, at {name}; "
-                    f"raise it if the work is only slow. {self._server.log_text()}",
-                    code="deadline",
+                    f"deadline: the {self.name} did not answer within cluster.{setting} = {seconds:g}, at "
+                    f"{name}; raise it if the work is only slow. {self._server.log_text()}",
                     setting=f"cluster.{setting}",
                     roles=self.roles,
                 ) from sign
@@ -255,8 +253,8 @@ class World:
                 raise error.with_message(str(error), kind=TrainError) from error
             if reply.status != 200:
                 raise TrainError(
-                    f"the {self.name} answered {name} with status {reply.status}: {reply.error_text()}",
-                    code="bad-reply",
+                    f"bad-reply: the {self.name} answered {name} with status {reply.status}: "
+                    f"{reply.error_text()}"
                 )
             return self._answer(unpacked(reply.body), name)
         raise AssertionError("the last try returns or raises")
@@ -273,7 +271,7 @@ class World:
                 # Not every collective notices that a process has gone: nccl waits on.
                 if self._grouped and self._ranks.store.check([self._death]):
                     raise _LostElsewhere
-        raise Silent(f"{self.name} did not answer in time", code="deadline")
+        raise Silent(f"deadline: {self.name} did not answer in time")
 
     @property
     def _death(self) -> str:
@@ -291,10 +289,10 @@ class World:
         kind, data = str(reply["kind"]), dict(reply["data"])
         text = f"{self.name}, at {name}: {printable_lines(str(reply['text']))}"
         if reply["lost"]:
-            return Reply(death=WorldDied(f"{text} {_LOST}", code="peer-failed"))
+            return Reply(death=WorldDied(f"peer-failed: {text} {_LOST}"))
         if (error := from_another_process(kind, text, data)) is not None:
             raise error.with_message(text, roles=self.roles)
-        raise TrainError(f"{text} ({kind}). {self._server.log_text()}", code="bad-reply", roles=self.roles)
+        raise TrainError(f"bad-reply: {text} ({kind}). {self._server.log_text()}", roles=self.roles)
 
     def _waiting_for(self) -> str | None:
         try:
@@ -321,8 +319,7 @@ class World:
             on = "" if folder is None else f": {resume_command(folder, self._ranks)}"
             first, _, rest = died.partition("\n")
             error = RolesLost(
-                f"{first}\n{lost}. Go on with the run{on}" + (f"\n{rest}" if rest else ""),
-                code="process-died",
+                f"process-died: {first}\n{lost}. Go on with the run{on}" + (f"\n{rest}" if rest else ""),
                 roles=self.roles,
                 call=doing,
             )

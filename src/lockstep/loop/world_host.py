@@ -158,7 +158,7 @@ class RoleHost:
 
 def _there(role: Role | None, name: str) -> Role:
     if role is None:
-        raise TrainError(f"role {name} is not in this world", code="wrong-state")
+        raise TrainError(f"wrong-state: role {name} is not in this world")
     return role
 
 

@@ -66,15 +66,14 @@ def unpacked(message: bytes) -> Any:
         return _meant(head["value"], [tensor.clone() for _, tensor in buckets.unpack(data, specs)])
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError) as error:
         raise TrainError(
-            f"what came from another world is no message: {type(error).__name__}: {error}", code="bad-reply"
+            f"bad-reply: what came from another world is no message: {type(error).__name__}: {error}"
         ) from error
 
 
 def _too_large() -> TrainError:
     return TrainError(
-        f"a message between the worlds of roles has more than {MOST_BYTES} bytes; lower "
+        f"too-large: a message between the worlds of roles has more than {MOST_BYTES} bytes; lower "
         "rollout.prompts_per_step or rollout.group_size",
-        code="too-large",
         setting="rollout.prompts_per_step",
     )
 

@@ -258,4 +258,4 @@ def _per_token(scores: Any, lengths: Sequence[int], *, what: str) -> list[Tensor
 
 
 def _wrong(role: str, why: str) -> TrainError:
-    return TrainError(f"role {role} answered from its world: {why}", code="wrong-result", role=role)
+    return TrainError(f"wrong-result: role {role} answered from its world: {why}", role=role)

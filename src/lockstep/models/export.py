@@ -109,10 +109,7 @@ def export_tensors(
 
 def _not_exported(directory: Path, reason: str) -> ModelError:
     return ModelError(
-        f"the model was not exported to {directory}: {reason}",
-        code="cannot-write",
-        reason=reason,
-        path=directory,
+        f"cannot-write: the model was not exported to {directory}: {reason}", reason=reason, path=directory
     )
 
 
@@ -183,8 +180,7 @@ class _Writer:
             return  # a tied one: it comes under its first name too
         if name not in self._missing:
             raise ModelError(
-                f"{type(self._bare).__name__} has no weight {name!r}, or it came twice",
-                code="wrong-weights",
+                f"wrong-weights: {type(self._bare).__name__} has no weight {name!r}, or it came twice",
                 name=name,
             )
         self._missing.remove(name)
@@ -207,8 +203,8 @@ class _Writer:
         assert self._temporary is not None
         if self._missing:
             raise ModelError(
-                f"weights are missing: {sorted(self._missing)[:5]} ({len(self._missing)} in all)",
-                code="wrong-weights",
+                f"wrong-weights: weights are missing: {sorted(self._missing)[:5]} ({len(self._missing)} in "
+                "all)"
             )
         if self._waiting:
             self._write()
@@ -259,7 +255,7 @@ def _folder_beside(directory: Path) -> Path:
         not directory.is_dir() or (any(directory.iterdir()) and not (directory / "config.json").is_file())
     ):
         raise ModelError(
-            f"{directory} is there and is not a model folder; export to a new folder", code="already-exists"
+            f"already-exists: {directory} is there and is not a model folder; export to a new folder"
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{directory.name}.tmp-", dir=directory.parent))

@@ -68,7 +68,7 @@ def check_folder(folder: Path) -> Path:
     generation = folder / "generation_config.json"
     if generation.is_file() and not isinstance(read_json(generation, ModelError), dict):
         raise ModelError(
-            f"{generation}: is not a JSON object; the file is damaged", code="wrong-type", path=generation
+            f"wrong-type: {generation}: is not a JSON object; the file is damaged", path=generation
         )
     return folder
 
@@ -92,13 +92,13 @@ def check_files(folder: Path) -> None:
             real = Path(os.path.realpath(entry))
             if not any(real.is_relative_to(known) for known in inside):
                 raise ModelError(
-                    f"{entry}: is a link that leads out of {folder}; copy the file itself there",
-                    code="leads-out-of-folder",
+                    f"leads-out-of-folder: {entry}: is a link that leads out of {folder}; copy the file "
+                    "itself there",
                     path=entry,
                 )
             if not real.is_file():
                 raise ModelError(
-                    f"{entry}: is not a regular file; no other kind is read", code="not-a-file", path=entry
+                    f"not-a-file: {entry}: is not a regular file; no other kind is read", path=entry
                 )
 
 
@@ -111,7 +111,7 @@ def check_limits(folder: Path) -> None:
     config = read_json(folder / CONFIG, ModelError, root=None)
     if not isinstance(config, dict):
         raise ModelError(
-            f"{folder / CONFIG}: is not a JSON object; it is not the config of a model", code="wrong-type"
+            f"wrong-type: {folder / CONFIG}: is not a JSON object; it is not the config of a model"
         )
     parts = [config]
     while parts:
@@ -121,9 +121,8 @@ def check_limits(folder: Path) -> None:
             value = part.get(key)
             if isinstance(value, int | float) and not -1 <= value <= limit:
                 raise ModelError(
-                    f"{folder / CONFIG}: {key} = {str(value)[:24]} is more than any model has (at most "
-                    f"{limit}); the file is damaged",
-                    code="out-of-range",
+                    f"out-of-range: {folder / CONFIG}: {key} = {str(value)[:24]} is more than any model has "
+                    f"(at most {limit}); the file is damaged",
                     name=key,
                 )
 
@@ -146,9 +145,8 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
         wrong = f"model.name = {name!r}: the weight files do not fit the config: "
         if not 1 <= config.num_hidden_layers <= len(layers):
             raise ModelError(
-                f"{wrong}config.json says num_hidden_layers = {config.num_hidden_layers}, and they hold "
-                f"{len(layers)} layers",
-                code="damaged-file",
+                f"damaged-file: {wrong}config.json says num_hidden_layers = {config.num_hidden_layers}, and "
+                f"they hold {len(layers)} layers",
                 name="num_hidden_layers",
             )
         for tensor, (keys, expected) in _expected(config).items():
@@ -159,15 +157,14 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
             ]  # they may be tied
             stored = next((known for known in names if known in files), None)
             if stored is None:
-                raise ModelError(f"{wrong}missing_keys ['model.{tensor}']", code="wrong-weights")
+                raise ModelError(f"wrong-weights: {wrong}missing_keys ['model.{tensor}']")
             with safe_open(files[stored], framework="pt") as file:
                 shape = tuple(file.get_slice(stored).get_shape())
             if shape != expected:
                 sizes = ", ".join(f"{key} = {getattr(config, key, None)}" for key in keys)
                 raise ModelError(
-                    f"{wrong}mismatched_keys: config.json says {sizes}, which makes {stored} {expected}, and "
-                    f"its file has {shape}",
-                    code="wrong-shape",
+                    f"wrong-shape: {wrong}mismatched_keys: config.json says {sizes}, which makes {stored} "
+                    f"{expected}, and its file has {shape}",
                     name=stored,
                 )
 
@@ -189,9 +186,9 @@ def check_score(folder: Path, *, name: str) -> None:
             labels, *_ = file.get_slice(_SCORE).get_shape()
     if labels != 1:
         raise ModelError(
-            f"{name!r}: its head {_SCORE} gives {labels} numbers per token, and a value or reward is one; "
-            "choose a sequence classifier with num_labels = 1, or a causal LM, which gets a fresh head",
-            code="wrong-shape",
+            f"wrong-shape: {name!r}: its head {_SCORE} gives {labels} numbers per token, and a value or "
+            "reward is one; choose a sequence classifier with num_labels = 1, or a causal LM, which gets a "
+            "fresh head",
             name=_SCORE,
         )
 
@@ -237,9 +234,8 @@ def check_total(folder: Path, module: nn.Module, *, name: str) -> None:
     needed = sum(parameter.numel() for parameter in module.parameters())
     if needed > 2 * stored + _SMALL:
         raise ModelError(
-            f"model.name = {name!r}: the weight files do not fit the config: its sizes in config.json make "
-            f"{needed:,} weights, and the files hold {stored:,}",
-            code="wrong-shape",
+            f"wrong-shape: model.name = {name!r}: the weight files do not fit the config: its sizes in "
+            f"config.json make {needed:,} weights, and the files hold {stored:,}",
             name="weights",
             needed=needed,
             stored=stored,
@@ -295,14 +291,12 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ModelError(
-            f"{index}: has no weight_map of tensor names and file names; fetch it again",
-            code="missing-field",
+            f"missing-field: {index}: has no weight_map of tensor names and file names; fetch it again",
             name="weight_map",
         )
     if not isinstance(content.get("metadata"), dict):
         raise ModelError(
-            f'{index}: has no "metadata", which transformers reads; add "metadata": {{}}',
-            code="missing-field",
+            f'missing-field: {index}: has no "metadata", which transformers reads; add "metadata": {{}}',
             name="metadata",
         )
     return names
@@ -315,15 +309,14 @@ def weight_errors(folder: Path, name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ModelError(
-            f"model.name = {name!r}: {folder} holds no readable safetensors weights ({error}); pickled "
-            "weights are not read, convert them with save_pretrained(safe_serialization=True)",
-            code="cannot-read",
+            f"cannot-read: model.name = {name!r}: {folder} holds no readable safetensors weights ({error}); "
+            "pickled weights are not read, convert them with save_pretrained(safe_serialization=True)",
             name="weights",
             reason=error,
         ) from error
     except (SafetensorError, KeyError) as error:
         raise ModelError(
-            f"model.name = {name!r}: a weight file in {folder} is damaged ({error}); fetch it again",
-            code="damaged-file",
+            f"damaged-file: model.name = {name!r}: a weight file in {folder} is damaged ({error}); fetch it "
+            "again",
             name="weights",
         ) from error

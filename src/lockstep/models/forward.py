@@ -198,32 +198,30 @@ def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device:
     """
     if layout not in ("auto", "packed"):
         raise ConfigError(
-            f"ring attention shards packs: train.layout = {layout!r}; set 'packed', or ring = 1",
-            code="unsupported-combination",
+            f"unsupported-combination: ring attention shards packs: train.layout = {layout!r}; set "
+            "'packed', or ring = 1",
             setting="train.layout",
         )
     if compiled:
         raise ConfigError(
-            "ring attention talks to other ranks inside of a layer, which compiled layers cannot; "
-            "set train.execution = 'eager', or train.ring = 1",
-            code="unsupported-combination",
+            "unsupported-combination: ring attention talks to other ranks inside of a layer, which compiled "
+            "layers cannot; set train.execution = 'eager', or train.ring = 1",
             setting="train.execution",
         )
     windows = {window for window in layer_windows(config) if window is not None}
     if windows:
         raise ConfigError(
-            f"ring attention has no sliding windows, and layers of this {config.model_type} model have one "
-            f"of {', '.join(map(str, sorted(windows)))} tokens; set train.ring = 1",
-            code="unsupported-combination",
+            "unsupported-combination: ring attention has no sliding windows, and layers of this "
+            f"{config.model_type} model have one of {', '.join(map(str, sorted(windows)))} tokens; set "
+            "train.ring = 1",
             setting="train.ring",
         )
     # On a CPU both names mean the reference kernels of attention/cpu_reference.py.
     kernels = ("varlen", "sdpa") if device.type == "cpu" else ("varlen",)
     if kernel not in kernels:
         raise ConfigError(
-            f"ring attention runs the kernels of 'varlen'; train.attention = {kernel!r} on {device.type}: "
-            "set 'varlen', or train.ring = 1",
-            code="unsupported-combination",
+            "unsupported-combination: ring attention runs the kernels of 'varlen'; train.attention = "
+            f"{kernel!r} on {device.type}: set 'varlen', or train.ring = 1",
             setting="train.attention",
         )
 
@@ -236,11 +234,9 @@ def _shared_inputs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bo
     """
     if kernel.startswith("hf:"):
         raise ConfigError(
-            f"train.layout = 'shared' with train.attention = {kernel!r}: transformers' own implementations "
-            "take a document's keys to be its rows; set train.attention = 'varlen', 'sdpa' or 'flex', or "
-            "train.layout = 'packed'",
-            code="unsupported-combination",
-            setting="train.layout",
+            f"unsupported-combination: train.layout = 'shared' with train.attention = {kernel!r}: "
+            "transformers' own implementations take a document's keys to be its rows; set train.attention = "
+            "'varlen', 'sdpa' or 'flex', or train.layout = 'packed'"
         )
     if batch.shared is None:
         batch = share(batch).to(batch.token_ids.device)

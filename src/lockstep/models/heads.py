@@ -35,9 +35,8 @@ def head_of(module: nn.Module) -> Head:
     linear = causal_lm(module).get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ModelError(
-            f"the head of {type(module).__name__} is a {type(linear).__name__}, not a plain linear; leave "
-            "lm_head out of model.lora.target_modules",
-            code="unsupported-model",
+            f"unsupported-model: the head of {type(module).__name__} is a {type(linear).__name__}, not a "
+            "plain linear; leave lm_head out of model.lora.target_modules",
             name=type(linear).__name__,
         )
     config = text_config(module)
@@ -75,9 +74,8 @@ def head_options(
     kernels = head_kernels(linear) if isinstance(linear, nn.Linear) else None
     if kernels is not None and vocab is not None:
         raise ModelError(
-            "lm_head is split over ranks, and a sum over ranks is not batch-invariant; set train.tp = 1, or "
-            "train.batch_invariant = false",
-            code="unsupported-combination",
+            "unsupported-combination: lm_head is split over ranks, and a sum over ranks is not "
+            "batch-invariant; set train.tp = 1, or train.batch_invariant = false",
             setting="train.tp",
         )
     return HeadOptions(

@@ -247,8 +247,7 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     for path, source in module.named_modules():
         if path not in targets:
             raise ModelError(
-                f"the second skeleton of {type(module).__name__} has no submodule {path!r}",
-                code="wrong-weights",
+                f"wrong-weights: the second skeleton of {type(module).__name__} has no submodule {path!r}"
             )
         target = targets[path]
         for own, theirs in ((target._parameters, source._parameters), (target._buffers, source._buffers)):
@@ -261,8 +260,8 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     left = [name for name, p in twin.named_parameters() if p.is_meta]
     if left:
         raise ModelError(
-            f"the second skeleton of {type(module).__name__} has Parameters of its own: {left[:5]}",
-            code="wrong-weights",
+            f"wrong-weights: the second skeleton of {type(module).__name__} has Parameters of its own: "
+            f"{left[:5]}"
         )
     return twin.eval()
 
@@ -344,8 +343,8 @@ def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
         return check_folder(path)
     if path.is_absolute() or config.name.startswith((".", "~")) or config.name.count("/") > 1:
         raise ModelError(
-            f"model.name = {config.name!r} is not a folder; set a folder that holds config.json",
-            code="no-such-file",
+            f"no-such-file: model.name = {config.name!r} is not a folder; set a folder that holds "
+            "config.json",
             name=config.name,
         )
     return check_folder(_hub_folder(config, local_only=local_only))
@@ -360,8 +359,8 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
     """
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"model.name = {config.name!r}: {folder} holds no config.json; it is not a model folder",
-            code="wrong-kind-of-file",
+            f"wrong-kind-of-file: model.name = {config.name!r}: {folder} holds no config.json; it is not a "
+            "model folder"
         )
     try:
         # Always offline: the folder has been fetched whole by now.
@@ -375,9 +374,8 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
             else ""
         )
         raise ModelError(
-            f"model.name = {config.name!r}: cannot read its config ({type(error).__name__}: "
+            f"cannot-read: model.name = {config.name!r}: cannot read its config ({type(error).__name__}: "
             f"{printable(str(error))}){hint}",
-            code="cannot-read",
             name="config",
             reason=error,
         ) from error
@@ -396,9 +394,8 @@ def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
     total = text.num_hidden_layers
     if num_layers > total:
         raise ModelError(
-            f"model.num_layers = {num_layers}, but the model has {total} layers; set at most {total}",
-            code="out-of-range",
-            setting="model.num_layers",
+            f"out-of-range: model.num_layers = {num_layers}, but the model has {total} layers; set at most "
+            f"{total}"
         )
     # By length, not by name: each family calls its per-layer lists differently, and more are added.
     for key, value in list(vars(text).items()):
@@ -411,9 +408,8 @@ def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) 
     check_architecture(hf_config)
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ModelError(
-            f"model.name = {config.name!r} has quantised weights, which cannot be trained; "
-            "use the model it was made from",
-            code="unsupported-model",
+            f"unsupported-model: model.name = {config.name!r} has quantised weights, which cannot be "
+            "trained; use the model it was made from",
             name="quantization_config",
         )
     if config.num_layers is not None:
@@ -431,9 +427,8 @@ def _check_generation(folder: Path) -> None:
             GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (TypeError, ValueError) as error:  # values that contradict each other, or of another type
         raise ModelError(
-            f"{file}: transformers refuses it: {printable(str(error))[:300]}; correct the file, or remove "
-            "it: a run samples with rollout.sampling",
-            code="refused",
+            f"refused: {file}: transformers refuses it: {printable(str(error))[:300]}; correct the file, or "
+            "remove it: a run samples with rollout.sampling",
             path=file,
         ) from error
 
@@ -490,23 +485,21 @@ def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
         )
     except HFValidationError as error:
         raise ModelError(
-            f"model.name = {at} is neither a folder nor a possible hub name ({error}); set a folder, "
-            "OWNER/NAME, bundled:smollm2-135m or shape:NAME",
-            code="unknown-name",
+            f"unknown-name: model.name = {at} is neither a folder nor a possible hub name ({error}); set a "
+            "folder, OWNER/NAME, bundled:smollm2-135m or shape:NAME",
             name=config.name,
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"model.name = {at} is not a folder and not in the local hub cache, and the hub cannot be asked "
-            f"({error}). Fix: check the name; fetch it where there is a network (`hf download`) and set "
-            "model.name to that folder; or use bundled:smollm2-135m, which needs no network",
-            code="unreachable",
+            f"unreachable: model.name = {at} is not a folder and not in the local hub cache, and the hub "
+            f"cannot be asked ({error}). Fix: check the name; fetch it where there is a network (`hf "
+            "download`) and set model.name to that folder; or use bundled:smollm2-135m, which needs no "
+            "network"
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
-            f"model.name = {at}: the hub refused ({error}). Fix: check name and revision; for a gated model "
-            "accept its licence on the hub and set HF_TOKEN",
-            code="refused",
+            f"refused: model.name = {at}: the hub refused ({error}). Fix: check name and revision; for a "
+            "gated model accept its licence on the hub and set HF_TOKEN"
         ) from error
 
 
@@ -520,9 +513,8 @@ def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
             )
     except Exception as error:  # the tokenizers package raises plain Exception over a damaged file
         raise ModelError(
-            f"model.name = {config.name!r}: cannot read its tokenizer ({type(error).__name__}: "
+            f"cannot-read: model.name = {config.name!r}: cannot read its tokenizer ({type(error).__name__}: "
             f"{printable(str(error))[:500]})",
-            code="cannot-read",
             name="tokenizer",
             reason=error,
         ) from error

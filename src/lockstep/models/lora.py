@@ -35,8 +35,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
-            "model.lora needs the package peft: pip install lockstep-rl[lora]",
-            code="missing-package",
+            "missing-package: model.lora needs the package peft: pip install lockstep-rl[lora]",
             setting="model.lora",
         )
     import peft
@@ -88,9 +87,8 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
 
 def _unfit(target: str, why: str, linear: Iterable[str]) -> ConfigError:
     return ConfigError(
-        f"model.lora.target_modules: {target!r} {why}; adapters go beside the linear modules of the decoder: "
-        f"{', '.join(sorted(linear))}",
-        code="unknown-name",
+        f"unknown-name: model.lora.target_modules: {target!r} {why}; adapters go beside the linear modules "
+        f"of the decoder: {', '.join(sorted(linear))}",
         setting="model.lora.target_modules",
         name=target,
     )

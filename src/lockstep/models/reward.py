@@ -72,7 +72,7 @@ class RewardModel:
         tokenizer = load_tokenizer(ModelConfig(name=config.name, revision=config.revision))
         if tokenizer is None:
             raise ModelError(
-                f"reward model {config.name!r} comes without a tokenizer; add its files", code="no-tokenizer"
+                f"no-tokenizer: reward model {config.name!r} comes without a tokenizer; add its files"
             )
         self.tokenizer: Tokenizer = tokenizer
         module: nn.Module = _load(folder, config, dtype=resolve_dtype(config.dtype, device))
@@ -85,16 +85,14 @@ class RewardModel:
         max_length = config.max_length or positions
         if max_length is None:
             raise ModelError(
-                f"reward model {config.name!r} does not say its longest text; set max_length",
-                code="missing-setting",
+                f"missing-setting: reward model {config.name!r} does not say its longest text; set "
+                "max_length",
                 setting="reward_model.max_length",
             )
         if positions is not None and max_length > positions:
             raise ModelError(
-                f"reward_model.max_length = {max_length} exceeds the {positions} positions of "
-                f"{config.name!r}",
-                code="out-of-range",
-                setting="reward_model.max_length",
+                f"out-of-range: reward_model.max_length = {max_length} exceeds the {positions} positions of "
+                f"{config.name!r}"
             )
         self.max_length = max_length
         self.template = _template(config, tokenizer)
@@ -118,17 +116,16 @@ class RewardModel:
         for row, one, other in zip(rows, alone, batched, strict=True):
             if not math.isfinite(one):
                 raise ModelError(
-                    f"reward model {self.config.name!r}: a document of {len(row)} tokens scores {one} in "
-                    f"{self.config.dtype}; set dtype = 'float32' where it overflows, or choose another model",
-                    code="not-finite",
+                    f"not-finite: reward model {self.config.name!r}: a document of {len(row)} tokens scores "
+                    f"{one} in {self.config.dtype}; set dtype = 'float32' where it overflows, or choose "
+                    "another model"
                 )
             if not abs(one - other) <= allowed:
                 raise ModelError(
-                    f"reward model {self.config.name!r}: a document of {len(row)} tokens scores {one:.6f} "
-                    f"alone and {other:.6f} in a batch with one of {max(lengths)} tokens (allowed: "
-                    f"{allowed:g} apart): its scores depend on neighbours; choose another model, or mend its "
-                    "config.json",
-                    code="batch-dependent",
+                    f"batch-dependent: reward model {self.config.name!r}: a document of {len(row)} tokens "
+                    f"scores {one:.6f} alone and {other:.6f} in a batch with one of {max(lengths)} tokens "
+                    f"(allowed: {allowed:g} apart): its scores depend on neighbours; choose another model, "
+                    "or mend its config.json"
                 )
 
     def document(
@@ -152,16 +149,15 @@ class RewardModel:
             text = self._chat_template.rendered(whole, options=options, where=where).text
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise DataError(f"{where}: prompt and completion are empty", code="empty")
+            raise DataError(f"empty: {where}: prompt and completion are empty")
         name = f"reward model {self.config.name!r}"
         check_known(ids, self._vocab_size, tokenizer=self.tokenizer, model=name, where=where)
         if len(ids) <= self.max_length:
             return Document(ids=tuple(ids), truncated=False)
         if self.config.overlong == "error":
             raise DataError(
-                f"{where}: prompt and completion have {len(ids)} tokens, the reward model takes "
-                f"{self.max_length}; leave the row out, or set reward_model.overlong = 'truncate_left'",
-                code="too-long",
+                f"too-long: {where}: prompt and completion have {len(ids)} tokens, the reward model takes "
+                f"{self.max_length}; leave the row out, or set reward_model.overlong = 'truncate_left'"
             )
         first, rest = kept_at_end(ids, self.max_length, tokenizer=self.tokenizer, template=self.template)
         return Document(ids=(*ids[:first], *ids[rest:]), truncated=True)
@@ -221,9 +217,8 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
         check_rope(hf_config)
         if hf_config.num_labels != 1:
             raise ModelError(
-                f"reward model {name!r} has {hf_config.num_labels} labels, expected 1: this is not a "
-                "reward model (a causal LM has no score head); choose a classifier with num_labels = 1",
-                code="wrong-shape",
+                f"wrong-shape: reward model {name!r} has {hf_config.num_labels} labels, expected 1: this is "
+                "not a reward model (a causal LM has no score head); choose a classifier with num_labels = 1"
             )
         _check_size(folder, hf_config, name=name)
         with quiet_transformers(), without_adapter(folder) as weights:
@@ -242,9 +237,8 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
         raise
     except (*CONFIG_ERRORS, SafetensorError) as error:
         raise ModelError(
-            f"reward model {name!r} cannot be read: {error}. It needs safetensors weights and an "
-            "architecture that transformers has as a sequence classifier (its own code is not run)",
-            code="cannot-read",
+            f"cannot-read: reward model {name!r} cannot be read: {error}. It needs safetensors weights and "
+            "an architecture that transformers has as a sequence classifier (its own code is not run)",
             name=name,
         ) from error
     info: dict[str, Any] = loaded[1]
@@ -264,9 +258,7 @@ def reward_model_parameters(name: str, revision: str | None) -> int:
     try:
         module = _meta(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
     except CONFIG_ERRORS as error:
-        raise ModelError(
-            f"reward model {name!r} cannot be read: {error}", code="cannot-read", name=name
-        ) from error
+        raise ModelError(f"cannot-read: reward model {name!r} cannot be read: {error}", name=name) from error
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -303,9 +295,8 @@ def _plain_text(prompt: ChatPrompt, where: str) -> str:
     if len(prompt) == 1 and prompt[0].get("role") == "user":
         return str(prompt[0]["content"])
     raise DataError(
-        f"{where}: a conversation of {len(prompt)} messages needs a chat template, and the reward model has "
-        "none; set reward_model.chat_template to a jinja template",
-        code="no-chat-template",
+        f"no-chat-template: {where}: a conversation of {len(prompt)} messages needs a chat template, and the "
+        "reward model has none; set reward_model.chat_template to a jinja template"
     )
 
 

@@ -243,9 +243,9 @@ class FolderSource:
         for name, own in aliases(module).items():
             if name != own and self._place[name] != self._place[own] and not self._equal(name, own):
                 raise ModelError(
-                    f"model.name = {self._model_name!r}: its config.json ties {name} to {own}, but its files "
-                    "hold other values for each; set tie_word_embeddings = false in config.json",
-                    code="values-differ",
+                    f"values-differ: model.name = {self._model_name!r}: its config.json ties {name} to "
+                    f"{own}, but its files hold other values for each; set tie_word_embeddings = false in "
+                    "config.json",
                     name=name,
                 )
 

@@ -164,9 +164,8 @@ def row_variables(
     variables = {n: v for n, v in variables.items() if template is not None and template.reads(n)}
     for name in variables.keys() & _ARGUMENTS:
         raise DataError(
-            f"{where}: chat_template_kwargs.{name} is no variable of a template but an argument of "
-            "apply_chat_template; leave it out",
-            code="wrong-row",
+            f"wrong-row: {where}: chat_template_kwargs.{name} is no variable of a template but an argument "
+            "of apply_chat_template; leave it out",
             where=where,
             name=name,
         )
@@ -191,9 +190,8 @@ def _parsed(value: Any, kind: type, where: str, *, name: str, expected: str) -> 
             parsed = None
     if not isinstance(parsed, kind) or isinstance(parsed, str):
         raise DataError(
-            f"{where}: {name} must be {expected}, got {str(value)[:80]!r}; correct it, or rename the column "
-            f"(data.columns = {{other = {name!r}}})",
-            code="wrong-row",
+            f"wrong-row: {where}: {name} must be {expected}, got {str(value)[:80]!r}; correct it, or rename "
+            f"the column (data.columns = {{other = {name!r}}})",
             where=where,
             name=name,
         )

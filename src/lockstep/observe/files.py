@@ -40,36 +40,28 @@ def check_writable(path: Path | None, *, flag: str = "--json") -> None:
         return
     if problem := path_problem(str(path)):
         raise ConfigError(
-            f"{flag} {str(path)[:40]!r} cannot be the name of a file: {problem}; choose another",
-            code="bad-file-name",
-            setting=flag,
+            f"bad-file-name: {flag} {str(path)[:40]!r} cannot be the name of a file: {problem}; choose "
+            "another",
             path=path,
         )
     if path.is_dir():
-        raise ConfigError(
-            f"{flag} {str(path)!r} is a folder; name a file in it", code="not-a-file", setting=flag, path=path
-        )
+        raise ConfigError(f"not-a-file: {flag} {str(path)!r} is a folder; name a file in it", path=path)
     # The result would take the place of the device, or of /dev/stdout, which leads to a file after `> FILE`.
     if path.exists() and (not path.is_file() or _of_the_system(path.parent.resolve())):
         raise ConfigError(
-            f"{flag} {str(path)!r} is a device or a pipe, not a regular file; choose another file",
-            code="not-a-file",
-            setting=flag,
+            f"not-a-file: {flag} {str(path)!r} is a device or a pipe, not a regular file; choose another "
+            "file",
             path=path,
         )
     if not path.parent.is_dir():
         raise ConfigError(
-            f"{flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first",
-            code="no-such-file",
-            setting=flag,
+            f"no-such-file: {flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first",
             path=path,
         )
     # Asked of the system, not of mode bits: they are not all there is to it.
     if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise ConfigError(
-            f"{flag} {str(path)!r} cannot be written (permission denied); choose another file",
-            code="cannot-write",
-            setting=flag,
+            f"cannot-write: {flag} {str(path)!r} cannot be written (permission denied); choose another file",
             path=path,
         )
 
@@ -79,10 +71,7 @@ def check_above(path: Path, *, flag: str = "--out") -> None:
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigError(
-            f"{flag} {str(path)!r}: {str(above)!r} is not a folder; name another place",
-            code="not-a-file",
-            setting=flag,
-            path=path,
+            f"not-a-file: {flag} {str(path)!r}: {str(above)!r} is not a folder; name another place", path=path
         )
 
 
@@ -128,11 +117,11 @@ def file_errors(
         ) from cause
     except UnicodeError as cause:
         raise error(
-            f"{path}: is not UTF-8 text ({cause}); the file is damaged", code="not-text", path=path
+            f"not-text: {path}: is not UTF-8 text ({cause}); the file is damaged", path=path
         ) from cause
     except RecursionError as cause:
         raise error(
-            f"{path}: is nested too deeply to be read; the file is damaged", code="too-deep", path=path
+            f"too-deep: {path}: is nested too deeply to be read; the file is damaged", path=path
         ) from cause
 
 
@@ -186,8 +175,8 @@ def check_inside(path: Path, error: type[LockstepError], *, root: Path) -> None:
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise error(
-            f"{path}: is a link that leads out of {root}; put the file or folder itself there",
-            code="leads-out-of-folder",
+            f"leads-out-of-folder: {path}: is a link that leads out of {root}; put the file or folder "
+            "itself there",
             path=path,
         )
 
@@ -210,12 +199,10 @@ def open_plain(
             # O_NONBLOCK: opening a fifo that nobody writes would wait for a writer.
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except ValueError as cause:  # a NUL in the name
-            raise error(
-                f"{str(path)!r}: is not a file name ({cause})", code="bad-file-name", path=path
-            ) from cause
+            raise error(f"bad-file-name: {str(path)!r}: is not a file name ({cause})", path=path) from cause
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise error(f"{path}: is not a regular file; no other kind is read", code="not-a-file", path=path)
+        raise error(f"not-a-file: {path}: is not a regular file; no other kind is read", path=path)
     with os.fdopen(handle, "rb") as file:
         if root is not None:
             check_inside(path, error, root=root)
@@ -246,12 +233,7 @@ def read_plain(
         if size < len(data) <= limit:
             data += file.read(limit + 1 - len(data))
     if size > limit or len(data) > limit:
-        raise error(
-            f"{path}: is larger than {limit:,} bytes; {advice}",
-            code="too-large",
-            path=path,
-            limit=limit,
-        )
+        raise error(f"too-large: {path}: is larger than {limit:,} bytes; {advice}", path=path, limit=limit)
     return data
 
 
@@ -277,21 +259,18 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
     most = JSON_VALUES * limit // JSON_BYTES
     if len(raw) > limit or sum(map(raw.count, (b",", b"[", b"{"))) > most:
         raise error(
-            f"{where}: {len(raw):,} bytes of JSON are more than is read (at most {limit:,} bytes and "
-            f"{most:,} values)",
-            code="too-large",
+            f"too-large: {where}: {len(raw):,} bytes of JSON are more than is read (at most {limit:,} bytes "
+            f"and {most:,} values)",
             path=where,
         )
 
     def no_constant(name: str) -> NoReturn:
-        raise error(f"{where}: {name} is not a JSON number", code="not-json", path=where)
+        raise error(f"not-json: {where}: {name} is not a JSON number", path=where)
 
     def finite(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise error(
-                f"{where}: the number {text[:40]} is too large for a float", code="out-of-range", path=where
-            )
+            raise error(f"out-of-range: {where}: the number {text[:40]} is too large for a float", path=where)
         return value
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -300,9 +279,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
         if len(value) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise error(
-                f"{where}: the key {twice[:80]!r} stands twice in one object", code="duplicate", path=where
-            )
+            raise error(f"duplicate: {where}: the key {twice[:80]!r} stands twice in one object", path=where)
         return value
 
     try:
@@ -313,7 +290,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
         raise
     except (ValueError, RecursionError) as cause:
         raise error(
-            f"{where}: is not valid JSON ({cause}); the file is damaged", code="not-json", path=where
+            f"not-json: {where}: is not valid JSON ({cause}); the file is damaged", path=where
         ) from cause
 
 

@@ -463,19 +463,18 @@ def _content(path: Path, file: BufferedReader) -> bytes:
     check_own(path, file.fileno(), DataError, owners=[path.parent.stat().st_uid])
     data = file.read(_SIZE + 1)
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
-        raise DataError(f"{path}: is not a flight record", code="damaged-file", path=path)
+        raise DataError(f"damaged-file: {path}: is not a flight record", path=path)
     version = _HEADER.unpack_from(data)[1]
     if version != _VERSION:
         raise DataError(
-            f"{path}: version {version}; this version of lockstep reads {_VERSION}",
-            code="version-differs",
+            f"version-differs: {path}: version {version}; this version of lockstep reads {_VERSION}",
             path=path,
         )
     if len(data) != _SIZE:
         size = os.fstat(file.fileno()).st_size
         raise DataError(
-            f"{path}: has {size:,} bytes, where a flight record has {_SIZE:,}; it was cut off or overwritten",
-            code="damaged-file",
+            f"damaged-file: {path}: has {size:,} bytes, where a flight record has {_SIZE:,}; it was cut off "
+            "or overwritten",
             path=path,
         )
     return data
@@ -493,8 +492,7 @@ def _header(path: Path, data: bytes) -> tuple[int, int, int, int, float, int, in
 def _check(path: Path, field: str, value: object, right: bool) -> None:
     if not right:
         raise DataError(
-            f"{path}: its {field} is {value!r:.80}, which no run writes; the file is damaged",
-            code="damaged-file",
+            f"damaged-file: {path}: its {field} is {value!r:.80}, which no run writes; the file is damaged",
             path=path,
             name=field,
         )

@@ -91,10 +91,10 @@ def check_against_ledger(run: Path, *, done: int, saved: Sequence[int]) -> int:
         earlier = sorted(each for each in saved if 0 < each <= step)
         back = f" go back by --checkpoint STEP (there are {earlier})," if earlier else ""
         raise CheckpointError(
-            f"{path}: has {found} step {step}, and metrics.jsonl has {told}: lines were lost. Restore the "
+            f"incomplete: {path}: has {found} step {step}, and metrics.jsonl has {told}: lines were lost. "
+            "Restore the "
             f'file from a copy,{back} or leave only the line {{"step": {done}, "since": {done}}} in it: the '
             "ledger then begins there, and `lockstep status --ledger` says what it lacks",
-            code="incomplete",
             name=f"step {step}",
         )
     return since

@@ -88,9 +88,7 @@ def check_ledger(run: Path) -> LedgerCheck:
     """
     path, trained, begin = run / "ledger.jsonl", trained_samples(run), ledger_since(run)
     if not path.is_file() and (begin is None or begin not in trained):
-        raise DataError(
-            f"{run}: has no ledger.jsonl: it is no RL run, or has finished no step", code="no-such-file"
-        )
+        raise DataError(f"no-such-file: {run}: has no ledger.jsonl: it is no RL run, or has finished no step")
     steps, going_on = sorted(trained), max(trained, default=-1) + 1
     problems, rows, since = list[str](), dict[Sample, list[Mapping[str, Any]]](), 0
     for number, row in enumerate(read_lines(path) if path.is_file() else (), 1):
@@ -197,14 +195,13 @@ def _asked_per_step(config: Path) -> tuple[int, int]:
     try:
         rollout = tomllib.loads(text.decode("utf-8")).get("rollout")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{config}: is not TOML: {error}", code="not-toml") from error
+        raise DataError(f"not-toml: {config}: is not TOML: {error}") from error
     table = rollout if isinstance(rollout, dict) else {}
     prompts, group_size = table.get("prompts_per_step"), table.get("group_size")
     if not (isinstance(prompts, int) and isinstance(group_size, int) and prompts > 0 < group_size < _MOST):
         raise DataError(
-            f"{config}: has no rollout.prompts_per_step and rollout.group_size, so nobody knows how many "
-            "samples a step asked for; restore the file",
-            code="wrong-field",
+            f"wrong-field: {config}: has no rollout.prompts_per_step and rollout.group_size, so nobody "
+            "knows how many samples a step asked for; restore the file",
             path=config,
         )
     return prompts, group_size

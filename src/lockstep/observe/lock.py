@@ -66,10 +66,9 @@ class RunLock:
             owner = _parse(file.read(_MAX_BYTES))
             if owner is not None and owner != self._me and owner.alive(elsewhere=not restarted):
                 raise ConfigError(
-                    f"{str(path.parent)!r} is being written by process {owner.pid} on host "
-                    f"{owner.host!r}; wait for it, use another --run-dir, or, if it is surely gone, "
-                    f"delete {str(path)!r}",
-                    code="locked",
+                    f"locked: {str(path.parent)!r} is being written by process {owner.pid} on host "
+                    f"{owner.host!r}; wait for it, use another --run-dir, or, if it is surely gone, delete "
+                    f"{str(path)!r}",
                     pid=owner.pid,
                     host=owner.host,
                 )
@@ -130,8 +129,7 @@ def _flock(handle: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 raise ConfigError(
-                    f"{path}: another process holds it for {_FLOCK_SECONDS:g} s; end that process",
-                    code="locked",
+                    f"locked: {path}: another process holds it for {_FLOCK_SECONDS:g} s; end that process",
                     path=path,
                 ) from None
             time.sleep(0.02)

@@ -37,7 +37,7 @@ class JsonlWriter:
         self._handle = os.open(path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(self._handle).st_mode):
             self.close()
-            raise TrainError(f"{path}: is not a regular file; move it away", code="not-a-file", path=path)
+            raise TrainError(f"not-a-file: {path}: is not a regular file; move it away", path=path)
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None) -> None:
         kind = {} if evaluation is None else {EVALUATION: evaluation}
@@ -121,9 +121,8 @@ def check_wandb() -> None:
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # wandb makes folders of that name, which Python takes for it
         raise ConfigError(
-            "log.wandb = true needs the package wandb: run `pip install wandb`, or set log.wandb = false",
-            code="missing-package",
-            setting="log.wandb",
+            "missing-package: log.wandb = true needs the package wandb: run `pip install wandb`, or set "
+            "log.wandb = false"
         )
 
 

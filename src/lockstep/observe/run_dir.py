@@ -139,9 +139,8 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"the run directory {str(path)!r} cannot be made ({error.strerror}); name another with "
-                "--run-dir",
-                code="cannot-write",
+                f"cannot-write: the run directory {str(path)!r} cannot be made ({error.strerror}); name "
+                "another with --run-dir",
                 path=path,
             ) from error
         run_dir = cls(path, RunLock(path / "lock"))
@@ -269,11 +268,10 @@ class RunDir:
         done, file = recorded_steps(self.path)
         if done:
             raise CheckpointError(
-                f"{self.checkpoints} holds no checkpoint, but {file} shows {done} steps that are done: "
-                "the run would start again and lose them. Restore the folder from a copy; or, if none was "
-                f"saved yet, begin again with `{way_on(self.path)}`, which keeps what is there in a folder "
-                f"{_ASIDE}N",
-                code="incomplete",
+                f"incomplete: {self.checkpoints} holds no checkpoint, but {file} shows {done} steps that "
+                "are done: the run would start again and lose them. Restore the folder from a copy; or, if "
+                f"none was saved yet, begin again with `{way_on(self.path)}`, which keeps what is there in "
+                f"a folder {_ASIDE}N",
                 path=self.checkpoints,
             )
 
@@ -288,13 +286,12 @@ class RunDir:
             value = read_json(self.manifest, CheckpointError, root=self.path)
             if not isinstance(value, dict):
                 raise CheckpointError(
-                    f"{self.manifest}: a JSON object was expected", code="wrong-type", path=self.manifest
+                    f"wrong-type: {self.manifest}: a JSON object was expected", path=self.manifest
                 )
             for name, kind in kinds.items():
                 if name in value and not isinstance(value[name], kind):  # type: ignore[arg-type]
                     raise CheckpointError(
-                        f"{self.manifest}: field {name!r} is {value[name]!r:.80}",
-                        code="wrong-field",
+                        f"wrong-field: {self.manifest}: field {name!r} is {value[name]!r:.80}",
                         path=self.manifest,
                         name=name,
                     )
@@ -384,10 +381,10 @@ class FollowedRunDir(RunDir):
             check_free(self.path)
         except ConfigError as error:
             raise ConfigError(
-                f"{str(self.path)!r} on {platform.node()} holds a run of its own, and is not the folder of "
-                "that name on the node of rank 0, which this node does not see. To go on with the run that "
-                "is here, start the ranks so that rank 0 is here; or move it, or give another --run-dir",
-                code="already-exists",
+                f"already-exists: {str(self.path)!r} on {platform.node()} holds a run of its own, and is "
+                "not the folder of that name on the node of rank 0, which this node does not see. To go on "
+                "with the run that is here, start the ranks so that rank 0 is here; or move it, or give "
+                "another --run-dir",
                 path=self.path,
             ) from error
 
@@ -458,16 +455,15 @@ def _check_run(path: Path, *, verb: str) -> None:
     check_layout(path)
     if (path / OF_NODE).exists():
         raise ConfigError(
-            f"cannot {verb} {str(path)!r} on {platform.node()}: it has a node's share of a run whose "
-            f"folder is on the node of rank 0 ({OF_NODE}). Start the ranks so that rank 0 is there; or, "
-            f"if all of the run was copied here, delete {OF_NODE}",
-            code="wrong-kind-of-file",
+            f"wrong-kind-of-file: cannot {verb} {str(path)!r} on {platform.node()}: it has a node's share "
+            f"of a run whose folder is on the node of rank 0 ({OF_NODE}). Start the ranks so that rank 0 is "
+            f"there; or, if all of the run was copied here, delete {OF_NODE}",
             path=path,
         )
     if not (path / "config.toml").is_file():
         raise ConfigError(
-            f"cannot {verb} {str(path)!r}: it holds no config.toml, so no run was started there",
-            code="wrong-kind-of-file",
+            f"wrong-kind-of-file: cannot {verb} {str(path)!r}: it holds no config.toml, so no run was "
+            "started there",
             path=path,
         )
 
@@ -489,7 +485,7 @@ def check_free(path: Path) -> None:
     with file_errors(path, ConfigError, "used", advice="give another --run-dir"):
         if path.exists() and not path.is_dir():
             raise ConfigError(
-                f"run_dir {str(path)!r} is a file; give a folder as --run-dir", code="not-a-file", path=path
+                f"not-a-file: run_dir {str(path)!r} is a file; give a folder as --run-dir", path=path
             )
     check_layout(path)
     metrics, summary = path / "metrics.jsonl", read_summary(path / "summary.json") or {}
@@ -502,11 +498,7 @@ def check_free(path: Path) -> None:
         advice = "give another --run-dir"
         if (path / "config.toml").is_file():
             advice = f"continue it with `{way_on(path)}`, or {advice}"
-        raise ConfigError(
-            f"{str(path)!r} already holds a run; {advice}",
-            code="already-exists",
-            path=path,
-        )
+        raise ConfigError(f"already-exists: {str(path)!r} already holds a run; {advice}", path=path)
 
 
 def finished(path: Path, *, steps: int) -> dict[str, Any] | None:

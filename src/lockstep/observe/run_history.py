@@ -60,14 +60,12 @@ def check_layout(run: Path) -> None:
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_dir() and (path.parent == run or not path.is_file()):
-                raise CheckpointError(f"{path}: is not a folder; move it away", code="not-a-file", path=path)
+                raise CheckpointError(f"not-a-file: {path}: is not a folder; move it away", path=path)
     for path in (run / name for name in FILES):
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_file():
-                raise CheckpointError(
-                    f"{path}: not a regular file; move it away", code="not-a-file", path=path
-                )
+                raise CheckpointError(f"not-a-file: {path}: not a regular file; move it away", path=path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -114,7 +112,7 @@ def objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, 
         if not raw.endswith(b"\n"):
             if len(raw) > JSON_BYTES:
                 raise CheckpointError(
-                    f"{where}: is longer than {JSON_BYTES:,} bytes; no such line is", code="too-large"
+                    f"too-large: {where}: is longer than {JSON_BYTES:,} bytes; no such line is"
                 )
             return
         if not raw.strip():
@@ -122,9 +120,7 @@ def objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, 
         row = parse_json(raw, where, CheckpointError)
         if not isinstance(row, dict):
             raise CheckpointError(
-                f"{where}: a JSON object was expected, not {type(row).__name__}",
-                code="wrong-type",
-                where=where,
+                f"wrong-type: {where}: a JSON object was expected, not {type(row).__name__}", where=where
             )
         yield number, raw, row
 
@@ -133,17 +129,15 @@ def _line(number: int, raw: bytes, row: dict[str, Any], path: Path) -> Line:
     step, evaluation = row.get("step"), row.get(EVALUATION)
     if not is_step(step):
         raise CheckpointError(
-            f"{path}, line {number}: field 'step' is {step!r:.80}, not a number of steps; the file "
-            f"is damaged",
-            code="wrong-field",
+            f"wrong-field: {path}, line {number}: field 'step' is {step!r:.80}, not a number of steps; the "
+            "file is damaged",
             name="step",
             where=f"line {number}",
         )
     if evaluation is not None and evaluation not in EVALUATIONS:
         raise CheckpointError(
-            f"{path}, line {number}: field {EVALUATION!r} is {evaluation!r:.80}, not one of "
+            f"wrong-field: {path}, line {number}: field {EVALUATION!r} is {evaluation!r:.80}, not one of "
             f"{', '.join(EVALUATIONS)}; the file is damaged",
-            code="wrong-field",
             name=EVALUATION,
             where=f"line {number}",
         )
@@ -305,9 +299,8 @@ def _misplaced(path: Path, line: Line) -> CheckpointError:
     if line.evaluation is not None:
         what = f"evaluation {line.evaluation!r} after {line.step} steps"
     return CheckpointError(
-        f"{path}, line {line.number}: {what} stands there for the second time, or out of order; the file was "
-        "edited or damaged: restore it from a copy, or remove the line that is too much",
-        code="out-of-order",
+        f"out-of-order: {path}, line {line.number}: {what} stands there for the second time, or out of "
+        "order; the file was edited or damaged: restore it from a copy, or remove the line that is too much",
         name=what,
     )
 
@@ -315,8 +308,8 @@ def _misplaced(path: Path, line: Line) -> CheckpointError:
 def _missing(path: Path, what: str, text: str, *, done: int, saved: Collection[int]) -> CheckpointError:
     back = f"go back by --checkpoint STEP (there are {sorted(saved)}), " if saved else ""
     return CheckpointError(
-        f"{path}: has no line of {what}, although the checkpoint is of {done} steps: lines were lost. "
-        f"Restore the file from a copy, {back}or put the line {text} where it was, which shows the hole",
-        code="incomplete",
+        f"incomplete: {path}: has no line of {what}, although the checkpoint is of {done} steps: lines were "
+        f"lost. Restore the file from a copy, {back}or put the line {text} where it was, which shows the "
+        "hole",
         name=what,
     )

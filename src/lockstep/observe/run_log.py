@@ -50,7 +50,7 @@ class RunLog:
         self._lock = threading.Lock()
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             self._file.close()
-            raise ConfigError(f"{path}: is not a regular file; remove it", code="not-a-file", path=path)
+            raise ConfigError(f"not-a-file: {path}: is not a regular file; remove it", path=path)
 
     def line(self, text: str) -> None:
         """Write a text of one line or several.

@@ -54,8 +54,7 @@ def render_chat(
     reply = _renderer.run({"template": template, "variables": variables}, where)
     if "error" in reply:
         raise DataError(
-            f"{where}: the chat template refuses these messages: {printable(reply['error'])}",
-            code="refused",
+            f"refused: {where}: the chat template refuses these messages: {printable(reply['error'])}",
             where=where,
         )
     return Rendered(text=reply["text"], spans=tuple((start, end) for start, end in reply["spans"]))
@@ -92,9 +91,7 @@ def _variables(
         )
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{where}: these messages cannot be given to a chat template: {error}",
-            code="wrong-row",
-            where=where,
+            f"wrong-row: {where}: these messages cannot be given to a chat template: {error}", where=where
         ) from error
     variables: dict[str, Any] = json.loads(text)
     for message in variables["messages"]:
@@ -149,10 +146,9 @@ def _stopped(why: str, where: str) -> DataError:
     from lockstep.observe.template_child import CPU_SECONDS, MEMORY_BYTES
 
     return DataError(
-        f"{where}: rendering with the chat template was stopped: {why}. It may take {CPU_SECONDS:g} s of "
-        f"processor time and {MEMORY_BYTES // 2**20} MiB, and a usual template takes a millisecond; look for "
-        "a loop in it that does not end, or set data.chat_template to another one",
-        code="deadline",
+        f"deadline: {where}: rendering with the chat template was stopped: {why}. It may take "
+        f"{CPU_SECONDS:g} s of processor time and {MEMORY_BYTES // 2**20} MiB, and a usual template takes a "
+        "millisecond; look for a loop in it that does not end, or set data.chat_template to another one",
         where=where,
     )
 

@@ -48,10 +48,9 @@ def check_known(ids: Sequence[int], vocab_size: int, *, tokenizer: Any, model: s
         return
     token = next(i for i in ids if i >= vocab_size)
     raise DataError(
-        f"{where}: token id {token} ({tokenizer.convert_ids_to_tokens(token)!r}) is outside the vocabulary "
-        f"of {vocab_size} entries: the tokenizer has tokens for which the embedding of {model} has no row; "
-        "add rows (transformers' resize_token_embeddings), or leave the token out",
-        code="outside-vocabulary",
+        f"outside-vocabulary: {where}: token id {token} ({tokenizer.convert_ids_to_tokens(token)!r}) is "
+        f"outside the vocabulary of {vocab_size} entries: the tokenizer has tokens for which the embedding "
+        f"of {model} has no row; add rows (transformers' resize_token_embeddings), or leave the token out",
         where=where,
         token=token,
     )

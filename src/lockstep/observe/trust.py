@@ -90,9 +90,7 @@ def open_own(
             handle = os.open(path, flags)
         except OSError:
             if path.is_symlink():
-                raise error(
-                    f"{path}: is a link; no link is followed here", code="not-ours", path=path
-                ) from None
+                raise error(f"not-ours: {path}: is a link; no link is followed here", path=path) from None
             raise
     with os.fdopen(handle, "rb") as file:
         check_own(path, handle, error, owners=owners, secret=secret)
@@ -116,7 +114,7 @@ def read_own(
     with open_own(path, error, owners=owners, secret=secret) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise error(f"{path}: is larger than {limit:,} bytes", code="too-large", path=path, limit=limit)
+        raise error(f"too-large: {path}: is larger than {limit:,} bytes", path=path, limit=limit)
     return data
 
 
@@ -138,8 +136,7 @@ def check_own_folder(folder: Path, *, advice: str) -> None:
                 reason = _open_to_others(found, last=part == folder.absolute())
             if reason is not None:
                 raise ConfigError(
-                    f"{folder}: {'' if part == folder else f'{part} '}{reason}; {advice}",
-                    code="not-ours",
+                    f"not-ours: {folder}: {'' if part == folder else f'{part} '}{reason}; {advice}",
                     path=str(folder),
                 )
 

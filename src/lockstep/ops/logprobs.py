@@ -196,8 +196,7 @@ def _loss_and_grads(
         loss = token_loss(leaves[0], leaves[1], rows)
         if loss.ndim != 0:
             raise TrainError(
-                f"a token loss must return a scalar, got shape {list(loss.shape)}; sum it",
-                code="wrong-shape",
+                f"wrong-shape: a token loss must return a scalar, got shape {list(loss.shape)}; sum it",
                 shape=list(loss.shape),
             )
         # materialize_grads: a chunk in which nothing is trained has zeros, where autograd would give None.
@@ -260,8 +259,8 @@ class _WithGrads(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         if ctx.grads is None:
             raise TrainError(
-                "the gradients of linear_logprob_loss were handed out already: call backward once",
-                code="wrong-state",
+                "wrong-state: the gradients of linear_logprob_loss were handed out already: call backward "
+                "once"
             )
         hidden, weight, bias = (None if grad is None else grad.mul_(dloss) for grad in ctx.grads)
         ctx.grads = None

@@ -42,9 +42,8 @@ def balance(
     for index, length in enumerate(lengths):
         if not 0 < length <= token_budget:
             raise DataError(
-                f"document {index} has {length} tokens, but a micro-batch holds 1 to train.token_budget = "
-                f"{token_budget}; raise train.token_budget or drop the document",
-                code="too-long",
+                f"too-long: document {index} has {length} tokens, but a micro-batch holds 1 to "
+                f"train.token_budget = {token_budget}; raise train.token_budget or drop the document",
                 setting="train.token_budget",
             )
     if not lengths:
@@ -52,8 +51,7 @@ def balance(
     limit = len(lengths) if max_documents is None else max_documents
     if limit < 1:
         raise DataError(
-            f"max_documents = {max_documents} leaves no room for a document; set at least 1",
-            code="out-of-range",
+            f"out-of-range: max_documents = {max_documents} leaves no room for a document; set at least 1",
             name="max_documents",
         )
     fewest = max(-(-sum(lengths) // token_budget), -(-len(lengths) // limit))

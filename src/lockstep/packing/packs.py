@@ -89,15 +89,14 @@ def pack(
     kinds = {type(sample) for sample in samples}
     if len(kinds) != 1 or len(samples) != len(loss_weights):
         raise DataError(
-            "a pack needs at least one sample, all of one type, and one loss_weights each; got "
-            f"{len(samples)} samples of {sorted(k.__name__ for k in kinds)} and "
-            f"{len(loss_weights)} loss_weights",
-            code="wrong-batch",
+            "wrong-batch: a pack needs at least one sample, all of one type, and one loss_weights each; got "
+            f"{len(samples)} samples of {sorted(k.__name__ for k in kinds)} and {len(loss_weights)} "
+            "loss_weights"
         )
     lengths = [len(sample) for sample in samples]
     if 0 in lengths:
         raise DataError(
-            f"sample {samples[lengths.index(0)].sample_id} is empty; drop it before packing", code="empty"
+            f"empty: sample {samples[lengths.index(0)].sample_id} is empty; drop it before packing"
         )
     if bucket is None:
         bucket = Bucket(tokens=sum(lengths), documents=len(samples), max_seqlen=max(lengths))
@@ -143,8 +142,8 @@ def pack(
     refs = [sample.ref_logprobs for sample in policy_samples if sample.ref_logprobs is not None]
     if len(refs) not in (0, len(samples)):
         raise DataError(
-            f"{len(refs)} of {len(samples)} samples have ref_logprobs; give all of them some, or none",
-            code="missing-values",
+            f"missing-values: {len(refs)} of {len(samples)} samples have ref_logprobs; give all of them "
+            "some, or none",
             name="ref_logprobs",
         )
     fields["ref_logprobs"] = _fill(refs, capacity, 0.0) if refs else None
@@ -351,9 +350,8 @@ def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
         return min(1 << (longest - 1).bit_length(), max(limits.token_budget, longest))
     if longest > most:
         raise DataError(
-            f"sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {most} of the "
-            "run; raise it or shorten the documents",
-            code="too-long",
+            f"too-long: sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {most} "
+            "of the run; raise it or shorten the documents",
             name="max_seqlen",
             sample=lengths.index(longest),
         )
@@ -374,9 +372,8 @@ def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
         pair = [ids[i] for i in unit if i < len(ids)]
         if len(pair) < 2 or pair[0] % 2 or pair[1] != pair[0] + 1:
             raise DataError(
-                f"sample_ids {pair} are not a preference pair: the chosen answer of pair p is sample 2p, "
-                "and the rejected one, sample 2p + 1, comes right after it",
-                code="wrong-pairs",
+                f"wrong-pairs: sample_ids {pair} are not a preference pair: the chosen answer of pair p is "
+                "sample 2p, and the rejected one, sample 2p + 1, comes right after it",
                 samples=pair,
             )
     return units
@@ -407,18 +404,16 @@ def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:
     used = sum(lengths)
     if max(lengths) > bucket.max_seqlen:
         raise DataError(
-            f"a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}",
-            code="too-long",
-            name="max_seqlen",
+            f"too-long: a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}", name="max_seqlen"
         )
     if used > bucket.tokens:
-        raise DataError(f"{used} tokens exceed the capacity of {bucket}", code="too-long", name="tokens")
+        raise DataError(f"too-long: {used} tokens exceed the capacity of {bucket}", name="tokens")
     full, rest = divmod(bucket.tokens - used, bucket.max_seqlen)
     tail = [bucket.max_seqlen] * full + ([rest] if rest else [])
     if len(lengths) + len(tail) > bucket.documents:
         raise DataError(
-            f"{len(lengths)} documents and {len(tail)} for the padded tail exceed the capacity of {bucket}",
-            code="too-long",
+            f"too-long: {len(lengths)} documents and {len(tail)} for the padded tail exceed the capacity of "
+            f"{bucket}",
             name="documents",
         )
     return tail

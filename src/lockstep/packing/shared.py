@@ -258,9 +258,8 @@ def _padding(
         or len(row_lengths) + len(pad_keys) > capacity.segments
     ):
         raise DataError(
-            f"{sum(row_lengths)} rows and {sum(key_lengths)} keys in {len(row_lengths)} segments of at most "
-            f"{max(key_lengths)} keys exceed {capacity}",
-            code="too-long",
+            f"too-long: {sum(row_lengths)} rows and {sum(key_lengths)} keys in {len(row_lengths)} segments "
+            f"of at most {max(key_lengths)} keys exceed {capacity}"
         )
     pad_rows: list[int] = []
     for length in pad_keys:

@@ -225,9 +225,8 @@ class RankContext:
             lines = [f"  {name}: {_by_rank([f.get(name) for f in everyone])}" for name in differ[:10]]
             more = f"\n  and {len(differ) - 10} more" if len(differ) > 10 else ""
             raise ConfigError(
-                f"the ranks differ in {what}; start all of them by the same command, with the same files and "
-                "installed versions:\n" + "\n".join(lines) + more,
-                code="ranks-differ",
+                f"ranks-differ: the ranks differ in {what}; start all of them by the same command, with the "
+                "same files and installed versions:\n" + "\n".join(lines) + more
             )
 
     def at(self, what: str, *, step: int = -1) -> None:
@@ -368,9 +367,7 @@ def init_ranks(
     environ = os.environ
     rank, world_size, local_rank = (_number(environ, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"RANK = {rank} is not one of WORLD_SIZE = {world_size} ranks", code="wrong-environment"
-        )
+        raise ConfigError(f"wrong-environment: RANK = {rank} is not one of WORLD_SIZE = {world_size} ranks")
     if FLIGHT_DIR in environ:
         record(Path(environ[FLIGHT_DIR]), rank=rank, world_size=world_size)
     where, backend, description = _placement(device, local_rank, world_size, environ)
@@ -388,10 +385,9 @@ def init_ranks(
         raise
     except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
         raise RankError(
-            f"rank {rank} of {world_size}: the other ranks did not join within {seconds:g} s. Each of them "
-            "must be started, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT; look at their logs. "
-            f"torch says: {error}",
-            code="deadline",
+            f"deadline: rank {rank} of {world_size}: the other ranks did not join within {seconds:g} s. Each "
+            "of them must be started, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT; look at their "
+            f"logs. torch says: {error}"
         ) from error
     return RankContext(
         rank=rank,
@@ -432,9 +428,8 @@ def _number(environ: Mapping[str, str], key: str) -> int:
         value = environ.get("RANK")
     if value is None or not value.isdecimal():
         raise ConfigError(
-            f"{key} = {value!r} in the environment is not a number; start the ranks with --ranks N, torchrun "
-            "or deepspeed, which set RANK, WORLD_SIZE and LOCAL_RANK",
-            code="wrong-environment",
+            f"wrong-environment: {key} = {value!r} in the environment is not a number; start the ranks with "
+            "--ranks N, torchrun or deepspeed, which set RANK, WORLD_SIZE and LOCAL_RANK"
         )
     return int(value)
 
@@ -448,8 +443,8 @@ def _placement(
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise ConfigError(
-            "device = 'cuda' on several ranks: this machine shows no GPU; choose the device cpu",
-            code="missing-device",
+            "missing-device: device = 'cuda' on several ranks: this machine shows no GPU; choose the device "
+            "cpu"
         )
     local = local_ranks(environ) or world_size
     if local > gpus:

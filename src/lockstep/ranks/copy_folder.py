@@ -60,26 +60,16 @@ def copy_folder(place: Path) -> Iterator[Path]:
 def _check_place(place: Path) -> None:
     advice = "set cluster.copy_dir to a folder on a tmpfs, or cluster.peer_copy = false"
     if not place.is_dir():
-        raise ConfigError(
-            f"cluster.copy_dir = {str(place)!r} is not a folder; {advice}",
-            code="no-such-file",
-            setting="cluster.copy_dir",
-        )
+        raise ConfigError(f"no-such-file: cluster.copy_dir = {str(place)!r} is not a folder; {advice}")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"cluster.copy_dir = {str(place)!r} cannot be written; {advice}",
-            code="cannot-write",
-            setting="cluster.copy_dir",
-        )
+        raise ConfigError(f"cannot-write: cluster.copy_dir = {str(place)!r} cannot be written; {advice}")
     free = shutil.disk_usage(place).free
     if free < LEAST_BYTES:
         raise ConfigError(
-            f"cluster.copy_dir = {str(place)!r} has {free} bytes free; cluster.peer_copy needs room for two "
-            f"copies of the train state there, at least {LEAST_BYTES} bytes. Free some, enlarge it (mount -o "
-            "remount,size=..., a container's --shm-size), name another tmpfs, or set cluster.peer_copy = "
-            "false",
-            code="no-space",
-            setting="cluster.copy_dir",
+            f"no-space: cluster.copy_dir = {str(place)!r} has {free} bytes free; cluster.peer_copy needs "
+            f"room for two copies of the train state there, at least {LEAST_BYTES} bytes. Free some, enlarge "
+            "it (mount -o remount,size=..., a container's --shm-size), name another tmpfs, or set "
+            "cluster.peer_copy = false"
         )
 
 
@@ -183,10 +173,9 @@ def check_ours(folder: Path) -> None:
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
         return
     raise CheckpointError(
-        f"{folder}: is not the folder that was made for the copies of this run: others may write in "
-        "it. Go on from the last checkpoint, with cluster.copy_dir set to "
-        "a folder that others cannot write",
-        code="not-ours",
+        f"not-ours: {folder}: is not the folder that was made for the copies of this run: others may write "
+        "in it. Go on from the last checkpoint, with cluster.copy_dir set to a folder that others cannot "
+        "write",
         path=folder,
         setting="cluster.copy_dir",
     )

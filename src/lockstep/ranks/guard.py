@@ -108,8 +108,7 @@ class Guard:
             value = None
         if not isinstance(value, dict):
             raise RankError(
-                f"the store of the ranks holds {len(data):,} bytes under {key} that no rank wrote",
-                code="bad-reply",
+                f"bad-reply: the store of the ranks holds {len(data):,} bytes under {key} that no rank wrote"
             )
         return value
 
@@ -180,7 +179,7 @@ class Guard:
                     return
             except dist.DistNetworkError as error:
                 raise RankError(
-                    f"rank {self.ranks.rank}: the store has gone ({error})", code="unreachable"
+                    f"unreachable: rank {self.ranks.rank}: the store has gone ({error})"
                 ) from error
             left = deadline - time.monotonic()
             time.sleep(max(0.0, min(pause, left)))

@@ -192,9 +192,8 @@ def find_records(run: Path) -> Path:
     files += run.glob("rank-*.flight")
     if not files:
         raise DataError(
-            f"{run}: holds no flight records (logs/flight/rank-0.flight); give the folder of a run that was "
-            "started by this version of lockstep",
-            code="wrong-kind-of-file",
+            f"wrong-kind-of-file: {run}: holds no flight records (logs/flight/rank-0.flight); give the "
+            "folder of a run that was started by this version of lockstep"
         )
     return max(files, key=lambda path: path.lstat().st_mtime).parent
 
@@ -210,7 +209,7 @@ def examine(folder: Path, *, stacks: bool = True) -> HangReport:
     """
     ranks = rank_states(folder, stacks=stacks)
     if not ranks:
-        raise DataError(f"{folder}: holds no flight records", code="wrong-kind-of-file")
+        raise DataError(f"wrong-kind-of-file: {folder}: holds no flight records")
     return diagnose(ranks)
 
 

@@ -199,21 +199,19 @@ def launch_command(
 def check_launch(ranks: int, log_dir: Path) -> None:
     """Make the folder of the ranks' logs. Raises ConfigError, as `launch_ranks`."""
     if ranks < 1:
-        raise ConfigError(
-            f"--ranks {ranks}: at least 1 rank is needed", code="out-of-range", setting="--ranks"
-        )
+        raise ConfigError(f"out-of-range: --ranks {ranks}: at least 1 rank is needed")
     if in_launcher():
         raise ConfigError(
-            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} already (RANK and "
-            "WORLD_SIZE are set); leave --ranks out under torchrun or deepspeed, or unset them",
-            code="contradiction",
+            f"contradiction: this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} "
+            "already (RANK and WORLD_SIZE are set); leave --ranks out under torchrun or deepspeed, or unset "
+            "them",
             setting="--ranks",
         )
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there", code="cannot-write"
+            f"cannot-write: {log_dir}: cannot be made ({error.strerror}); ranks write their logs there"
         ) from error
 
 

@@ -124,8 +124,8 @@ class NodeFolders:
         for name in files:  # on every rank alike: none waits for another
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointError(
-                    f"rank {sender} sends a file named {name[:200]!r}, which leads out of {folder}",
-                    code="leads-out-of-folder",
+                    f"leads-out-of-folder: rank {sender} sends a file named {name[:200]!r}, which leads out "
+                    f"of {folder}",
                     rank=sender,
                 )
         rank, errors = self._ranks.rank, list[OSError]()

@@ -77,12 +77,12 @@ def encode_object(value: Any, kind: Any) -> bytes:
         data = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
     except (PydanticSerializationError, ValidationError, TypeError, ValueError) as error:
         raise RankError(
-            f"{_name(kind)} cannot be sent to the other ranks: {_short(error)}", code="wrong-type"
+            f"wrong-type: {_name(kind)} cannot be sent to the other ranks: {_short(error)}"
         ) from error
     if len(data) > MAX_BYTES:
         raise RankError(
-            f"{_name(kind)} of {len(data):,} bytes is too large for the other ranks ({MAX_BYTES:,})",
-            code="too-large",
+            f"too-large: {_name(kind)} of {len(data):,} bytes is too large for the other ranks "
+            f"({MAX_BYTES:,})",
             bytes=len(data),
         )
     return data
@@ -95,7 +95,7 @@ def decode_object(data: bytes, kind: Any, *, sender: int) -> Any:
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
         raise RankError(
-            f"rank {sender} sent what is not {_name(kind)}: {_short(error)}", code="bad-reply", rank=sender
+            f"bad-reply: rank {sender} sent what is not {_name(kind)}: {_short(error)}", rank=sender
         ) from error
 
 
@@ -122,8 +122,8 @@ def _short(error: Exception) -> str:
 def _checked(length: int, sender: int) -> int:
     if not 0 <= length <= MAX_BYTES:
         raise RankError(
-            f"rank {sender} announced an object of {length:,} bytes; at most {MAX_BYTES:,} may come",
-            code="too-large",
+            f"too-large: rank {sender} announced an object of {length:,} bytes; at most {MAX_BYTES:,} may "
+            "come",
             rank=sender,
         )
     return length

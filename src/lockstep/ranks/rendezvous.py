@@ -51,9 +51,8 @@ def run_secret() -> str | None:
     secret = os.environ.pop(SECRET, None)
     if secret is not None and len(secret) < _SHORTEST:
         raise ConfigError(
-            f"{SECRET} has {len(secret)} characters, at least {_SHORTEST} are needed; take what "
-            "`openssl rand -hex 32` prints, the same on every node",
-            code="wrong-environment",
+            f"wrong-environment: {SECRET} has {len(secret)} characters, at least {_SHORTEST} are needed; "
+            "take what `openssl rand -hex 32` prints, the same on every node"
         )
     return secret
 
@@ -78,9 +77,8 @@ def launcher_store(timeout: timedelta) -> Store:
     secret = run_secret()
     if secret is None:
         raise RankError(
-            f"{SECRET} is not in the environment of this rank, so it cannot join the others; leave starting "
-            "the ranks to --ranks N",
-            code="wrong-environment",
+            f"wrong-environment: {SECRET} is not in the environment of this rank, so it cannot join the "
+            "others; leave starting the ranks to --ranks N"
         )
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return hidden_store(TCPStore(address, port, is_master=False, timeout=timeout), secret)
@@ -153,15 +151,15 @@ def prove(group: dist.ProcessGroup | None = None) -> None:
     who = f"rank {strangers[0]}" if len(strangers) == 1 else f"ranks {', '.join(map(str, strangers))}"
     if secret is None:
         raise RankError(
-            f"rank {rank} of {size}: {who} of this group {'has' if len(strangers) == 1 else 'have'} a secret "
-            f"of the run and this rank has none; set {SECRET} to the same value on every node, or on none",
-            code="not-authenticated",
+            f"not-authenticated: rank {rank} of {size}: {who} of this group "
+            f"{'has' if len(strangers) == 1 else 'have'} a secret of the run and this rank has none; set "
+            f"{SECRET} to the same value on every node, or on none"
         )
     raise RankError(
-        f"rank {rank} of {size}: what joined as {who} does not know the secret of this run, so it is not one "
-        f"of its ranks; nothing was exchanged with it. Another program on {_where()} takes part in the "
-        f"rendezvous: find it, then start again (under torchrun: {SECRET} must be the same on every node)",
-        code="not-authenticated",
+        f"not-authenticated: rank {rank} of {size}: what joined as {who} does not know the secret of this "
+        f"run, so it is not one of its ranks; nothing was exchanged with it. Another program on {_where()} "
+        f"takes part in the rendezvous: find it, then start again (under torchrun: {SECRET} must be the same "
+        "on every node)"
     )
 
 

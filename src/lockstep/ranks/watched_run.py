@@ -136,16 +136,14 @@ def stop(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLook:
     state, where = _state(run, owner, read_summary(run / "summary.json") or {})
     if owner is None or state != "running":
         raise DataError(
-            f"{run}: nothing to stop, the run is {state}"
-            + (f": {where}; give the command there" if state == "elsewhere" else ""),
-            code="wrong-state",
+            f"wrong-state: {run}: nothing to stop, the run is {state}"
+            + (f": {where}; give the command there" if state == "elsewhere" else "")
         )
     with holding(run / "lock", pid=owner.pid, started=owner.started) as holder:
         if holder is None or not holder.send(signal.SIGTERM):
             raise DataError(
-                f"{run}: nothing was stopped: {where} belongs to another user, or has ended just now; "
-                "give the command as the user who started the run",
-                code="wrong-state",
+                f"wrong-state: {run}: nothing was stopped: {where} belongs to another user, or has ended "
+                "just now; give the command as the user who started the run"
             )
     say(f"asked {where} to save and end after its step")
     until = time.monotonic() + seconds
@@ -153,10 +151,9 @@ def stop(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLook:
         if time.monotonic() > until:
             doing = "; ".join(_doing(run)) or "no flight record"
             raise TrainError(
-                f"{run}: {where} has not ended within {seconds:g} s ({doing}). It will end after its step. "
-                f"To see why it takes so long: lockstep hang {run}. To end it at once, and lose what came "
-                f"after the newest checkpoint: kill -9 {owner.pid}",
-                code="deadline",
+                f"deadline: {run}: {where} has not ended within {seconds:g} s ({doing}). It will end after "
+                f"its step. To see why it takes so long: lockstep hang {run}. To end it at once, and lose "
+                f"what came after the newest checkpoint: kill -9 {owner.pid}"
             )
         time.sleep(_POLL_SECONDS)
     return look(run)
@@ -173,8 +170,7 @@ def log_file(run: Path, *, rank: int) -> Path:
     if not path.is_file():
         there = sorted(each.stem for each in (run / "logs").glob("rank-*.log"))
         raise DataError(
-            f"{path}: there is no such log; there are those of {', '.join(there) or 'no rank'}",
-            code="no-such-file",
+            f"no-such-file: {path}: there is no such log; there are those of {', '.join(there) or 'no rank'}"
         )
     return path
 
@@ -183,8 +179,7 @@ def _owner(run: Path) -> Owner | None:
     """The process that says that it writes the run."""
     if not (run / "config.toml").is_file():
         raise DataError(
-            f"{run}: holds no run (config.toml); give a folder as --run-dir named it",
-            code="wrong-kind-of-file",
+            f"wrong-kind-of-file: {run}: holds no run (config.toml); give a folder as --run-dir named it"
         )
     check_layout(run)
     return read_owner(run / "lock")
@@ -205,7 +200,7 @@ def _total(config: Path) -> int | None:
     try:
         steps = tomllib.loads(read_plain(config, DataError).decode("utf-8")).get("steps")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{config}: is not TOML: {error}", code="not-toml") from error
+        raise DataError(f"not-toml: {config}: is not TOML: {error}") from error
     return steps if isinstance(steps, int) else None
 
 

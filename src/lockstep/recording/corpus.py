@@ -28,9 +28,8 @@ def corpus_path() -> Path:
         digest = hashlib.sha256(ARCHIVE.read_bytes()).hexdigest()
     except OSError as error:
         raise RecordingError(
-            f"{ARCHIVE}: this installation comes without the shipped corpus ({error.strerror}); install "
-            "lockstep-rl from a wheel or a whole checkout, or name a recording",
-            code="cannot-read",
+            f"cannot-read: {ARCHIVE}: this installation comes without the shipped corpus ({error.strerror}); "
+            "install lockstep-rl from a wheel or a whole checkout, or name a recording"
         ) from error
     # The hash in the name: another version of the package never reads this one's files.
     folder = cache_root() / f"corpus-{digest[:16]}"
@@ -39,9 +38,8 @@ def corpus_path() -> Path:
             _unpack(folder)
         except OSError as error:
             raise RecordingError(
-                f"the shipped corpus cannot be unpacked into {folder} ({error}); set LOCKSTEP_CACHE to a "
-                "folder you can write",
-                code="cannot-write",
+                f"cannot-write: the shipped corpus cannot be unpacked into {folder} ({error}); set "
+                "LOCKSTEP_CACHE to a folder you can write"
             ) from error
     return folder
 
@@ -59,9 +57,8 @@ def _extract(archive: tarfile.TarFile, folder: Path) -> None:
             continue
         if not member.isfile() or not path.resolve().is_relative_to(folder.resolve()):
             raise RecordingError(
-                f"{ARCHIVE}: {member.name!r} is not a file below the archive's folder; install lockstep-rl "
-                "again",
-                code="damaged-file",
+                f"damaged-file: {ARCHIVE}: {member.name!r} is not a file below the archive's folder; "
+                "install lockstep-rl again",
                 path=ARCHIVE,
             )
         path.parent.mkdir(parents=True, exist_ok=True)

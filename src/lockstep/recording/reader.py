@@ -69,8 +69,8 @@ class Recording:
         recording = cls(root, entry, {rank: read_rank(root, rank) for rank in entry.ranks})
         if not recording.metas:
             raise RecordingError(
-                f"{root}: holds no input; the run ended before its first step was fed to the policy",
-                code="nothing-left",
+                f"nothing-left: {root}: holds no input; the run ended before its first step was fed to the "
+                "policy"
             )
         return recording
 
@@ -132,12 +132,11 @@ def find_recording(path: Path | str | None) -> Path:
             return candidate
     if not start.exists():
         raise RecordingError(
-            f"{start}: does not exist; name a recording, or a run directory that has one", code="no-such-file"
+            f"no-such-file: {start}: does not exist; name a recording, or a run directory that has one"
         )
     raise RecordingError(
-        f"{start}: has no {HEADER}, nor has its folder recordings; name a recording, or record one with "
-        "lockstep train --record",
-        code="wrong-kind-of-file",
+        f"wrong-kind-of-file: {start}: has no {HEADER}, nor has its folder recordings; name a recording, or "
+        "record one with lockstep train --record"
     )
 
 
@@ -153,8 +152,7 @@ def read_root(root: Path) -> RootEntry:
     entry = checked(RootEntry, value, where=str(path))
     if entry.ranks != sorted(set(entry.ranks)) or not entry.ranks:
         raise RecordingError(
-            f"{path}: field ranks must be at least one rank, ascending; got {entry.ranks[:20]}",
-            code="wrong-field",
+            f"wrong-field: {path}: field ranks must be at least one rank, ascending; got {entry.ranks[:20]}",
             name="ranks",
         )
     return entry

@@ -291,8 +291,8 @@ class Recorder:
                 continue
             if folder.is_symlink() or folder.parent.is_symlink():
                 raise RecordingError(
-                    f"{folder}: is reached by a link; weights are folders of the recording",
-                    code="leads-out-of-folder",
+                    f"leads-out-of-folder: {folder}: is reached by a link; weights are folders of the "
+                    "recording",
                     path=folder,
                 )
             if int(match[1]) >= self.settings.resume_at and self.settings.rank == 0:

@@ -81,8 +81,8 @@ def recorded_axes(header: RecordingHeader, *, given: Collection[str] = ()) -> di
             choices = f"one of {', '.join(map(str, allowed))}" if allowed else "text"
             flag = "; choose the kernel with --attention" if name == "attention" else ""
             raise RecordingError(
-                f"recording.json: field 'axes.{name}' is {str(value)[:80]!r}; it must be {choices}{flag}",
-                code="wrong-field",
+                f"wrong-field: recording.json: field 'axes.{name}' is {str(value)[:80]!r}; it must be "
+                f"{choices}{flag}",
                 name=f"axes.{name}",
             )
     return axes
@@ -149,9 +149,7 @@ _LOSS_FLAG = "or choose --loss logprob-sum|cross-entropy"
 
 
 def _refused(field: str, problem: str, instead: str) -> RecordingError:
-    return RecordingError(
-        f"recording.json: field {field!r}: {problem}; {instead}", code="wrong-field", name=field
-    )
+    return RecordingError(f"wrong-field: recording.json: field {field!r}: {problem}; {instead}", name=field)
 
 
 def header_problems(header: RecordingHeader) -> Iterator[str]:

@@ -77,8 +77,7 @@ class RecordingWriter:
         self._ranks = sorted(set(range(header.world_size) if ranks is None else ranks))
         if rank not in self._ranks:
             raise RecordingError(
-                f"rank {rank} is not one of the ranks that record: {self._ranks[:20]}",
-                code="out-of-range",
+                f"out-of-range: rank {rank} is not one of the ranks that record: {self._ranks[:20]}",
                 name="rank",
             )
         self._first = self._ranks[0]
@@ -151,7 +150,7 @@ class RecordingWriter:
 
     def _write_open(self, inputs: Sequence[RecordedInput]) -> None:
         if self._closed:
-            raise RecordingError(f"{self._folder}: the recording is closed", code="wrong-state")
+            raise RecordingError(f"wrong-state: {self._folder}: the recording is closed")
         encoded = {recorded.meta.key: self._encode(recorded) for recorded in inputs}
         new = [key for key in encoded if key not in self._file_of]
         touched = {self._file_of[key] for key in encoded if key in self._file_of}
@@ -170,8 +169,8 @@ class RecordingWriter:
     def _encode(self, recorded: RecordedInput) -> Encoded:
         if recorded.meta.rank != self.rank:
             raise RecordingError(
-                f"input {tuple(recorded.meta.key)} is of another rank than the writer's {self.rank}",
-                code="out-of-range",
+                f"out-of-range: input {tuple(recorded.meta.key)} is of another rank than the writer's "
+                f"{self.rank}",
                 name="rank",
             )
         known = self._encoded.get(recorded.meta.key)
@@ -183,10 +182,9 @@ class RecordingWriter:
             raise error.with_message(str(error), kind=InputError) from error
         if _json_size(encoded) > _LARGEST_JSON:
             raise InputError(
-                f"input {tuple(recorded.meta.key)}: its JSON takes {len(encoded.entry):,} bytes of "
-                f"JSON, more than is read again; keep less of each of its {len(recorded.batch.sample_ids):,} "
-                "documents",
-                code="too-large",
+                f"too-large: input {tuple(recorded.meta.key)}: its JSON takes {len(encoded.entry):,} bytes "
+                "of JSON, more than is read again; keep less of each of its "
+                f"{len(recorded.batch.sample_ids):,} documents"
             )
         return dataclasses.replace(encoded, others={n: t.detach().cpu() for n, t in encoded.others.items()})
 
@@ -237,9 +235,8 @@ class RecordingWriter:
         has_index, has_root = os.path.lexists(index), os.path.lexists(root)
         if resume_at is None and (has_index or (first and has_root)):
             raise RecordingError(
-                f"{self.directory}: already holds a recording; record into another directory, or remove it "
-                "first",
-                code="already-exists",
+                f"already-exists: {self.directory}: already holds a recording; record into another "
+                "directory, or remove it first"
             )
         names = self._visible()
         if names and not has_index:
@@ -266,8 +263,8 @@ class RecordingWriter:
         """Names in the rank's folder but for hidden ones. Raises RecordingError: it is a link."""
         if self._folder.is_symlink():
             raise RecordingError(
-                f"{self._folder}: is a link; only folders of the recording are written to",
-                code="leads-out-of-folder",
+                f"leads-out-of-folder: {self._folder}: is a link; only folders of the recording are written "
+                "to"
             )
         if not self._folder.is_dir():
             return []
@@ -278,9 +275,8 @@ class RecordingWriter:
         old = read_root(self.directory)
         if old.vocab_size != self.header.vocab_size:
             raise RecordingError(
-                f"{self.directory / HEADER}: field vocab_size is {old.vocab_size}, the model's is "
-                f"{self.header.vocab_size}; record into another directory",
-                code="other-model",
+                f"other-model: {self.directory / HEADER}: field vocab_size is {old.vocab_size}, the model's "
+                f"is {self.header.vocab_size}; record into another directory"
             )
         for folder in (rank_folder(self.directory, rank) for rank in old.ranks if resume_at):
             if folder != self._folder and not folder.exists():
@@ -372,7 +368,6 @@ def _clear(folder: Path, name: str) -> None:
 
 def _incomplete(what: str) -> RecordingError:
     return RecordingError(
-        f"{what}; the recording is incomplete, and going on would lose what is left of it. Put the file "
-        "back, or move the whole recording elsewhere",
-        code="incomplete",
+        f"incomplete: {what}; the recording is incomplete, and going on would lose what is left of it. Put "
+        "the file back, or move the whole recording elsewhere"
     )

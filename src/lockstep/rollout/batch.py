@@ -74,9 +74,8 @@ def prompt_batches(prompts: PromptSet, config: GenerateConfig) -> list[list[Prom
     if config.iteration is not None:
         if prompts.size is not None and prompts.size < size:
             raise ConfigError(
-                f"rollout_batch_size = {size} with iteration = {config.iteration}, but the data has only "
-                f"{prompts.size} prompts; set rollout_batch_size to at most that",
-                code="not-enough",
+                f"not-enough: rollout_batch_size = {size} with iteration = {config.iteration}, but the data "
+                f"has only {prompts.size} prompts; set rollout_batch_size to at most that",
                 setting="rollout_batch_size",
             )
         return [prompts.batch(config.iteration, size, config.seed)]
@@ -101,24 +100,22 @@ def check_prompts(
         where = prompt.where
         text = str(prompt.row.get("problem", prompt.text))
         if not prompt.token_ids or not text.strip():
-            raise DataError(f"{where}: the prompt is empty; fill it, or leave the row out", code="empty")
+            raise DataError(f"empty: {where}: the prompt is empty; fill it, or leave the row out")
         outside = [i for i in prompt.token_ids if not 0 <= i < vocab_size]
         if outside:
             raise DataError(
-                f"{where}: token id {outside[0]} is outside the vocabulary of {vocab_size} entries; the "
-                "prompt was made for another model",
-                code="outside-vocabulary",
+                f"outside-vocabulary: {where}: token id {outside[0]} is outside the vocabulary of "
+                f"{vocab_size} entries; the prompt was made for another model",
                 where=where,
                 token=outside[0],
             )
         length = len(prompt.token_ids) + max_tokens
         if length > context:
             raise DataError(
-                f"{where}: the prompt has {len(prompt.token_ids)} tokens and sampling.max_tokens = "
+                f"too-long: {where}: the prompt has {len(prompt.token_ids)} tokens and sampling.max_tokens = "
                 f"{max_tokens}, together more than the context of {context} tokens; lower "
                 "sampling.max_tokens, or leave long prompts out (data.max_prompt_tokens with "
-                f"data.overlong_prompts = 'drop'). It begins with {text[:60]!r}",
-                code="too-long",
+                f"data.overlong_prompts = 'drop'). It begins with {text[:60]!r}"
             )
         longest = max(longest, length)
     return longest
@@ -198,8 +195,7 @@ class _BatchCall:
             raise self._failure
         if [len(group) for group in groups] != [len(request.seeds) for request in requests]:
             raise EngineError(
-                f"the engine returned {len(groups)} groups of other sizes than were asked for",
-                code="wrong-result",
+                f"wrong-result: the engine returned {len(groups)} groups of other sizes than were asked for",
                 name="groups",
             )
         for number, group in enumerate(groups):
@@ -210,9 +206,7 @@ class _BatchCall:
         aborted = any(c.finish_reason == "abort" for group in groups for c in group)
         if self.missing and not aborted:
             raise EngineError(
-                f"the engine did not return samples {sorted(self.missing)[:5]}",
-                code="wrong-result",
-                name="samples",
+                f"wrong-result: the engine did not return samples {sorted(self.missing)[:5]}", name="samples"
             )
         return bool(self.missing)
 
@@ -244,8 +238,7 @@ class _BatchCall:
         check_completion(number, request, completion)
         if completion.seed != request.seeds[position]:
             raise EngineError(
-                f"request {number}: the engine returned another sample than was asked for",
-                code="wrong-result",
+                f"wrong-result: request {number}: the engine returned another sample than was asked for",
                 name="seed",
             )
 

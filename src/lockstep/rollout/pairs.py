@@ -39,13 +39,9 @@ class PairChoice:
 
     def __post_init__(self) -> None:
         if self.per_prompt < 1:
-            raise ConfigError(
-                f"--pairs {self.per_prompt} must be at least 1", code="out-of-range", setting="--pairs"
-            )
+            raise ConfigError(f"out-of-range: --pairs {self.per_prompt} must be at least 1")
         if self.min_gap < 0:
-            raise ConfigError(
-                f"--min-gap {self.min_gap:g} must be at least 0", code="out-of-range", setting="--min-gap"
-            )
+            raise ConfigError(f"out-of-range: --min-gap {self.min_gap:g} must be at least 0")
 
 
 def select_pairs(rows: Iterable[Row], choice: PairChoice, *, source: str) -> Selection:
@@ -138,8 +134,7 @@ def _checked(row: Row, choice: PairChoice, where: str) -> dict[str, Any]:
         if not isinstance(rewards, Mapping) or choice.reward not in rewards:
             known = ", ".join(map(str, rewards)) if isinstance(rewards, Mapping) else "none"
             raise DataError(
-                f"{where} has no reward {choice.reward!r}; it has: {known}. Correct --by",
-                code="missing-column",
+                f"missing-column: {where} has no reward {choice.reward!r}; it has: {known}. Correct --by",
                 name=choice.reward,
                 where=where,
             )

@@ -41,32 +41,28 @@ def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardIn
             instance: Any = value(**kwargs)
         except Exception as error:
             raise ConfigError(
-                f"reward {name!r}: cannot be made with kwargs = {dict(kwargs)}: "
+                f"wrong-part: reward {name!r}: cannot be made with kwargs = {dict(kwargs)}: "
                 f"{type(error).__name__}: {text_of(error)}",
-                code="wrong-part",
                 name="kwargs",
             ) from error
         if not callable(instance):
             raise ConfigError(
-                f"reward {name!r}: instances must be callable with one RewardInput",
-                code="wrong-part",
+                f"wrong-part: reward {name!r}: instances must be callable with one RewardInput",
                 name="instance",
             )
         return cast(Callable[[RewardInput], Any], instance)
     if not callable(value):
         raise ConfigError(
-            f"reward {name!r} is {type(value).__name__}, not a function or a class",
-            code="wrong-part",
+            f"wrong-part: reward {name!r} is {type(value).__name__}, not a function or a class",
             name=type(value).__name__,
         )
     try:
         inspect.signature(value).bind(prompt="", completion="", row={}, **kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"reward {name!r} is called with keyword arguments prompt, completion, "
-            f"row{''.join(', ' + name for name in kwargs)}, which its signature "
-            f"{inspect.signature(value)} does not take: {error}",
-            code="wrong-part",
+            f"wrong-part: reward {name!r} is called with keyword arguments prompt, completion, "
+            f"row{''.join(', ' + name for name in kwargs)}, which its signature {inspect.signature(value)} "
+            f"does not take: {error}",
             name="signature",
         ) from error
     return KeywordCall(value, dict(kwargs))

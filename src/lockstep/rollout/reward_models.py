@@ -92,8 +92,8 @@ class RewardModels:
         """
         if taken := score.by_name.keys() & by_name.keys():
             raise ConfigError(
-                f"a reward is named {min(taken)!r}, as the reward model's scores are; rename the function",
-                code="duplicate",
+                f"duplicate: a reward is named {min(taken)!r}, as the reward model's scores are; rename the "
+                "function"
             )
         weights = {name: self.config.weight if name == MODEL else 0.0 for name in by_name}
         total = score.total + self.config.weight * by_name[MODEL]
@@ -124,9 +124,8 @@ class RewardModels:
         for score, sample in zip(scores, inputs, strict=True):
             if not math.isfinite(score):
                 raise RewardError(
-                    f"{name} scored {_where(sample)} with {score}, which is not a number to learn from; set "
-                    "reward_model.dtype = 'float32', or choose another model",
-                    code="not-finite",
+                    f"not-finite: {name} scored {_where(sample)} with {score}, which is not a number to "
+                    "learn from; set reward_model.dtype = 'float32', or choose another model"
                 )
         return scores
 

@@ -142,7 +142,7 @@ class RewardWorker:
         except (TimeoutError, ProcessEnded) as error:
             self._ended()
             raise ConfigError(
-                f"reward {name!r} cannot be started: {error}", code="process-died", name=name, reason=error
+                f"process-died: reward {name!r} cannot be started: {error}", name=name, reason=error
             ) from None
         if "refused" in first:
             self._ended()

@@ -128,7 +128,7 @@ def _load(target: str, name: str) -> Any:
         raise
     except BaseException as error:
         raise ConfigError(
-            f"reward {name!r}: importing its module {raised(error)}", code="wrong-part", name="import"
+            f"wrong-part: reward {name!r}: importing its module {raised(error)}", name="import"
         ) from error
 
 

@@ -19,18 +19,17 @@ def check_row(config: RewardConfig, row: Mapping[str, Any]) -> None:
     """
     if config.name == "verifier" and not str(row.get("verifier", "")).startswith("reasoning_gym:"):
         raise ConfigError(
-            "reward 'verifier', which is the default, scores rows of data.source = 'reasoning_gym:TASK', and "
-            f"these are not such (columns: {_columns(row)}). Set rewards: 'math' compares with the column "
-            "'answer' (or data.answer_column), 'module:function' is a function of yours",
-            code="missing-column",
+            "missing-column: reward 'verifier', which is the default, scores rows of data.source = "
+            f"'reasoning_gym:TASK', and these are not such (columns: {_columns(row)}). Set rewards: 'math' "
+            "compares with the column 'answer' (or data.answer_column), 'module:function' is a function of "
+            "yours",
             setting="rewards",
             name="verifier",
         )
     if config.name == "math" and "answer" not in row:
         raise ConfigError(
-            f"reward 'math' compares with the column 'answer', which is not among the columns "
-            f"({_columns(row)}); set data.answer_column to the column that has the answers",
-            code="missing-column",
+            "missing-column: reward 'math' compares with the column 'answer', which is not among the "
+            f"columns ({_columns(row)}); set data.answer_column to the column that has the answers",
             setting="data.answer_column",
             name="answer",
         )

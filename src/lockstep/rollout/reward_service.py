@@ -67,9 +67,8 @@ class RewardService:
             token = os.environ.get(config.token_env, "")
             if not token or not token.isascii() or not token.isprintable():
                 raise ConfigError(
-                    f"reward 'http': token_env = {config.token_env!r} names a variable that is not set or "
-                    "is no token; set it, or leave token_env out",
-                    code="wrong-environment",
+                    f"wrong-environment: reward 'http': token_env = {config.token_env!r} names a variable "
+                    "that is not set or is no token; set it, or leave token_env out",
                     setting="rewards.token_env",
                 )
             hide(token)
@@ -82,9 +81,8 @@ class RewardService:
             self._ask([], threading.Event())
         except RewardFailure as error:
             raise ConfigError(
-                f"reward 'http' cannot be used: {error}. Start the service, or correct rewards.url "
-                "(docs/how-to/own-reward.md has the protocol)",
-                code="unreachable",
+                f"unreachable: reward 'http' cannot be used: {error}. Start the service, or correct "
+                "rewards.url (docs/how-to/own-reward.md has the protocol)",
                 setting="rewards.url",
             ) from error
 

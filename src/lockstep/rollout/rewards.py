@@ -68,9 +68,8 @@ def check_total(total: float, by_name: Mapping[str, float]) -> None:
     """Raises RewardError for a sum of weighted rewards that no step can compute with."""
     if not abs(total) <= LARGEST_REWARD:
         raise RewardError(
-            f"the total reward is {total:g} (before weights: {dict(by_name)}), which float32 cannot compute "
-            f"with ({LARGEST_REWARD:g} at most); lower rewards.weight",
-            code="not-finite",
+            f"not-finite: the total reward is {total:g} (before weights: {dict(by_name)}), which float32 "
+            f"cannot compute with ({LARGEST_REWARD:g} at most); lower rewards.weight"
         )
 
 
@@ -169,7 +168,7 @@ class RewardSet:
             except RewardFailure as failure:
                 where = prompt.where or f"row {prompt.index + 1}"
                 raise DataError(
-                    f"{where}: reward 'math': {failure}", code="wrong-row", where=where, name="answer"
+                    f"wrong-row: {where}: reward 'math': {failure}", where=where, name="answer"
                 ) from failure
 
     def strict(self, row: Mapping[str, Any], completion: str) -> bool | None:
@@ -230,9 +229,8 @@ class RewardSet:
             self.counts[f"{name}/failed"] += 1
             return None
         raise RewardError(
-            f"reward {name!r} on {_name_row(sample)}: {problem}. Correct the reward or the row, or set "
-            "on_error = 'drop' to leave such rollouts out",
-            code="reward-failed",
+            f"reward-failed: reward {name!r} on {_name_row(sample)}: {problem}. Correct the reward or the "
+            "row, or set on_error = 'drop' to leave such rollouts out",
             name=name,
             row=sample.index,
             reason=problem,
@@ -312,8 +310,8 @@ def _answer_text(row: Mapping[str, Any]) -> str:
     """
     if "answer" not in row:
         raise ConfigError(
-            f"reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set data.answer_column",
-            code="missing-column",
+            f"missing-column: reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set "
+            "data.answer_column",
             name="answer",
         )
     value = row["answer"]
@@ -390,8 +388,7 @@ def _length(config: RewardConfig) -> Callable[[RewardInput], float]:
     target = config.kwargs.get("target")
     if set(config.kwargs) != {"target"} or isinstance(target, str | bool) or target is None or target <= 0:
         raise ConfigError(
-            f"reward 'length' needs kwargs = {{target = TOKENS > 0}}, got {config.kwargs}",
-            code="missing-setting",
+            f"missing-setting: reward 'length' needs kwargs = {{target = TOKENS > 0}}, got {config.kwargs}",
             setting="rewards.kwargs",
             name="length",
         )
@@ -402,8 +399,8 @@ def _check_pattern(config: RewardConfig) -> None:
     pattern = config.kwargs.get("pattern")
     if set(config.kwargs) != {"pattern"} or not isinstance(pattern, str):
         raise ConfigError(
-            f"reward 'format' needs kwargs = {{pattern = 'REGULAR EXPRESSION'}}, got {config.kwargs}",
-            code="missing-setting",
+            "missing-setting: reward 'format' needs kwargs = {pattern = 'REGULAR EXPRESSION'}, got "
+            f"{config.kwargs}",
             setting="rewards.kwargs",
             name="format",
         )
@@ -411,8 +408,8 @@ def _check_pattern(config: RewardConfig) -> None:
         re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"reward 'format': kwargs.pattern = {pattern!r} is not a regular expression: {error}",
-            code="wrong-format",
+            f"wrong-format: reward 'format': kwargs.pattern = {pattern!r} is not a regular expression: "
+            f"{error}",
             setting="rewards.kwargs.pattern",
         ) from error
 
@@ -420,8 +417,7 @@ def _check_pattern(config: RewardConfig) -> None:
 def _no_kwargs(config: RewardConfig) -> None:
     if config.kwargs:
         raise ConfigError(
-            f"reward {config.name!r} takes no kwargs, got {config.kwargs}; remove them",
-            code="no-effect",
+            f"no-effect: reward {config.name!r} takes no kwargs, got {config.kwargs}; remove them",
             setting="rewards.kwargs",
         )
 

@@ -53,9 +53,8 @@ def encoded(value: Any, where: str) -> Any:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return encoded(value.item(), where)
     raise DataError(
-        f"{where}: {value!r:.80} ({type(value).__name__}) cannot be written as JSON; make it a number, a "
-        "text or a list in the data, or leave the column out",
-        code="wrong-type",
+        f"wrong-type: {where}: {value!r:.80} ({type(value).__name__}) cannot be written as JSON; make it a "
+        "number, a text or a list in the data, or leave the column out",
         where=where,
     )
 
@@ -81,5 +80,5 @@ def decoded(value: Any, where: str) -> Any:
         return _AS_TEXT[tag][2](value[tag])
     except (ValueError, TypeError, ArithmeticError) as error:
         raise DataError(
-            f"{where}: {value!r:.80} is not what {tag} stands for: {error}", code="wrong-row", where=where
+            f"wrong-row: {where}: {value!r:.80} is not what {tag} stands for: {error}", where=where
         ) from error

@@ -39,9 +39,7 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
     """Raise ConfigError if rows cannot be written to `path`; leaves no trace."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"{flag} {str(path)!r}: rows are written as {' or '.join(SUFFIXES)}; choose one",
-            code="wrong-format",
-            setting=flag,
+            f"wrong-format: {flag} {str(path)!r}: rows are written as {' or '.join(SUFFIXES)}; choose one"
         )
     check_writable(path, flag=flag)
     if path.suffix == ".parquet":
@@ -49,9 +47,7 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
             import pyarrow.parquet  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                f"{flag} {str(path)!r} needs pyarrow; pip install pyarrow",
-                code="missing-package",
-                setting=flag,
+                f"missing-package: {flag} {str(path)!r} needs pyarrow; pip install pyarrow"
             ) from error
 
 
@@ -126,9 +122,9 @@ class RowFile:
                     # Half a line would be a damaged row to whoever goes on with the file.
                     os.ftruncate(self._fd, size)
                 raise DataError(
-                    f"cannot write to {self._journal}: {error.strerror}; {len(self.done)} of {self.expected} "
-                    "rows are kept. Make room, then run the same command again: it continues there",
-                    code="cannot-write",
+                    f"cannot-write: cannot write to {self._journal}: {error.strerror}; {len(self.done)} of "
+                    f"{self.expected} rows are kept. Make room, then run the same command again: it "
+                    "continues there"
                 ) from error
             for key, line in lines:
                 self.done.add(key)
@@ -147,9 +143,7 @@ class RowFile:
         """
         if len(self.done) != self.expected:
             raise DataError(
-                f"{self.path}: {len(self.done)} rows, expected {self.expected}",
-                code="incomplete",
-                path=self.path,
+                f"incomplete: {self.path}: {len(self.done)} rows, expected {self.expected}", path=self.path
             )
         self.sync()
         if self._journal != self.path:
@@ -185,10 +179,9 @@ class RowFile:
         if meta is None:
             if os.fstat(self._fd).st_size or (self._journal != self.path and self.path.exists()):
                 raise ConfigError(
-                    f"--out {str(self.path)!r} exists, and {meta_path(self.path).name} does not, which would "
-                    "say what it is made from; choose another file, or start over with --overwrite",
-                    code="already-exists",
-                    setting="--out",
+                    f"already-exists: --out {str(self.path)!r} exists, and {meta_path(self.path).name} does "
+                    "not, which would say what it is made from; choose another file, or start over with "
+                    "--overwrite"
                 )
             self._write_meta(complete=False)
             return
@@ -218,10 +211,8 @@ class RowFile:
         lines = [f"  {name}: the file has {old.get(name)!r}, now {new.get(name)!r}" for name in changed]
         if lines:
             raise ConfigError(
-                f"--out {str(self.path)!r} was made with other settings or data; go on with the same ones, "
-                "choose another file, or start over with --overwrite:\n" + "\n".join(lines),
-                code="contradiction",
-                setting="--out",
+                f"contradiction: --out {str(self.path)!r} was made with other settings or data; go on with "
+                "the same ones, choose another file, or start over with --overwrite:\n" + "\n".join(lines),
                 names=changed,
             )
 
@@ -232,7 +223,7 @@ class RowFile:
             write_json(meta_path(self.path), {**meta, "complete": complete, **more})
         except OSError as error:
             raise DataError(
-                f"cannot write {meta_path(self.path)}: {error.strerror}; make room", code="cannot-write"
+                f"cannot-write: cannot write {meta_path(self.path)}: {error.strerror}; make room"
             ) from error
 
     def _sorted_rows(self) -> Iterator[dict[str, Any]]:
@@ -257,21 +248,19 @@ def read_meta(path: Path) -> dict[str, Any] | None:
         raise error.with_message(f"{error}; start over with --overwrite") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
         raise ConfigError(
-            f"{file} is damaged (it names no format); start over with --overwrite",
-            code="damaged-file",
+            f"damaged-file: {file} is damaged (it names no format); start over with --overwrite",
             name="format",
         )
     if meta["format"] != FORMAT:
         raise ConfigError(
-            f"{file}: format {meta['format']!r} is not {FORMAT}; it is of another version",
-            code="version-differs",
+            f"version-differs: {file}: format {meta['format']!r} is not {FORMAT}; it is of another version"
         )
     kinds = {"command": str, "identity": dict, "rows": int, "complete": bool}
     for name, kind in kinds.items():
         if not isinstance(meta.get(name), kind):
             raise ConfigError(
-                f"{file} is damaged ({name} = {str(meta.get(name))[:80]!r}); start over with --overwrite",
-                code="damaged-file",
+                f"damaged-file: {file} is damaged ({name} = {str(meta.get(name))[:80]!r}); start over with "
+                "--overwrite",
                 name=name,
             )
     return meta
@@ -286,20 +275,17 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"--data {str(path)!r} is neither {' nor '.join(SUFFIXES)}; name a file of samples",
-            code="wrong-format",
-            setting="--data",
+            f"wrong-format: --data {str(path)!r} is neither {' nor '.join(SUFFIXES)}; name a file of samples"
         )
     meta = read_meta(path)
     if meta is not None and not meta["complete"]:
         raise DataError(
-            f"{path} is not complete: `lockstep {meta['command']}` was stopped before all {meta['rows']} "
-            "rows were there; run that command again, it continues where it stopped",
-            code="incomplete",
+            f"incomplete: {path} is not complete: `lockstep {meta['command']}` was stopped before all "
+            f"{meta['rows']} rows were there; run that command again, it continues where it stopped",
             path=path,
         )
     if not path.is_file():
-        raise DataError(f"--data {str(path)!r}: no such file", code="no-such-file", setting="--data")
+        raise DataError(f"no-such-file: --data {str(path)!r}: no such file")
     return read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
 
 
@@ -324,8 +310,7 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
             key = _key(parse_row(line, where), where)
             if key in offsets:
                 raise DataError(
-                    f"{where}: sample {key[1]} of prompt {key[0]} is there twice; remove one",
-                    code="duplicate",
+                    f"duplicate: {where}: sample {key[1]} of prompt {key[0]} is there twice; remove one",
                     where=where,
                 )
             offsets[key] = end
@@ -337,9 +322,7 @@ def _key(row: Row, where: str) -> Key:
     index, sample = row.get("index"), row.get("sample")
     if type(index) is not int or type(sample) is not int:
         raise DataError(
-            f"{where}: index = {index!r} and sample = {sample!r} are no whole numbers",
-            code="wrong-row",
-            where=where,
+            f"wrong-row: {where}: index = {index!r} and sample = {sample!r} are no whole numbers", where=where
         )
     return index, sample
 
@@ -361,17 +344,13 @@ def _open_locked(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
-        raise ConfigError(
-            f"--out {str(path)!r} cannot be written: {error.strerror}", code="cannot-write", setting="--out"
-        ) from error
+        raise ConfigError(f"cannot-write: --out {str(path)!r} cannot be written: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
         raise ConfigError(
-            f"--out {str(path)!r} is being written by another process; wait for it",
-            code="locked",
-            setting="--out",
+            f"locked: --out {str(path)!r} is being written by another process; wait for it"
         ) from error
     return fd
 

@@ -45,8 +45,7 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     except (OSError, pyarrow.ArrowException, UnicodeError, OverflowError) as error:
         temporary.unlink(missing_ok=True)
         raise DataError(
-            f"cannot write {path}: {error}. Make room, or choose .jsonl, and run it again",
-            code="cannot-write",
+            f"cannot-write: cannot write {path}: {error}. Make room, or choose .jsonl, and run it again"
         ) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -91,15 +90,13 @@ def _encoded(row: Mapping[str, Any], names: Iterable[str], as_json: frozenset[st
     known = set(names)
     if unknown := sorted(set(row) - known):
         raise DataError(
-            f"rows have different columns: {unknown} are not in the first row; write .jsonl",
-            code="wrong-row",
+            f"wrong-row: rows have different columns: {unknown} are not in the first row; write .jsonl",
             names=unknown,
         )
     for message in _messages(row):
         if more := sorted(set(message) - {"role", "content"}):
             raise DataError(
-                f"a message has {', '.join(more)}, for which Parquet has no column; write .jsonl",
-                code="wrong-row",
+                f"wrong-row: a message has {', '.join(more)}, for which Parquet has no column; write .jsonl",
                 names=more,
             )
     return {

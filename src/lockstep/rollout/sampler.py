@@ -227,9 +227,8 @@ class GroupSampler:
         groups = tuple(RolloutGroup(prompt=p, rollouts=r) for p, r in pairs if r is not None)
         if not groups:
             raise RewardError(
-                f"every one of the {len(prompts)} groups lost its rollouts to failing rewards "
-                "(rewards.on_error = 'drop'); set rewards.on_error = 'fail' to see the first failure",
-                code="reward-failed",
+                f"reward-failed: every one of the {len(prompts)} groups lost its rollouts to failing rewards "
+                "(rewards.on_error = 'drop'); set rewards.on_error = 'fail' to see the first failure"
             )
         counts: dict[str, float] = {}
         for share in shares:
@@ -347,11 +346,10 @@ class GroupSampler:
                 }
                 return SampledStep(groups=tuple(kept), counts=counts | rounds, asked=tuple(asked))
         raise RewardError(
-            f"step {key.step}: after algorithm.max_resample_rounds = {key.sampling_round + 1} rounds only "
-            f"{len(kept)} of {num_groups} groups have rewards that differ ({rejected} were all equal); the "
-            "task is too easy or too hard for the policy: change data.task, raise rollout.group_size or "
-            "max_resample_rounds, or set algorithm.dynamic_sampling = false",
-            code="equal-rewards",
+            f"equal-rewards: step {key.step}: after algorithm.max_resample_rounds = {key.sampling_round + 1} "
+            f"rounds only {len(kept)} of {num_groups} groups have rewards that differ ({rejected} were all "
+            "equal); the task is too easy or too hard for the policy: change data.task, raise "
+            "rollout.group_size or max_resample_rounds, or set algorithm.dynamic_sampling = false"
         )
 
 
@@ -375,13 +373,12 @@ def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence
     """Check that the engine returned the requested samples; a mix-up would train on the wrong tokens."""
     if len(completions) != len(requests):
         raise EngineError(
-            f"the engine returned {len(completions)} groups for {len(requests)} requests", code="wrong-result"
+            f"wrong-result: the engine returned {len(completions)} groups for {len(requests)} requests"
         )
     for index, (request, group) in enumerate(zip(requests, completions, strict=True)):
         if tuple(c.seed for c in group) != request.seeds:
             raise EngineError(
-                f"request {index}: the engine returned other samples than the seeds asked for",
-                code="wrong-result",
+                f"wrong-result: request {index}: the engine returned other samples than the seeds asked for"
             )
         for completion in group:
             check_completion(index, request, completion)
@@ -391,14 +388,13 @@ def check_completion(index: int, request: GenerationRequest, completion: Complet
     """Raises EngineError: it is not of request number `index`, or not as long as its logprobs."""
     if completion.prompt_token_ids != request.prompt_token_ids:
         raise EngineError(
-            f"request {index}: the engine returned a completion of another prompt",
-            code="wrong-result",
+            f"wrong-result: request {index}: the engine returned a completion of another prompt",
             name="prompt",
         )
     if len(completion.logprobs) != len(completion.token_ids):
         raise EngineError(
-            f"request {index}: {len(completion.token_ids)} tokens but {len(completion.logprobs)} logprobs",
-            code="wrong-result",
+            f"wrong-result: request {index}: {len(completion.token_ids)} tokens but "
+            f"{len(completion.logprobs)} logprobs",
             name="logprobs",
         )
 

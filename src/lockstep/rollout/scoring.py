@@ -88,9 +88,8 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
             counts[index] += 1
         if not _is_number(index) or not _is_number(sample) or (index, sample) in seen:
             raise DataError(
-                f"{where}: index = {index!r} and sample = {sample!r} must be whole numbers that no other row "
-                "has; correct them, or leave both columns out",
-                code="wrong-row",
+                f"wrong-row: {where}: index = {index!r} and sample = {sample!r} must be whole numbers that "
+                "no other row has; correct them, or leave both columns out",
                 name="index",
                 where=where,
             )
@@ -124,8 +123,7 @@ def _ids(row: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
         return ()
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise DataError(
-            f"{where}: {name} must be a list of token ids, got {str(ids)[:80]!r}",
-            code="wrong-row",
+            f"wrong-row: {where}: {name} must be a list of token ids, got {str(ids)[:80]!r}",
             name=name,
             where=where,
         )
@@ -137,8 +135,7 @@ def _finish_reason(row: Mapping[str, Any], where: str) -> Any:
     if reason not in get_args(FinishReason):
         known = " or ".join(get_args(FinishReason))
         raise DataError(
-            f"{where}: finish_reason must be {known}, got {str(reason)[:80]!r}",
-            code="wrong-row",
+            f"wrong-row: {where}: finish_reason must be {known}, got {str(reason)[:80]!r}",
             name="finish_reason",
             where=where,
         )
@@ -149,9 +146,8 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
     for name in ("prompt", "completion"):
         if name not in row:
             raise DataError(
-                f"{where} has no column {name!r}; columns: {column_names(row)}. Rows of `lockstep generate` "
-                "have it; of other files, rename the column",
-                code="missing-column",
+                f"missing-column: {where} has no column {name!r}; columns: {column_names(row)}. Rows of "
+                "`lockstep generate` have it; of other files, rename the column",
                 name=name,
                 where=where,
             )
@@ -160,9 +156,8 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
         completion = ""  # of a model without a tokenizer
     if not isinstance(completion, str) or not isinstance(prompt, str | list) or not prompt:
         raise DataError(
-            f"{where}: prompt must be text or messages and completion text, got {str(prompt)[:60]!r} and "
-            f"{str(completion)[:60]!r}",
-            code="wrong-row",
+            f"wrong-row: {where}: prompt must be text or messages and completion text, got "
+            f"{str(prompt)[:60]!r} and {str(completion)[:60]!r}",
             name="prompt",
             where=where,
         )
@@ -174,16 +169,14 @@ def check_columns(config: ScoreConfig, first: ToScore) -> None:
     for reward in config.rewards:
         if reward.name in ("ids", "length") and "token_ids" not in first.row:
             raise ConfigError(
-                f"reward {reward.name!r} looks at token ids, and the rows have no column token_ids; keep it "
-                "when they are sampled (lockstep generate --columns token_ids)",
-                code="missing-column",
+                f"missing-column: reward {reward.name!r} looks at token ids, and the rows have no column "
+                "token_ids; keep it when they are sampled (lockstep generate --columns token_ids)",
                 name="token_ids",
             )
     if config.reward_model is not None and first.row["completion"] is None:
         raise ConfigError(
-            "a reward model reads text, and the rows have none: they are of a model without a "
-            "tokenizer; use --reward ids or length",
-            code="no-tokenizer",
+            "no-tokenizer: a reward model reads text, and the rows have none: they are of a model without a "
+            "tokenizer; use --reward ids or length"
         )
 
 

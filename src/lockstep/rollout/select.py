@@ -32,12 +32,10 @@ class Choice:
     def __post_init__(self) -> None:
         if self.top_k is None and self.min_reward is None:
             raise ConfigError(
-                "nothing to select by: give --best-of-n, --top-k K or --min-reward X", code="missing-setting"
+                "missing-setting: nothing to select by: give --best-of-n, --top-k K or --min-reward X"
             )
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(
-                f"--top-k {self.top_k} must be at least 1", code="out-of-range", setting="--top-k"
-            )
+            raise ConfigError(f"out-of-range: --top-k {self.top_k} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,27 +150,24 @@ def checked_sample(row: Row, where: str, *, index: Any, reward: Any, use: str) -
     """
     if "reward" not in row:
         raise DataError(
-            f"{where} has no column 'reward'; run `lockstep score` first",
-            code="missing-column",
+            f"missing-column: {where} has no column 'reward'; run `lockstep score` first",
             name="reward",
             where=where,
         )
     if type(index) is not int or type(row.get("sample")) is not int:
         raise DataError(
-            f"{where}: index and sample must be whole numbers; run `lockstep score` first",
-            code="wrong-row",
+            f"wrong-row: {where}: index and sample must be whole numbers; run `lockstep score` first",
             name="index",
             where=where,
         )
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
         raise DataError(
-            f"{where}: reward = {reward!r} is not a number", code="wrong-row", name="reward", where=where
+            f"wrong-row: {where}: reward = {reward!r} is not a number", name="reward", where=where
         )
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
         raise DataError(
-            f"{where} has no text: {use} prompt and completion, and samples of a model without a tokenizer "
-            "have none",
-            code="missing-column",
+            f"missing-column: {where} has no text: {use} prompt and completion, and samples of a model "
+            "without a tokenizer have none",
             name="prompt",
             where=where,
         )

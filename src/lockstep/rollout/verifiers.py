@@ -137,6 +137,6 @@ def require_package(module: str, *, needed_by: str) -> None:
 
     if find_spec(module) is None:
         raise ConfigError(
-            f"{needed_by} needs {PACKAGES[module]}, which is not installed; pip install {PACKAGES[module]}",
-            code="missing-package",
+            f"missing-package: {needed_by} needs {PACKAGES[module]}, which is not installed; pip install "
+            f"{PACKAGES[module]}"
         )

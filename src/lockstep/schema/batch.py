@@ -161,9 +161,8 @@ def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
     for sample_id, trajectory in enumerate(trajectories):
         if not trajectory.prompt_token_ids:
             raise DataError(
-                f"sample {sample_id} has an empty prompt, so nothing predicts its first token; give the "
-                "prompt at least a beginning-of-sequence token",
-                code="empty",
+                f"empty: sample {sample_id} has an empty prompt, so nothing predicts its first token; give "
+                "the prompt at least a beginning-of-sequence token"
             )
         token_ids = torch.tensor(trajectory.token_ids, dtype=torch.int64)
         loss_mask = torch.zeros(len(token_ids), dtype=torch.bool)
@@ -174,9 +173,9 @@ def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
             if span.author == "policy":
                 if len(span.logprobs) != stop - start:
                     raise DataError(
-                        f"sample {sample_id} from engine {trajectory.engine!r} has {stop - start} completion "
-                        f"tokens but {len(span.logprobs)} logprobs; an engine must return one per token",
-                        code="wrong-result",
+                        f"wrong-result: sample {sample_id} from engine {trajectory.engine!r} has "
+                        f"{stop - start} completion tokens but {len(span.logprobs)} logprobs; an engine must "
+                        "return one per token"
                     )
                 loss_mask[start - 1 : stop - 1] = True
                 rollout_logprobs[start - 1 : stop - 1] = torch.tensor(span.logprobs, dtype=torch.float32)

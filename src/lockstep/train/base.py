@@ -103,9 +103,9 @@ class Backend:
                 raise
             what = "an empty micro-batch" if index is None else f"micro-batch {index}"
             raise TrainError(
-                f"step {self.steps_done}, {what} of {count}: out of memory with {batch.num_slots} token slots"
-                f"{self._memory_advice(batch.num_slots, count)}. No weight was changed. torch says: {error}",
-                code="out-of-memory",
+                f"out-of-memory: step {self.steps_done}, {what} of {count}: out of memory with "
+                f"{batch.num_slots} token slots{self._memory_advice(batch.num_slots, count)}. No weight was "
+                f"changed. torch says: {error}",
                 setting="train.token_budget",
                 micro_batch=index,
                 tokens=batch.num_slots,

@@ -42,11 +42,9 @@ def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -
     )
     if contract is None:
         raise ConfigError(
-            f"train.batch_invariant = true, but {type(module).__name__} was not converted, or attends by "
-            f"another kernel than varlen ({base.config._attn_implementation!r}), or runs under "
-            f"train.execution = {config.execution!r}; load it with attention 'varlen' and call "
-            "lockstep.invariant.convert on it before the backend is made",
-            code="not-batch-invariant",
-            setting="train.batch_invariant",
+            f"not-batch-invariant: train.batch_invariant = true, but {type(module).__name__} was not "
+            f"converted, or attends by another kernel than varlen ({base.config._attn_implementation!r}), or "
+            f"runs under train.execution = {config.execution!r}; load it with attention 'varlen' and call "
+            "lockstep.invariant.convert on it before the backend is made"
         )
     return contract

@@ -76,10 +76,8 @@ class LocalBackend(MasterBackend):
         config = outside_of_runs(config)
         if config.execution not in ("eager", "compile", "joint"):
             raise ConfigError(
-                f"train.execution = {config.execution!r} is not available with train.backend = 'local'; "
-                "set 'eager', 'compile' or 'joint'",
-                code="unsupported-combination",
-                setting="train.execution",
+                f"unsupported-combination: train.execution = {config.execution!r} is not available with "
+                "train.backend = 'local'; set 'eager', 'compile' or 'joint'"
             )
         device = next(model.module.parameters()).device
         super().__init__(config, model=model, total_steps=total_steps, spans=spans, device=device)

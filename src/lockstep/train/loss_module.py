@@ -139,11 +139,10 @@ def require_finite(losses: Sequence[Tensor], batches: Sequence[PackedBatch], *, 
     for index, value in enumerate(values):
         if not math.isfinite(value):
             raise TrainError(
-                f"step {step}, micro-batch {index} of {len(values)}: the loss is {value}; its samples are "
-                f"{list(batches[index].sample_ids)}. No weight was changed. Look at these samples "
-                "(advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = "
+                f"not-finite: step {step}, micro-batch {index} of {len(values)}: the loss is {value}; its "
+                f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these "
+                "samples (advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = "
                 "'float32'",
-                code="not-finite",
                 step=step,
                 micro_batch=index,
                 samples=batches[index].sample_ids,

@@ -64,9 +64,9 @@ def require_same_batches(
     if len(set(summaries)) > 1:
         listed = ", ".join(f"rank {r}: {n} with {t} slots" for r, (n, t, _) in enumerate(summaries))
         raise TrainError(
-            f"the ranks were not given the same micro-batches ({listed}); every rank must be given all of a "
-            "step, in the same order: check that data, seed and config are the same everywhere",
-            code="ranks-differ",
+            f"ranks-differ: the ranks were not given the same micro-batches ({listed}); every rank must be "
+            "given all of a step, in the same order: check that data, seed and config are the same "
+            "everywhere",
             counts=[count for count, _, _ in summaries],
         )
 

@@ -55,9 +55,7 @@ def trained_parameters(module: nn.Module) -> list[NamedParameter]:
         if p.requires_grad
     ]
     if not named:
-        raise ConfigError(
-            "no parameter of the model requires grad; there is nothing to train", code="nothing-to-do"
-        )
+        raise ConfigError("nothing-to-do: no parameter of the model requires grad; there is nothing to train")
     return named
 
 

@@ -31,10 +31,9 @@ class AdamW8bit(MasterOptimizer):
             from torchao.optim import AdamW8bit as TorchaoAdamW
         except ModuleNotFoundError as error:
             raise ConfigError(
-                "train.optimizer = 'adamw8bit' needs the package torchao: pip install torchao; or set "
-                "train.optimizer = 'adamw' and train.optimizer_device = 'cpu' to keep its states off the GPU",
-                code="missing-package",
-                setting="train.optimizer",
+                "missing-package: train.optimizer = 'adamw8bit' needs the package torchao: pip install "
+                "torchao; or set train.optimizer = 'adamw' and train.optimizer_device = 'cpu' to keep its "
+                "states off the GPU"
             ) from error
         self._masters = [nn.Parameter(master, requires_grad=False) for master in self.masters]
         # Decay is 0 here and set per bucket in `_update`: one optimizer serves both kinds of Parameters.

@@ -41,9 +41,8 @@ def all_to_blame(sample_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
 def no_gradients(*, step: int) -> TrainError:
     """The error of an optimizer step before any backward, or after one of masked tokens only."""
     return TrainError(
-        f"step {step}: there are no gradients; call forward_backward with at least one trained token before "
-        "optimizer_step",
-        code="no-gradients",
+        f"no-gradients: step {step}: there are no gradients; call forward_backward with at least one "
+        "trained token before optimizer_step",
         step=step,
     )
 
@@ -51,8 +50,8 @@ def no_gradients(*, step: int) -> TrainError:
 def no_optimizer() -> ConfigError:
     """The error of an optimizer step of a backend that was made for none."""
     return ConfigError(
-        "this backend was made with total_steps = 0, which leaves the optimizer out; give at least 1",
-        code="missing-setting",
+        "missing-setting: this backend was made with total_steps = 0, which leaves the optimizer out; give "
+        "at least 1",
         setting="total_steps",
     )
 
@@ -60,5 +59,5 @@ def no_optimizer() -> ConfigError:
 def save_amid_step() -> TrainError:
     """The error of a save between backward and optimizer step."""
     return TrainError(
-        "save in the middle of an optimizer step would lose its gradients; step first", code="wrong-state"
+        "wrong-state: save in the middle of an optimizer step would lose its gradients; step first"
     )

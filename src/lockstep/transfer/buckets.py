@@ -162,9 +162,8 @@ class BucketTransfer:
                 for packed in _one_ahead(self._packer.fill(_once_each(tensors))):
                     if time.monotonic() > session.deadline:
                         raise EngineError(
-                            f"the weight update is not done after engine.update_seconds = "
+                            "deadline: the weight update is not done after engine.update_seconds = "
                             f"{self._config.update_seconds:g}, at bucket {packed.index}; raise it",
-                            code="deadline",
                             setting="engine.update_seconds",
                         )
                     if self._keep_heads:
@@ -196,9 +195,7 @@ class BucketTransfer:
             EngineError: there was no push, or no rank has these weights whole and they are not in `serve`.
         """
         if self._last is None:
-            raise EngineError(
-                "the engine was started again before any weights were sent to it", code="wrong-state"
-            )
+            raise EngineError("wrong-state: the engine was started again before any weights were sent to it")
         target = self._last[1] if target is None else target
         if not self._spread():
             self._send_again(target)
@@ -206,10 +203,9 @@ class BucketTransfer:
             self._gather_again(target, self._ranks)
         else:
             raise EngineError(
-                "an engine that was started again cannot get its weights back now: they are spread over "
-                "ranks, and gathering them needs all, which are not sampling. Resume the run from its last "
-                "checkpoint",
-                code="wrong-state",
+                "wrong-state: an engine that was started again cannot get its weights back now: they are "
+                "spread over ranks, and gathering them needs all, which are not sampling. Resume the run "
+                "from its last checkpoint"
             )
 
     def _gather_again(self, target: InferenceEngine | None, ranks: RankContext) -> bool:
@@ -254,7 +250,7 @@ def _once_each(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
     names = set()
     for name, tensor in tensors:
         if name in names:
-            raise EngineError(f"the weight update brings {name!r} twice", code="duplicate", name=name)
+            raise EngineError(f"duplicate: the weight update brings {name!r} twice", name=name)
         names.add(name)
         yield name, tensor
 
@@ -276,13 +272,12 @@ def _as_engine_error(config: EngineConfig) -> Iterator[None]:
     try:
         yield
     except WireError as error:
-        raise EngineError(f"the weight update failed: {error}", code="transfer-failed") from error
+        raise EngineError(f"transfer-failed: the weight update failed: {error}") from error
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise EngineError(
-            f"the trainer ran out of memory while it packed weights for the engine into buffers of "
-            f"engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'",
-            code="out-of-memory",
+            "out-of-memory: the trainer ran out of memory while it packed weights for the engine into "
+            f"buffers of engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'",
             setting="engine.bucket_mb",
         ) from error

@@ -146,9 +146,8 @@ class DiskCarrier:
                 save_tensors(dict(unpack(packed.data, packed.specs)), path)
             except OSError as error:
                 raise EngineError(
-                    f"weights cannot be written to {path}: {error}; free {packed.num_bytes} bytes there, "
-                    "lower engine.bucket_mb, or set another run_dir",
-                    code="cannot-write",
+                    f"cannot-write: weights cannot be written to {path}: {error}; free {packed.num_bytes} "
+                    "bytes there, lower engine.bucket_mb, or set another run_dir"
                 ) from error
             yield path
         finally:
@@ -261,14 +260,13 @@ class CollectiveCarrier:
         trainer = half.error or "it still waits for the workers"
         if failed is not None:
             return EngineError(
-                f"{where}: the engine's side failed: {failed}; the trainer's side: {trainer}",
-                code="transfer-failed",
+                f"transfer-failed: {where}: the engine's side failed: {failed}; the trainer's side: "
+                f"{trainer}",
                 reason=failed,
             )
         return EngineError(
-            f"{where} in time: the engine's call came back, the trainer's side did not end: {trainer}; raise "
-            "engine.update_seconds, or set engine.transfer = 'disk'",
-            code="deadline",
+            f"deadline: {where} in time: the engine's call came back, the trainer's side did not end: "
+            f"{trainer}; raise engine.update_seconds, or set engine.transfer = 'disk'",
             setting="engine.update_seconds",
         )
 
@@ -311,8 +309,4 @@ def own_address(url: str | None) -> str:
             probe.connect(address)  # sends nothing: only the route is looked up
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise EngineError(
-            f"engine.url = {url!r}: {host} cannot be reached: {error}",
-            code="unreachable",
-            setting="engine.url",
-        ) from error
+        raise EngineError(f"unreachable: engine.url = {url!r}: {host} cannot be reached: {error}") from error

@@ -68,19 +68,17 @@ def choose(config: EngineConfig, engine: ReceivesWeights, *, device: torch.devic
     if config.transfer == "auto":
         if not possible:
             raise EngineError(
-                f"engine {config.name} can receive weights by {', '.join(offered) or 'nothing'}, and the "
-                f"trainer on {device} cannot send them so; put both on GPUs, or both on the CPU",
-                code="unsupported-combination",
+                f"unsupported-combination: engine {config.name} can receive weights by "
+                f"{', '.join(offered) or 'nothing'}, and the trainer on {device} cannot send them so; put "
+                "both on GPUs, or both on the CPU",
                 setting="engine.transfer",
             )
         # Engines list the fastest first.
         return possible[0]
     if config.transfer not in possible:
         raise EngineError(
-            f"engine.transfer = {config.transfer!r} does not lead from the trainer on {device} to engine "
-            f"{config.name}, which can receive by {', '.join(offered)}; set 'auto', or one of "
-            f"{', '.join(possible) or 'none'}",
-            code="unsupported-combination",
-            setting="engine.transfer",
+            f"unsupported-combination: engine.transfer = {config.transfer!r} does not lead from the trainer "
+            f"on {device} to engine {config.name}, which can receive by {', '.join(offered)}; set 'auto', or "
+            f"one of {', '.join(possible) or 'none'}"
         )
     return config.transfer

@@ -216,8 +216,8 @@ def compare(x: Outcome, y: Outcome) -> InputDifference:
     """Compare two outcomes. Raises ParityError when they do not have the same tokens."""
     if x.logprobs.shape != y.logprobs.shape:
         raise ParityError(
-            f"one cell gave {x.logprobs.numel()} logprobs, the other {y.logprobs.numel()}, of the same input",
-            code="wrong-shape",
+            f"wrong-shape: one cell gave {x.logprobs.numel()} logprobs, the other {y.logprobs.numel()}, of "
+            "the same input",
             name="logprobs",
         )
     parts = gradient_parts(x.gradients, y.gradients)
@@ -305,8 +305,8 @@ class OpenCells:
         self.a, self.b = (_arm(name, one) for name, one in zip("ab", self._replayers, strict=True))
         if self._replayers[0].size.num_layers != self._replayers[1].size.num_layers:
             raise ConfigError(
-                "the cells have different numbers of layers; give --num-layers once, outside of --a and --b",
-                code="contradiction",
+                "contradiction: the cells have different numbers of layers; give --num-layers once, outside "
+                "of --a and --b",
                 setting="--num-layers",
             )
 
@@ -330,22 +330,19 @@ def check_bisectable(name: str, options: ReplayOptions) -> None:
     cell = options.cell
     if cell.deepspeed or cell.ranks > 1 or options.simulate:
         raise ConfigError(
-            f"--{name}: bisect looks into the modules of one process; leave --zero-stage, --deepcompile, "
-            "--ranks and --simulate out (`lockstep matrix` compares such cells from outside)",
-            code="unsupported-combination",
-            setting=f"--{name}",
+            f"unsupported-combination: --{name}: bisect looks into the modules of one process; leave "
+            "--zero-stage, --deepcompile, --ranks and --simulate out (`lockstep matrix` compares such cells "
+            "from outside)"
         )
     if cell.layout == "shared":
         raise ConfigError(
-            f"--{name} has --layout shared: one row is computed for several documents there, whose gradients "
-            "are not those of a row of another cell; use --layout packed",
-            code="unsupported-combination",
+            f"unsupported-combination: --{name} has --layout shared: one row is computed for several "
+            "documents there, whose gradients are not those of a row of another cell; use --layout packed",
             setting="--layout",
         )
     if options.optimizer_step:
         raise ConfigError(
-            f"--{name}: --optimizer-step moves the weights apart; leave it out",
-            code="unsupported-combination",
+            f"unsupported-combination: --{name}: --optimizer-step moves the weights apart; leave it out",
             setting="--optimizer-step",
         )
 

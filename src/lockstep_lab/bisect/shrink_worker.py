@@ -105,8 +105,7 @@ class TrialRunner:
             process.end()
             what = ready if isinstance(ready, Crash) else ready.get("failed")
             raise LockstepError(
-                f"the worker of the trials cannot start: {what}; see {self._log}",
-                code="process-died",
+                f"process-died: the worker of the trials cannot start: {what}; see {self._log}",
                 path=self._log,
             )
         return process

@@ -157,10 +157,8 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
     if (args.ranks or 1) > 1 and not any(cell.backend in spanning for cell in cells):
         names = ", ".join(cell.name for cell in cells)
         raise ConfigError(
-            f"--ranks {args.ranks} has no effect with {names}: backend {cells[0].backend} is one process; "
-            f"add a cell of {' or '.join(spanning)}, or leave --ranks out",
-            code="no-effect",
-            setting="--ranks",
+            f"no-effect: --ranks {args.ranks} has no effect with {names}: backend {cells[0].backend} is one "
+            f"process; add a cell of {' or '.join(spanning)}, or leave --ranks out"
         )
     device, gpus = device_of(args.device)
     work = _work(args)
@@ -191,9 +189,8 @@ def _cells(args: argparse.Namespace) -> list[BenchCell]:
     lists_given = [axis for axis, text in lists.items() if text is not None]
     if lists_given:
         raise ConfigError(
-            f"--cells and --{lists_given[0]} exclude each other; give the cells, or lists of values",
-            code="contradiction",
-            setting="--cells",
+            f"contradiction: --cells and --{lists_given[0]} exclude each other; give the cells, or lists of "
+            "values"
         )
     return parse_cells(args.cells)
 
@@ -204,10 +201,8 @@ def _work(args: argparse.Namespace) -> BenchWork:
 
     if args.prompts * args.group > MOST_SAMPLES:
         raise ConfigError(
-            f"--prompts {args.prompts} x --group {args.group} are more than {MOST_SAMPLES} samples; "
-            f"lower one",
-            code="out-of-range",
-            setting="--prompts",
+            f"out-of-range: --prompts {args.prompts} x --group {args.group} are more than {MOST_SAMPLES} "
+            "samples; lower one"
         )
     names = ("prompts", "group", "prompt_tokens", "longest", "seed")
     values = {name: getattr(args, name) for name in names}
@@ -221,9 +216,8 @@ def _run(args: argparse.Namespace, *, work: BenchWork, device: str, attention: s
     budget = args.token_budget or max(args.longest, min(sum(work.lengths()), MOST_TOKENS))
     if budget < args.longest:
         raise ConfigError(
-            f"--token-budget {budget} is below --longest {args.longest}: a document must fit one micro-batch",
-            code="contradiction",
-            setting="--token-budget",
+            f"contradiction: --token-budget {budget} is below --longest {args.longest}: a document must fit "
+            "one micro-batch"
         )
     settings: dict[str, Any] = {
         "name": "bench",
@@ -262,18 +256,11 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 def _check_settable(name: str) -> None:
     if name in FLAG_OF:
         what = "an axis of cells" if name in AXIS_OF else "part of what is measured"
-        raise ConfigError(
-            f"--set {name} is {what}; choose it with {FLAG_OF[name]}",
-            code="contradiction",
-            setting="--set",
-            name=name,
-        )
+        raise ConfigError(f"contradiction: --set {name} is {what}; choose it with {FLAG_OF[name]}", name=name)
     inside = next((setting for setting in FLAG_OF if setting.startswith(f"{name}.")), None)
     if inside is not None:
         raise ConfigError(
-            f"--set {name} would replace {inside} too, which {FLAG_OF[inside]} decides; set what is in "
-            f"{name} one by one: --set {name}.NAME=VALUE",
-            code="contradiction",
-            setting="--set",
+            f"contradiction: --set {name} would replace {inside} too, which {FLAG_OF[inside]} decides; set "
+            f"what is in {name} one by one: --set {name}.NAME=VALUE",
             name=name,
         )

@@ -57,9 +57,7 @@ def main(argv: Sequence[str]) -> int:
             for name, one in options.items()
         }
     if options["a"].cell == options["b"].cell and not args.crash:
-        raise ConfigError(
-            "--a and --b are the same cell; name a flag in which they differ", code="nothing-to-do"
-        )
+        raise ConfigError("nothing-to-do: --a and --b are the same cell; name a flag in which they differ")
     make_folder(out)  # last: what is refused leaves none
     with quiet_transformers():
         if args.crash:
@@ -120,12 +118,12 @@ def _replay_args(name: str, text: str, shared: Sequence[str]) -> argparse.Namesp
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"--{name} {text!r}: {error}", code="wrong-format", setting=f"--{name}") from error
+        raise ConfigError(f"wrong-format: --{name} {text!r}: {error}") from error
     args = parser.parse_args([*words, *shared])
     if args.recording is not None:
         raise ConfigError(
-            f"{args.recording!r} is no flag; the recording comes first: lockstep bisect RECORDING",
-            code="unknown-setting",
+            f"unknown-setting: {args.recording!r} is no flag; the recording comes first: lockstep bisect "
+            "RECORDING"
         )
     return args
 

@@ -147,14 +147,12 @@ def _shared(args: argparse.Namespace) -> list[str]:
 def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if args.resume and args.out is None:
         raise ConfigError(
-            "--resume continues a matrix; name its folder with --out",
-            code="missing-setting",
-            setting="--out",
+            "missing-setting: --resume continues a matrix; name its folder with --out", setting="--out"
         )
     if args.retry and not args.resume:
         raise ConfigError(
-            "--retry runs cells again that did not work in an earlier matrix; it needs --resume",
-            code="missing-setting",
+            "missing-setting: --retry runs cells again that did not work in an earlier matrix; it needs "
+            "--resume",
             setting="--resume",
         )
     check_writable(args.json)

@@ -172,8 +172,8 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
     skip = parse_skip(args.skip) if isinstance(args.skip, str) else args.skip
     if args.skip and reference.backend in skip and not backends()[reference.backend].spans_ranks:
         raise ConfigError(
-            f"{reference.backend} is skipped, but it is the reference; name another with --reference",
-            code="contradiction",
+            f"contradiction: {reference.backend} is skipped, but it is the reference; name another with "
+            "--reference",
             setting="--reference",
         )
     args.model = args.model or "bundled:smollm2-135m"
@@ -217,8 +217,7 @@ def take_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> li
             setattr(args, argument, kinds.get(argument, str)(environ[name]))
         except argparse.ArgumentTypeError as error:
             raise ConfigError(
-                f"{name} in the environment: {error}; correct it, or give {flag}",
-                code="wrong-environment",
+                f"wrong-environment: {name} in the environment: {error}; correct it, or give {flag}",
                 name=name,
             ) from error
         settings.append(f"{name}={environ[name]}")
@@ -252,9 +251,7 @@ def _size(name: str, text: str) -> int:
         return arguments.positive(text)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(
-            f"{name} in the environment: {error}; correct it, or give --stacks",
-            code="wrong-environment",
-            name=name,
+            f"wrong-environment: {name} in the environment: {error}; correct it, or give --stacks", name=name
         ) from error
 
 
@@ -273,8 +270,7 @@ def _is_on(name: str, text: str) -> bool:
     if word in ("", "0", "false", "no", "off"):
         return False
     raise ConfigError(
-        f"{name}={text!r} in the environment: set 1 to skip, 0 or nothing to run",
-        code="wrong-environment",
+        f"wrong-environment: {name}={text!r} in the environment: set 1 to skip, 0 or nothing to run",
         name=name,
         value=text,
     )
@@ -286,11 +282,7 @@ def device_of(name: str) -> tuple[str, int]:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and not gpus:
-        raise ConfigError(
-            "--device cuda: this machine shows no GPU; set --device cpu",
-            code="missing-device",
-            setting="--device",
-        )
+        raise ConfigError("missing-device: --device cuda: this machine shows no GPU; set --device cpu")
     device = name if name != "auto" else "cuda" if gpus else "cpu"
     return device, gpus if device == "cuda" else 0
 
@@ -344,30 +336,22 @@ def _check_read(args: argparse.Namespace) -> None:
     on_policy = args.algorithm in ("grpo", "ppo")
     if on_policy and args.dataset is not None:
         raise ConfigError(
-            f"--dataset (DATASET) {args.dataset} is not read with --algorithm {args.algorithm}, whose inputs "
-            "are those of a recording; give --recording, or leave --dataset out",
-            code="no-effect",
-            setting="--dataset",
+            f"no-effect: --dataset (DATASET) {args.dataset} is not read with --algorithm {args.algorithm}, "
+            "whose inputs are those of a recording; give --recording, or leave --dataset out"
         )
     if not on_policy and args.recording is not None:
         raise ConfigError(
-            f"--recording {args.recording} is not read with --algorithm {args.algorithm}, whose inputs are "
-            "documents; give --dataset, or --algorithm grpo or ppo",
-            code="no-effect",
-            setting="--recording",
+            f"no-effect: --recording {args.recording} is not read with --algorithm {args.algorithm}, whose "
+            "inputs are documents; give --dataset, or --algorithm grpo or ppo"
         )
     if not args.data:
         return
     if args.dataset is None:
         raise ConfigError(
-            f"--data {args.data[0]} is about --dataset (DATASET), which is not given",
-            code="no-effect",
-            setting="--data",
+            f"no-effect: --data {args.data[0]} is about --dataset (DATASET), which is not given"
         )
     if args.dataset == "ids" or args.dataset.startswith("reasoning_gym:"):
         raise ConfigError(
-            f"--data {args.data[0]} is not read with --dataset {args.dataset}: these documents are made up "
-            "here, by --max-samples, --max-length and --seed alone; leave --data out",
-            code="no-effect",
-            setting="--data",
+            f"no-effect: --data {args.data[0]} is not read with --dataset {args.dataset}: these documents "
+            "are made up here, by --max-samples, --max-length and --seed alone; leave --data out"
         )

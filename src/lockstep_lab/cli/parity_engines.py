@@ -141,9 +141,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     engines = parse_engines(args.engines, python=args.python, url=args.url, option=args.option)
     if args.max_prompts < 2:
         raise ConfigError(
-            "--max-prompts 1: one short and one long prompt are the least; set 2 or more",
-            code="out-of-range",
-            setting="--max-prompts",
+            "out-of-range: --max-prompts 1: one short and one long prompt are the least; set 2 or more"
         )
     device = device_of(args.device)[0]
     model = model_of(args, device)
@@ -151,9 +149,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     if train.attention != "auto" and not is_kernel(train.attention):
         kernels = AXES["attention"]
         raise ConfigError(
-            f"--attention: {unknown_name('attention kernel', train.attention, kernels)}",
-            code="unknown-name",
-            setting="--attention",
+            f"unknown-name: --attention: {unknown_name('attention kernel', train.attention, kernels)}"
         )
     check({"temperature": args.temperature}, SamplingConfig, origin="--temperature")
     prompts = make_prompts(
@@ -198,31 +194,21 @@ def parse_engines(
         name = name if equals else word.rpartition(":")[2]
         if not name or not engine or (engine not in ENGINES and ":" not in engine):
             raise ConfigError(
-                f"--engines: {unknown_name('inference engine', engine or word, ENGINES)}",
-                code="unknown-name",
-                setting="--engines",
+                f"unknown-name: --engines: {unknown_name('inference engine', engine or word, ENGINES)}"
             )
         if name in settings:
             raise ConfigError(
-                f"--engines names {name} twice; give each a name, such as {name}-2={engine}",
-                code="duplicate",
-                setting="--engines",
+                f"duplicate: --engines names {name} twice; give each a name, such as {name}-2={engine}"
             )
         settings[name] = {"name": engine}
     if not settings:
-        raise ConfigError(
-            "--engines is empty; name at least one, such as hf,vllm",
-            code="missing-setting",
-            setting="--engines",
-        )
+        raise ConfigError("missing-setting: --engines is empty; name at least one, such as hf,vllm")
     for flag, words in (("python", python), ("url", url)):
         for word in words:
             name, equals, value = word.partition("=")
             if not equals or not value:
                 raise ConfigError(
-                    f"--{flag} {word!r}: write NAME=VALUE, such as {_example(flag)}",
-                    code="wrong-format",
-                    setting=f"--{flag}",
+                    f"wrong-format: --{flag} {word!r}: write NAME=VALUE, such as {_example(flag)}"
                 )
             # not resolved: an environment's interpreter is a link, and what it links to is another one
             settings[_known(name, settings, flag)][flag] = value if flag == "url" else os.path.abspath(value)
@@ -237,11 +223,7 @@ def _example(flag: str) -> str:
 
 def _known(name: str, settings: dict[str, dict[str, Any]], flag: str) -> str:
     if name not in settings:
-        raise ConfigError(
-            f"--{flag}: {unknown_name('engine of --engines', name, settings)}",
-            code="unknown-name",
-            setting=f"--{flag}",
-        )
+        raise ConfigError(f"unknown-name: --{flag}: {unknown_name('engine of --engines', name, settings)}")
     return name
 
 
@@ -253,16 +235,12 @@ def _take_option(word: str, settings: dict[str, dict[str, Any]]) -> None:
     name, dot, key = where.rpartition(".")
     if not equals or not dot or not key:
         raise ConfigError(
-            f"--option {word!r}: write NAME.KEY=VALUE, such as vllm.batch_invariant=true",
-            code="wrong-format",
-            setting="--option",
+            f"wrong-format: --option {word!r}: write NAME.KEY=VALUE, such as vllm.batch_invariant=true"
         )
     own = settings[_known(name, settings, "option")]
     if key in ("name", "options"):
         raise ConfigError(
-            f"--option {word!r}: {key} cannot be set here; name a single setting",
-            code="unsupported-combination",
-            setting="--option",
+            f"unsupported-combination: --option {word!r}: {key} cannot be set here; name a single setting"
         )
     values = own if key in EngineConfig.model_fields else own.setdefault("options", {})
     values[key] = parse_value(text, origin=f"--option {where}")

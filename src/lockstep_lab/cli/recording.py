@@ -173,9 +173,7 @@ def _check_new(out: Path) -> None:
     _as_argument("--out", arguments.path, str(out))
     if os.path.lexists(out):
         raise ConfigError(
-            f"--out {str(out)!r} exists already; name a directory that does not",
-            code="already-exists",
-            setting="--out",
+            f"already-exists: --out {str(out)!r} exists already; name a directory that does not"
         )
     check_above(out)
 
@@ -372,8 +370,8 @@ def show(args: Show) -> Result:
     recording = Recording.open(args.path)
     if not -len(recording) <= args.index < len(recording):
         raise ConfigError(
-            f"input {args.index} is not there; the recording has inputs 0 to {len(recording) - 1}",
-            code="out-of-range",
+            f"out-of-range: input {args.index} is not there; the recording has inputs 0 to "
+            f"{len(recording) - 1}"
         )
     recorded = recording[args.index]
     decoder, why = (None, "--ids") if args.ids else find_decoder(recording.header)
@@ -456,7 +454,7 @@ def _as_argument(flag: str, parse: Callable[[str], Any], text: str) -> Any:
     try:
         return parse(text)
     except (argparse.ArgumentTypeError, ValueError) as error:  # the latter: thousands of digits
-        raise ConfigError(f"{flag} {error}", code="wrong-format", setting=flag) from None
+        raise ConfigError(f"wrong-format: {flag} {error}") from None
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:

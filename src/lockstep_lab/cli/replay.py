@@ -162,20 +162,15 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.flash_attn is not None and args.attention is not None:
         raise ConfigError(
-            "--flash-attn and --attention both choose the kernel; give one of them",
-            code="contradiction",
+            "contradiction: --flash-attn and --attention both choose the kernel; give one of them",
             setting="--attention",
         )
     modes = {"--compile": args.compile is not None, "--joint": args.joint, "--deepcompile": args.deepcompile}
     if sum(modes.values()) > 1:
         both = " and ".join(name for name, fields in modes.items() if fields)
-        raise ConfigError(f"{both} both choose the execution mode; give one of them", code="contradiction")
+        raise ConfigError(f"contradiction: {both} both choose the execution mode; give one of them")
     if args.optimizer_step and not args.backward:
-        raise ConfigError(
-            "--optimizer-step needs gradients; leave --no-backward out",
-            code="contradiction",
-            setting="--optimizer-step",
-        )
+        raise ConfigError("contradiction: --optimizer-step needs gradients; leave --no-backward out")
     fields: dict[str, Any] = {}
     if args.preset == "all-off":
         from lockstep_lab.replay.cell import ALL_OFF
@@ -189,11 +184,7 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
     if args.joint or args.deepcompile:
         fields["execution"] = "joint" if args.joint else "deepcompile"
     if args.packing is not None and args.layout is not None:
-        raise ConfigError(
-            "--packing and --layout both choose the layout; give one of them",
-            code="contradiction",
-            setting="--packing",
-        )
+        raise ConfigError("contradiction: --packing and --layout both choose the layout; give one of them")
     if args.packing is not None:
         fields["layout"] = "packed" if args.packing else "padded"
     return fields

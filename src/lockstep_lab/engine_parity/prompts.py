@@ -45,9 +45,7 @@ def read_data(name: str | None, *, model: str) -> DataConfig:
         data = getattr(run, "data", None)
         if not isinstance(data, DataConfig):
             raise ConfigError(
-                f"--data {name}: the recipe has no [data]; name one that has, or a file",
-                code="missing-setting",
-                setting="--data",
+                f"missing-setting: --data {name}: the recipe has no [data]; name one that has, or a file",
                 name=name,
             )
         return data
@@ -75,9 +73,8 @@ def make_prompts(
     room = positions - max_tokens
     if room <= CACHE_BLOCK:
         raise ConfigError(
-            f"{model.name} has {positions} positions: with --max-tokens {max_tokens} a prompt longer than a "
-            f"cache block ({CACHE_BLOCK} tokens) does not fit; lower --max-tokens",
-            code="too-long",
+            f"too-long: {model.name} has {positions} positions: with --max-tokens {max_tokens} a prompt "
+            f"longer than a cache block ({CACHE_BLOCK} tokens) does not fit; lower --max-tokens",
             setting="--max-tokens",
         )
     prompts = load_prompts(data, tokenizer=tokenizer, vocab_size=int(text.vocab_size))
@@ -85,8 +82,8 @@ def make_prompts(
     short = [ids for ids in drawn if len(ids) <= room]
     if not short:
         raise ConfigError(
-            f"every prompt of {data.source} is longer than the {room} tokens that {model.name} has room for",
-            code="nothing-left",
+            f"nothing-left: every prompt of {data.source} is longer than the {room} tokens that "
+            f"{model.name} has room for",
             setting="--data",
         )
     notes = [] if len(short) == len(drawn) else [f"{len(drawn) - len(short)} prompts were too long"]

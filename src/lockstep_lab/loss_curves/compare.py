@@ -105,9 +105,8 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
         pairs = list(zip(a.steps, a.values, b.values, strict=True))
     elif not common:
         raise ConfigError(
-            f"{a.path} has {len(a.steps)} losses, {b.path} has {len(b.steps)}; with --common the steps that "
-            "both have are compared",
-            code="wrong-shape",
+            f"wrong-shape: {a.path} has {len(a.steps)} losses, {b.path} has {len(b.steps)}; with --common "
+            "the steps that both have are compared",
             setting="--common",
             sizes=[len(a.steps), len(b.steps)],
         )
@@ -116,9 +115,8 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
         notes.append(f"{len(pairs)} steps are in both, of {len(a.steps)} and {len(b.steps)}")
     if not pairs:
         raise ConfigError(
-            f"{a.path} (steps {a.steps[0]} to {a.steps[-1]}) and {b.path} (steps {b.steps[0]} to "
-            f"{b.steps[-1]}) have no step in common",
-            code="nothing-to-do",
+            f"nothing-to-do: {a.path} (steps {a.steps[0]} to {a.steps[-1]}) and {b.path} (steps {b.steps[0]} "
+            f"to {b.steps[-1]}) have no step in common"
         )
     floor = _floor([value for _, value, _ in pairs])
     if floor:
@@ -193,12 +191,7 @@ def _shown(count: int, *, most: int = 20) -> list[int]:
 def plot(comparison: CurveComparison, path: Path) -> None:
     """Draw both curves and their differences as a PNG. Raises ConfigError."""
     if not path.parent.is_dir():
-        raise ConfigError(
-            f"--plot {path}: there is no folder {path.parent}",
-            code="no-such-file",
-            setting="--plot",
-            path=path.parent,
-        )
+        raise ConfigError(f"no-such-file: --plot {path}: there is no folder {path.parent}", path=path.parent)
     losses = [
         Curve(
             name=f"{name}: {run.path}",

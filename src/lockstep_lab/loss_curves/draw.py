@@ -68,9 +68,7 @@ def write_png(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
             figure.savefig(path, dpi=110, format="png")
         except OSError as error:
             raise ConfigError(
-                f"{path}: cannot be written ({error.strerror}); name another file",
-                code="cannot-write",
-                path=path,
+                f"cannot-write: {path}: cannot be written ({error.strerror}); name another file", path=path
             ) from error
 
 

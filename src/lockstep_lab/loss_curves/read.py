@@ -142,15 +142,13 @@ def _from_jsonl(path: Path, text: str, key: str | None) -> Losses:
             if number == len(lines):  # of a run that was killed
                 break
             raise ConfigError(
-                f"{path}, line {number}: not JSON ({error}); correct it or remove it",
-                code="not-json",
+                f"not-json: {path}, line {number}: not JSON ({error}); correct it or remove it",
                 path=path,
                 line=number,
             ) from error
         if not isinstance(value, dict):
             raise ConfigError(
-                f"{path}, line {number}: expected an object, got {type(value).__name__}",
-                code="wrong-type",
+                f"wrong-type: {path}, line {number}: expected an object, got {type(value).__name__}",
                 path=path,
                 line=number,
             )

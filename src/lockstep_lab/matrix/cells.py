@@ -211,16 +211,12 @@ def parse_axes(names: Sequence[str], *, axis_flags: Sequence[str] = ()) -> tuple
         name, equals, rest = text.partition("=")
         if not equals or not rest:
             raise ConfigError(
-                f"--axis {text!r}: expected NAME=VALUE[,VALUE...], such as --axis layers=2,8",
-                code="wrong-format",
-                setting="--axis",
+                f"wrong-format: --axis {text!r}: expected NAME=VALUE[,VALUE...], such as --axis layers=2,8",
                 name=text,
             )
         if values.get(name) is not None:
             raise ConfigError(
-                f"--axis {name} is given twice; put all values into one, joined by commas",
-                code="duplicate",
-                setting="--axis",
+                f"duplicate: --axis {name} is given twice; put all values into one, joined by commas",
                 name=name,
             )
         values[name] = tuple(value.strip() for value in rest.split(","))
@@ -229,16 +225,15 @@ def parse_axes(names: Sequence[str], *, axis_flags: Sequence[str] = ()) -> tuple
         same = KINDS[one.name].field
         if same == KINDS[other.name].field:
             raise ConfigError(
-                f"the axes {one.name} and {other.name} both set {same.replace('_', ' ')}; keep one",
-                code="contradiction",
+                f"contradiction: the axes {one.name} and {other.name} both set {same.replace('_', ' ')}; "
+                "keep one",
                 setting="--axis",
                 name=same,
             )
     total = math.prod(len(axis.values) for axis in axes)
     if total > MAX_CELLS:
         raise ConfigError(
-            f"these axes make {total} cells, more than {MAX_CELLS}; leave some values out",
-            code="too-large",
+            f"too-large: these axes make {total} cells, more than {MAX_CELLS}; leave some values out",
             setting="--axis",
             cells=total,
         )
@@ -256,8 +251,7 @@ def settings(text: str, *, origin: str) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not equals or not value:
             raise ConfigError(
-                f"{origin} {word!r}: expected AXIS=VALUE, such as dtype=float32",
-                code="wrong-format",
+                f"wrong-format: {origin} {word!r}: expected AXIS=VALUE, such as dtype=float32",
                 setting=origin,
                 name=word,
             )
@@ -265,8 +259,7 @@ def settings(text: str, *, origin: str) -> dict[str, Any]:
         twice = set(sets) & set(fields)
         if twice:
             raise ConfigError(
-                f"{origin} {text!r} sets {twice.pop().replace('_', ' ')} twice; set it once",
-                code="duplicate",
+                f"duplicate: {origin} {text!r} sets {twice.pop().replace('_', ' ')} twice; set it once",
                 setting=origin,
                 name=text,
             )
@@ -341,8 +334,7 @@ def _axis(name: str, values: Sequence[str] | None) -> Axis:
     chosen = tuple(dict.fromkeys(kind.usual if values is None else values))
     if not chosen:
         raise ConfigError(
-            f"the axis {name} has no usual values; give some: --axis {name}=VALUE,VALUE",
-            code="missing-setting",
+            f"missing-setting: the axis {name} has no usual values; give some: --axis {name}=VALUE,VALUE",
             setting="--axis",
             name=name,
         )
@@ -351,14 +343,11 @@ def _axis(name: str, values: Sequence[str] | None) -> Axis:
         try:
             label, sets = kind.parse(value)
         except ValueError as error:
-            raise ConfigError(
-                f"axis {name}: {error}", code="wrong-format", setting="--axis", name=name
-            ) from error
+            raise ConfigError(f"wrong-format: axis {name}: {error}", setting="--axis", name=name) from error
         axis_values.append(AxisValue(axis=name, value=value, label=label, sets=sets))
     if len({value.label for value in axis_values}) < len(axis_values):
         raise ConfigError(
-            f"axis {name}: {', '.join(chosen)} name the same value twice",
-            code="duplicate",
+            f"duplicate: axis {name}: {', '.join(chosen)} name the same value twice",
             setting="--axis",
             name=name,
             values=chosen,

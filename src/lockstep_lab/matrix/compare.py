@@ -76,9 +76,9 @@ def _compare_logprobs(
         x, y = a.get_tensor(name), b.get_tensor(name)
         if x.shape != y.shape:
             raise RecordingError(
-                f"{cell}: {name} has shape {tuple(x.shape)} and the reference cell's {tuple(y.shape)}; "
-                "the two were not given the same inputs: replay both from one recording with equal options",
-                code="wrong-shape",
+                f"wrong-shape: {cell}: {name} has shape {tuple(x.shape)} and the reference cell's "
+                f"{tuple(y.shape)}; the two were not given the same inputs: replay both from one recording "
+                "with equal options",
                 name=name,
             )
         difference = _difference(x, y)
@@ -174,8 +174,8 @@ def _open(path: Path) -> Any:
             return safe_open(path, framework="pt")
     except (SafetensorError, OSError, RecordingError) as error:
         raise RecordingError(
-            f"{path}: no outputs to compare ({error}); `lockstep replay --keep-outputs` writes them",
-            code="cannot-read",
+            f"cannot-read: {path}: no outputs to compare ({error}); `lockstep replay --keep-outputs` writes "
+            "them",
             path=path,
         ) from error
 
@@ -188,8 +188,7 @@ def _index(name: str) -> int:
     number = name.rpartition("/")[2]
     if not number.isdecimal():
         raise RecordingError(
-            f"{name!r} in outputs.safetensors names no input; expected {LOGPROBS}NUMBER",
-            code="wrong-field",
+            f"wrong-field: {name!r} in outputs.safetensors names no input; expected {LOGPROBS}NUMBER",
             name=name,
         )
     return int(number)

@@ -195,9 +195,9 @@ def read_matrix(path: Path) -> MatrixResult:
     values = _read_object(file)
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         raise RecordingError(
-            f"{file}: format = {values.get('format')!r}, version = {values.get('version')!r}; this version "
-            f"reads {FORMAT} {VERSION}, which `lockstep matrix` writes",
-            code="version-differs",
+            f"version-differs: {file}: format = {values.get('format')!r}, version = "
+            f"{values.get('version')!r}; this version reads {FORMAT} {VERSION}, which `lockstep matrix` "
+            "writes",
             path=file,
             format=values.get("format"),
             version=values.get("version"),
@@ -349,7 +349,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         raise error.with_message(f"{error}; give the folder of a `lockstep matrix`") from error
     if not isinstance(values, dict):
         raise RecordingError(
-            f"{file}: a JSON object was expected, not {type(values).__name__}", code="wrong-type", path=file
+            f"wrong-type: {file}: a JSON object was expected, not {type(values).__name__}", path=file
         )
     return values
 

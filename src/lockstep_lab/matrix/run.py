@@ -107,8 +107,7 @@ def run_matrix(
         lock = RunLock(options.out / "lock")
     except ConfigError as error:
         raise ConfigError(
-            f"another matrix is writing {str(options.out)!r}; give another --out",
-            code="locked",
+            f"locked: another matrix is writing {str(options.out)!r}; give another --out",
             setting="--out",
             path=options.out,
         ) from error

@@ -58,10 +58,8 @@ class Selection:
         if not indices:
             steps = [meta.step for meta in recording.metas]
             raise RecordingError(
-                f"{recording.path}: no input is selected; it has steps {min(steps)} to {max(steps)} and "
-                "ranks "
-                f"{', '.join(map(str, recording.ranks))}",
-                code="nothing-left",
+                f"nothing-left: {recording.path}: no input is selected; it has steps {min(steps)} to "
+                f"{max(steps)} and ranks {', '.join(map(str, recording.ranks))}"
             )
         return indices
 
@@ -107,25 +105,22 @@ def merge_recordings(recordings: Sequence[Recording], out: Path, *, weights: boo
         RecordingError: headers differ in more than MAY_DIFFER, two hold the same input, or one is damaged.
     """
     if len(recordings) < 2:
-        raise RecordingError("merging takes at least two recordings", code="missing-argument")
+        raise RecordingError("missing-argument: merging takes at least two recordings")
     first = recordings[0]
     owner: dict[InputKey, Recording] = {}
     for recording in recordings:
         different = differences(first.header, recording.header)
         if different:
             raise RecordingError(
-                f"{first.path} and {recording.path} are not of one run; they differ in "
-                f"{'; '.join(different)}",
-                code="other-model",
+                f"other-model: {first.path} and {recording.path} are not of one run; they differ in "
+                f"{'; '.join(different)}"
             )
         for meta in recording.metas:
             if meta.key in owner:
                 raise RecordingError(
-                    f"{owner[meta.key].path} and {recording.path} both hold the input of update "
-                    f"{meta.update}, "
-                    f"micro-batch {meta.micro_batch}, rank {meta.rank}; leave it out of one with recording "
-                    "slice",
-                    code="duplicate",
+                    f"duplicate: {owner[meta.key].path} and {recording.path} both hold the input of update "
+                    f"{meta.update}, micro-batch {meta.micro_batch}, rank {meta.rank}; leave it out of one "
+                    "with recording slice"
                 )
             owner[meta.key] = recording
     headers = [recording.header for recording in recordings]
@@ -212,7 +207,7 @@ def _copy(folder: Path, target: Path) -> None:
 def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weights: bool) -> Edited:
     """Write `items` in the order of their keys."""
     if os.path.lexists(out):
-        raise RecordingError(f"{out}: exists already; name a directory that does not", code="already-exists")
+        raise RecordingError(f"already-exists: {out}: exists already; name a directory that does not")
     ranks = sorted({recording.metas[index].rank for recording, index in items})
     without = 0
     with whole_or_not(out) as folder:
@@ -249,9 +244,7 @@ def whole_or_not(out: Path) -> Iterator[Path]:
     except BrokenPipeError:
         raise  # from a terminal or pipe that shows progress, not from the folder
     except OSError as error:
-        raise RecordingError(
-            f"{out}: cannot be written ({error.strerror or error})", code="cannot-write"
-        ) from error
+        raise RecordingError(f"cannot-write: {out}: cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -267,10 +260,10 @@ def parse_numbers(text: str, *, what: str) -> tuple[int, ...]:
         low, dash, high = part.strip().partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()) or len(low + high) > 18:
             raise RecordingError(
-                f"{what} {text[:60]!r} must be numbers and ranges such as 0,3,8-11", code="wrong-format"
+                f"wrong-format: {what} {text[:60]!r} must be numbers and ranges such as 0,3,8-11"
             )
         last = int(high) if dash else int(low)
         if last - int(low) > 10**6:
-            raise RecordingError(f"{what} {text[:60]!r} has more than a million numbers", code="too-large")
+            raise RecordingError(f"too-large: {what} {text[:60]!r} has more than a million numbers")
         numbers |= set(range(int(low), last + 1))
     return tuple(sorted(numbers))

@@ -52,19 +52,18 @@ class MemoryLimit:
         """
         if documents > MAX_DOCUMENT_SLOTS:
             raise RecordingError(
-                f"field 'capacity': the batch would have room for {documents:,} documents; at most "
-                f"{MAX_DOCUMENT_SLOTS:,}",
-                code="too-large",
+                f"too-large: field 'capacity': the batch would have room for {documents:,} documents; at "
+                f"most {MAX_DOCUMENT_SLOTS:,}",
                 name="capacity",
                 documents=documents,
             )
         need = self.estimate(slots=slots, documents=documents)
         if need > self.bytes:
             raise RecordingError(
-                f"a batch of {slots:,} slots would take about {gib(need)}, more than the {gib(self.bytes)} "
-                f"that an input may take; give more with --max-memory {need / 2**30 + 1:.0f}, fewer layers "
-                "with --num-layers, or leave the input out with --inputs",
-                code="out-of-memory",
+                f"out-of-memory: a batch of {slots:,} slots would take about {gib(need)}, more than the "
+                f"{gib(self.bytes)} that an input may take; give more with --max-memory "
+                f"{need / 2**30 + 1:.0f}, fewer layers with --num-layers, or leave the input out with "
+                "--inputs",
                 setting="--max-memory",
             )
 
@@ -263,10 +262,8 @@ def plan_buckets(
     if options.capacity is not None and max(totals) > options.capacity:
         index = order[totals.index(max(totals))]
         raise ConfigError(
-            f"--capacity {options.capacity}: input {index} has {max(totals)} tokens; set at least "
-            f"--capacity {_round_up(max(totals), _ALIGNMENT)}, or leave that input out with --inputs",
-            code="out-of-range",
-            setting="--capacity",
+            f"out-of-range: --capacity {options.capacity}: input {index} has {max(totals)} tokens; set at "
+            f"least --capacity {_round_up(max(totals), _ALIGNMENT)}, or leave that input out with --inputs",
             input=index,
         )
     budget = options.capacity or max(recorded, _round_up(max(totals), _ALIGNMENT))
@@ -294,17 +291,15 @@ def select_inputs(recording: Recording, options: ReplayOptions) -> tuple[int, ..
     count = len(recording)
     if count == 0:
         raise ConfigError(
-            f"{recording.path} holds no inputs; there is nothing to replay",
-            code="nothing-to-do",
+            f"nothing-to-do: {recording.path} holds no inputs; there is nothing to replay",
             path=recording.path,
         )
     chosen = list(range(count)) if options.inputs is None else list(dict.fromkeys(options.inputs))
     wrong = [index for index in chosen if not 0 <= index < count]
     if wrong:
         raise ConfigError(
-            f"--inputs names input {wrong[0]}, but {recording.path} holds {count} (0 to {count - 1})",
-            code="out-of-range",
-            setting="--inputs",
+            f"out-of-range: --inputs names input {wrong[0]}, but {recording.path} holds {count} (0 to "
+            f"{count - 1})",
             input=wrong[0],
         )
     if options.steps is not None:
@@ -314,9 +309,8 @@ def select_inputs(recording: Recording, options: ReplayOptions) -> tuple[int, ..
         if not chosen:
             text = f"{'' if first is None else first}:{'' if last is None else last}"
             raise ConfigError(
-                f"--steps {text} leaves no input; this recording has steps {steps[0]} to {steps[-1]}",
-                code="nothing-left",
-                setting="--steps",
+                f"nothing-left: --steps {text} leaves no input; this recording has steps {steps[0]} to "
+                f"{steps[-1]}"
             )
     if options.shuffle:
         random.Random(options.seed).shuffle(chosen)

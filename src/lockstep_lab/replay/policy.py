@@ -153,10 +153,9 @@ def check_inputs_fit(recording: Recording, order: Sequence[int], size: ModelSize
         longest = max(recording.lengths[index], default=0)
         if longest > size.max_positions:
             raise RecordingError(
-                f"input {index}, field 'positions': its longest document has {longest} tokens, but {name} "
-                f"has {size.max_positions} positions; replay with the recorded model, with one of at least "
-                f"{longest} positions (--model), or leave this input out (--inputs)",
-                code="too-long",
+                f"too-long: input {index}, field 'positions': its longest document has {longest} tokens, "
+                f"but {name} has {size.max_positions} positions; replay with the recorded model, with one "
+                f"of at least {longest} positions (--model), or leave this input out (--inputs)",
                 name="positions",
                 input=index,
             )
@@ -171,10 +170,9 @@ def check_ids(batch: PackedBatch, *, index: int, vocab_size: int, name: str) -> 
     low, high = (int(x) for x in batch.token_ids.aminmax())
     if low < 0 or high >= vocab_size:
         raise RecordingError(
-            f"input {index}, field 'token_ids': it holds id {low if low < 0 else high}, but {name} has a "
-            f"vocabulary of {vocab_size} (0 to {vocab_size - 1}); replay with the recorded model or with one "
-            "of its vocabulary (--model), or leave this input out (--inputs)",
-            code="outside-vocabulary",
+            f"outside-vocabulary: input {index}, field 'token_ids': it holds id {low if low < 0 else high}, "
+            f"but {name} has a vocabulary of {vocab_size} (0 to {vocab_size - 1}); replay with the recorded "
+            "model or with one of its vocabulary (--model), or leave this input out (--inputs)",
             name="token_ids",
             input=index,
         )
@@ -187,9 +185,8 @@ def check_tail(batch: PackedBatch, *, index: int, max_positions: int, name: str)
     longest = max(batch.lengths[real:], default=0)
     if longest > max(max_positions, *batch.lengths[:real]):
         raise RecordingError(
-            f"input {index}, field 'tail': a pad document has {longest:,} slots, but {name} has "
+            f"too-long: input {index}, field 'tail': a pad document has {longest:,} slots, but {name} has "
             f"{max_positions:,} positions; leave this input out (--inputs)",
-            code="too-long",
             name="tail",
             input=index,
         )
@@ -199,9 +196,9 @@ def check_usable(meta: InputMeta, *, index: int) -> None:
     """Raise RecordingError for an input of a foreign module that could not be split into documents."""
     if meta.unusable is not None:
         raise RecordingError(
-            f"input {index} is kept as the module was called, not as documents ({meta.unusable}); it cannot "
-            f"be fed again. Look at it with `lockstep recording show {index}`, or leave it out (--inputs)",
-            code="wrong-batch",
+            f"wrong-batch: input {index} is kept as the module was called, not as documents "
+            f"({meta.unusable}); it cannot be fed again. Look at it with `lockstep recording show {index}`, "
+            "or leave it out (--inputs)",
             input=index,
         )
 

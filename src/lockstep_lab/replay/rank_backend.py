@@ -150,9 +150,8 @@ class RankBackend(_Wrapped):
             self._peers_failed(failed)
             if self.reduces_gradients:
                 raise PeerFailed(
-                    f"step {step}: not run, because another rank failed before it ({'; '.join(failed)}). "
-                    f"Here the other ranks of a job wait {waits_in(self.zero_stage)}",
-                    code="peer-failed",
+                    f"peer-failed: step {step}: not run, because another rank failed before it "
+                    f"({'; '.join(failed)}). Here the other ranks of a job wait {waits_in(self.zero_stage)}",
                     step=step,
                 )
         self._peer_missing = bool(failed)

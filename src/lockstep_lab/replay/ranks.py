@@ -76,10 +76,8 @@ def rank_options(options: ReplayOptions, ranks: RankContext) -> ReplayOptions:
     requested = options.cell.ranks
     if requested not in (1, ranks.world_size):
         raise ConfigError(
-            f"--ranks {requested}, but {ranks.world_size} ranks were started; leave --ranks out under "
-            "torchrun and deepspeed, or give the same number",
-            code="contradiction",
-            setting="--ranks",
+            f"contradiction: --ranks {requested}, but {ranks.world_size} ranks were started; leave --ranks "
+            "out under torchrun and deepspeed, or give the same number"
         )
     cell = dataclasses.replace(options.cell, ranks=ranks.world_size, device=str(ranks.device))
     return dataclasses.replace(options, cell=cell)
@@ -133,10 +131,8 @@ def replay_simulated(
     """
     if options.cell.deepspeed and options.optimizer_step:
         raise ConfigError(
-            "--optimizer-step with DeepSpeed needs real ranks: DeepSpeed reduces gradients in every "
-            "backward; give --ranks N without --simulate",
-            code="unsupported-combination",
-            setting="--optimizer-step",
+            "unsupported-combination: --optimizer-step with DeepSpeed needs real ranks: DeepSpeed reduces "
+            "gradients in every backward; give --ranks N without --simulate"
         )
     started, ranks = time.perf_counter(), simulated_ranks(recording, options)
     # The cell is that of one process: nothing of what it computes is distributed.

@@ -77,15 +77,11 @@ def plan_steps(
         ConfigError: fewer than 1 rank, or no input.
     """
     if ranks < 1:
-        raise ConfigError(
-            f"--ranks {ranks}: at least 1 rank is needed", code="out-of-range", setting="--ranks"
-        )
+        raise ConfigError(f"out-of-range: --ranks {ranks}: at least 1 rank is needed")
     chosen = list(range(len(metas)) if indices is None else indices)
     if not chosen:
         raise ConfigError(
-            "there is no input to assign to ranks; raise --max-inputs",
-            code="nothing-to-do",
-            setting="--max-inputs",
+            "nothing-to-do: there is no input to assign to ranks; raise --max-inputs", setting="--max-inputs"
         )
     if shuffle:
         rows = _shuffled(chosen, [sum(part) for part in lengths], ranks, random.Random(seed))

@@ -79,17 +79,13 @@ def parse_cell(text: str) -> BenchCell:
         if axis is None:
             known = [*itertools.chain(*(v for axis, v in AXES.items() if axis != INVARIANT)), INVARIANT]
             raise ConfigError(
-                f"cell {text!r}: {unknown_name('word', word, known)}",
-                code="unknown-name",
+                f"unknown-name: cell {text!r}: {unknown_name('word', word, known)}",
                 setting="--cells",
                 name=word,
             )
         if axis in choices:
             raise ConfigError(
-                f"cell {text!r} names its {axis} twice; name it once",
-                code="duplicate",
-                setting="--cells",
-                name=axis,
+                f"duplicate: cell {text!r} names its {axis} twice; name it once", setting="--cells", name=axis
             )
         choices[axis] = True if axis == INVARIANT else word
     return BenchCell(**choices)
@@ -100,9 +96,7 @@ def parse_cells(text: str) -> list[BenchCell]:
     cells = [parse_cell(word) for word in text.split(",") if word.strip()]
     if not cells:
         raise ConfigError(
-            f"--cells {text!r} names no cell; name some, such as eager+hf,compile+native",
-            code="empty",
-            setting="--cells",
+            f"empty: --cells {text!r} names no cell; name some, such as eager+hf,compile+native"
         )
     return _checked(cells)
 
@@ -131,18 +125,9 @@ def _values(axis: str, text: str | None) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if word not in AXES[axis]:
-            raise ConfigError(
-                f"--{axis}: {unknown_name('value', word, AXES[axis])}",
-                code="unknown-name",
-                setting=f"--{axis}",
-                name=word,
-            )
+            raise ConfigError(f"unknown-name: --{axis}: {unknown_name('value', word, AXES[axis])}", name=word)
     if not words:
-        raise ConfigError(
-            f"--{axis} {text!r} names nothing; name some of {', '.join(AXES[axis])}",
-            code="empty",
-            setting=f"--{axis}",
-        )
+        raise ConfigError(f"empty: --{axis} {text!r} names nothing; name some of {', '.join(AXES[axis])}")
     return words
 
 
@@ -151,15 +136,13 @@ def _checked(cells: Sequence[BenchCell]) -> list[BenchCell]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            f"{', '.join(twice)} would be measured twice; name each cell once",
-            code="duplicate",
+            f"duplicate: {', '.join(twice)} would be measured twice; name each cell once",
             setting="--cells",
             names=twice,
         )
     if len(cells) > MAX_CELLS:
         raise ConfigError(
-            f"{len(cells)} cells are more than {MAX_CELLS}; name fewer values, or use --cells",
-            code="too-large",
+            f"too-large: {len(cells)} cells are more than {MAX_CELLS}; name fewer values, or use --cells",
             setting="--cells",
             cells=len(cells),
         )

@@ -263,7 +263,7 @@ class Cell(Worker[BenchJob]):
                 return turn
             if time.monotonic() > until:
                 raise LockstepError(
-                    f"no turn came within {self.job.patience:g} s", code="deadline", seconds=self.job.patience
+                    f"deadline: no turn came within {self.job.patience:g} s", seconds=self.job.patience
                 )
             time.sleep(_POLL_SECONDS)
 

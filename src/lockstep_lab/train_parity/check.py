@@ -249,9 +249,7 @@ def check_stack(
         for package in backends()[stack.backend].needs:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
-                    f"the package {package} is missing; {OPTIONAL[package]}",
-                    code="missing-package",
-                    name=package,
+                    f"missing-package: the package {package} is missing; {OPTIONAL[package]}", name=package
                 )
             if failure := import_failure(package):
                 raise ConfigError(failure, code="missing-package", name=package)
@@ -261,8 +259,8 @@ def check_stack(
             check_tensor_parallel_size(text, stack.tp)
         if stack.tp > 1 and text is None:
             raise ConfigError(
-                f"nothing is known about {model.name}, so it is not known whether tp divides it",
-                code="unknown-name",
+                f"unknown-name: nothing is known about {model.name}, so it is not known whether tp divides "
+                "it",
                 name=model.name,
             )
         if stack.ring > 1 and text is not None:

@@ -158,9 +158,9 @@ def _documents(spec: InputsSpec, sizes: Sizes) -> tuple[SFTSet, str, tuple[str, 
     if tokenizer is None:
         if spec.data is not None and spec.data.source != "ids":
             raise ConfigError(
-                f"{spec.model.name} has no tokenizer, so {spec.data.source!r} cannot be read with it; leave "
-                "--dataset (DATASET) out for documents of random ids, or name a model with a tokenizer",
-                code="no-tokenizer",
+                f"no-tokenizer: {spec.model.name} has no tokenizer, so {spec.data.source!r} cannot be read "
+                "with it; leave --dataset (DATASET) out for documents of random ids, or name a model with a "
+                "tokenizer",
                 setting="--dataset",
                 name=spec.model.name,
             )
@@ -268,11 +268,9 @@ def _rollouts(spec: InputsSpec, sizes: Sizes) -> InputsReport:
         temperature = recording.header.temperature
     elif spec.recording is not None:
         raise ConfigError(
-            f"--recording {spec.recording} has ids of a vocabulary of {recording.header.vocab_size}, "
-            f"{spec.model.name} one of {sizes.vocab_size}; name a recording of that model, or leave "
-            "--recording out for made-up rollouts",
-            code="other-model",
-            setting="--recording",
+            f"other-model: --recording {spec.recording} has ids of a vocabulary of "
+            f"{recording.header.vocab_size}, {spec.model.name} one of {sizes.vocab_size}; name a recording "
+            "of that model, or leave --recording out for made-up rollouts",
             name=spec.model.name,
         )
     else:
@@ -323,8 +321,8 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
         batch = recording[index].batch
         if not isinstance(batch, PolicyBatch):
             raise ConfigError(
-                f"{recording.path}: input {index} has no advantages; name a recording of an RL run",
-                code="missing-values",
+                f"missing-values: {recording.path}: input {index} has no advantages; name a recording of an "
+                "RL run",
                 path=recording.path,
                 input=index,
             )
@@ -336,9 +334,8 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
         updates.setdefault(meta.update, []).append(repack(batch, None))
     if not updates:
         raise DataError(
-            f"{recording.path} has no input with advantages and documents of at most {longest} tokens; raise "
-            "--max-length, or name another recording",
-            code="nothing-left",
+            f"nothing-left: {recording.path} has no input with advantages and documents of at most "
+            f"{longest} tokens; raise --max-length, or name another recording",
             setting="--max-length",
             path=recording.path,
         )

@@ -102,8 +102,7 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
         if exit_status.returncode != 0:
             why = line_that_matters(read_tail(log)).removeprefix("parity inputs worker: ")
             raise ConfigError(
-                f"the inputs could not be made: {why or exit_status.describe()} (log: {log})",
-                code="process-died",
+                f"process-died: the inputs could not be made: {why or exit_status.describe()} (log: {log})",
                 path=log,
             )
         return InputsReport.model_validate_json(read_plain(self.out / REPORT, ConfigError))
@@ -170,9 +169,8 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
         )
         if role == "value" and job.train.execution == "deepcompile":
             raise ConfigError(
-                f"stack {stack.name!r}: its graph holds the policy's head, and a value model has another; "
-                "leave deepcompile out with --algorithm ppo",
-                code="unsupported-combination",
+                f"unsupported-combination: stack {stack.name!r}: its graph holds the policy's head, and a "
+                "value model has another; leave deepcompile out with --algorithm ppo",
                 setting="--stacks",
                 name=stack.name,
             )

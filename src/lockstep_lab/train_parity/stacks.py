@@ -122,9 +122,8 @@ class Stack:
         if ranks % share:
             axes = " * ".join(f"{a} {n}" for a, n in (("tp", self.tp), ("ring", self.ring)) if n > 1)
             raise ConfigError(
-                f"{axes} = {share} does not divide {ranks} ranks; use {_nearest(ranks, share)} ranks "
-                f"(--gpus, NUM_GPUS), or smaller axes",
-                code="not-divisible",
+                f"not-divisible: {axes} = {share} does not divide {ranks} ranks; use "
+                f"{_nearest(ranks, share)} ranks (--gpus, NUM_GPUS), or smaller axes",
                 setting=axes,
                 ranks=ranks,
             )
@@ -162,18 +161,13 @@ def parse_stacks(text: str) -> list[Stack]:
     stacks = [parse_stack(word) for word in text.split(",") if word.strip()]
     if not stacks:
         raise ConfigError(
-            f"--stacks {text!r} names no stack; name some, such as {','.join(DEFAULT_STACKS)}",
-            code="empty",
-            setting="--stacks",
+            f"empty: --stacks {text!r} names no stack; name some, such as {','.join(DEFAULT_STACKS)}"
         )
     names = [stack.name for stack in stacks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            f"--stacks names {', '.join(twice)} twice; name each stack once",
-            code="duplicate",
-            setting="--stacks",
-            names=twice,
+            f"duplicate: --stacks names {', '.join(twice)} twice; name each stack once", names=twice
         )
     return stacks
 
@@ -202,10 +196,7 @@ def parse_skip(text: str, *, source: str = "--skip") -> list[str]:
         except ConfigError:
             problem = unknown_name("word", word, SKIP_WORDS)
             raise ConfigError(
-                f"{source}: {problem}; or the name of a stack",
-                code="wrong-format",
-                setting="--stacks",
-                name=source,
+                f"wrong-format: {source}: {problem}; or the name of a stack", setting="--stacks", name=source
             ) from None
     return words
 

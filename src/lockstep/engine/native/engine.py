@@ -219,10 +219,9 @@ class NativeEngine(EmbeddedEngine):
             else "raise engine.memory_fraction, as the device's memory allows no more"
         )
         raise EngineError(
-            f"request {turn.index}: a sample with a prompt of {len(request.prompt_token_ids)} tokens "
-            f"and max_tokens = {request.sampling.max_tokens} can need {needed} tokens of "
-            f"KV cache, which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens",
-            code="too-long",
+            f"too-long: request {turn.index}: a sample with a prompt of {len(request.prompt_token_ids)} "
+            f"tokens and max_tokens = {request.sampling.max_tokens} can need {needed} tokens of KV cache, "
+            f"which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens",
             request=turn.index,
             needed=needed,
             capacity=max(0, capacity),
@@ -242,8 +241,7 @@ def _check_device(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         raise EngineError(
-            f"engine {NAME} attends by varlen, and CUDA flash kernels have no {name}; set model.dtype = "
-            "'bfloat16', or engine.name = 'hf'",
-            code="unsupported-combination",
+            f"unsupported-combination: engine {NAME} attends by varlen, and CUDA flash kernels have no "
+            f"{name}; set model.dtype = 'bfloat16', or engine.name = 'hf'",
             setting="model.dtype",
         )

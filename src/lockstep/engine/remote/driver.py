@@ -196,9 +196,8 @@ def seconds_left(session: UpdateSession, config: EngineConfig) -> float:
     left = session.deadline - time.monotonic()
     if left <= 0:
         raise EngineError(
-            f"engine {config.name}: the update to policy version {session.policy_version} did not end within "
-            f"engine.update_seconds = {config.update_seconds:g}; raise it",
-            code="deadline",
+            f"deadline: engine {config.name}: the update to policy version {session.policy_version} did not "
+            f"end within engine.update_seconds = {config.update_seconds:g}; raise it",
             setting="engine.update_seconds",
             seconds=config.update_seconds,
         )
@@ -262,9 +261,7 @@ def check_sample(
 
 def _wrong(engine: str, name: str, what: str) -> EngineError:
     return EngineError(
-        f"engine {engine} returned {what}; it does not do what it was asked for",
-        code="wrong-result",
-        name=name,
+        f"wrong-result: engine {engine} returned {what}; it does not do what it was asked for", name=name
     )
 
 

@@ -162,9 +162,8 @@ class RemoteEngine(ReceivingEngine):
         tries[job.id] += 1
         if tries[job.id] == _TRIES:
             raise EngineError(
-                f"engine {self.name} is running but broke the connection of one sample {_TRIES} times: "
-                f"{sign}{self._log_text()}",
-                code="unreachable",
+                f"unreachable: engine {self.name} is running but broke the connection of one sample "
+                f"{_TRIES} times: {sign}{self._log_text()}",
                 tries=_TRIES,
             )
         self.requested(job)
@@ -215,8 +214,7 @@ class RemoteEngine(ReceivingEngine):
         if reply.status >= 500:
             self._raise_if_dead(bad_status(reply))
             raise EngineError(
-                f"engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}",
-                code="refused",
+                f"refused: engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}",
                 status=reply.status,
                 reason=reply.error_text(),
             )
@@ -253,8 +251,8 @@ class RemoteEngine(ReceivingEngine):
             if waiting.endswith(" answered 401"):
                 instead = "export the server's token and name the variable by engine.token_env"
             raise EngineError(
-                f"engine {self.name}: engine.url = {self._client.url} cannot be used: {waiting}; {instead}",
-                code="unreachable",
+                f"unreachable: engine {self.name}: engine.url = {self._client.url} cannot be used: "
+                f"{waiting}; {instead}",
                 setting="engine.url",
                 reason=waiting,
             )
@@ -265,8 +263,7 @@ class RemoteEngine(ReceivingEngine):
         if self._server is None:
             if isinstance(sign, Unreachable) and self._driver.ready() is not None:
                 raise EngineError(
-                    f"the {self.name} server at engine.url went away: {sign}",
-                    code="unreachable",
+                    f"unreachable: the {self.name} server at engine.url went away: {sign}",
                     setting="engine.url",
                     reason=sign,
                 ) from sign
@@ -275,17 +272,17 @@ class RemoteEngine(ReceivingEngine):
         while time.monotonic() < deadline:
             ended = self._server.wait_ended(0.2)
             if ended is not None:
-                raise ServerDied(f"the {self.name} server {ended} {when}", code="process-died") from sign
+                raise ServerDied(f"process-died: the {self.name} server {ended} {when}") from sign
             if self._driver.ready() is None:
                 return
         # Its HTTP side lives on without the engine behind it: as good as dead.
         self._server.stop()
-        raise ServerDied(f"the {self.name} server stopped answering ({sign})", code="process-died") from sign
+        raise ServerDied(f"process-died: the {self.name} server stopped answering ({sign})") from sign
 
     def _revive(self) -> None:
         """Restart a server that died while it was idle."""
         if self._server is not None and (ended := self._server.ended()) is not None:
-            self._restart(ServerDied(f"the {self.name} server {ended}", code="process-died"))
+            self._restart(ServerDied(f"process-died: the {self.name} server {ended}"))
 
     def _restart(self, death: ServerDied) -> None:
         """Restart until a server runs with the right weights, at most max_restarts times in one run."""
@@ -299,9 +296,8 @@ class RemoteEngine(ReceivingEngine):
         assert self._server is not None
         if self._restarts >= self._config.max_restarts:
             raise EngineError(
-                f"{death}, and it was started again {self._restarts} times already (engine.max_restarts = "
-                f"{self._config.max_restarts}). {self._server.log_text()}",
-                code="process-died",
+                f"process-died: {death}, and it was started again {self._restarts} times already "
+                f"(engine.max_restarts = {self._config.max_restarts}). {self._server.log_text()}",
                 restarts=self._restarts,
             ) from death
         self._restarts += 1
@@ -311,10 +307,9 @@ class RemoteEngine(ReceivingEngine):
             return
         if self.recover is None:
             raise EngineError(
-                f"{death}; it was started again, without the trained weights, and nobody can send them now "
-                "(sharded weights are only whole in a regular update). Resume the run from its last "
-                f"checkpoint. {self._server.log_text()}",
-                code="process-died",
+                f"process-died: {death}; it was started again, without the trained weights, and nobody can "
+                "send them now (sharded weights are only whole in a regular update). Resume the run from "
+                f"its last checkpoint. {self._server.log_text()}",
                 state="dirty",
             ) from death
         self._recovering = threading.get_ident()
@@ -381,8 +376,8 @@ class RemoteEngine(ReceivingEngine):
         session = self._open_session()
         if bucket.transport not in self.transports:
             raise EngineError(
-                f"engine {self.name} receives by {', '.join(self.transports)}, not by {bucket.transport}",
-                code="unsupported-combination",
+                f"unsupported-combination: engine {self.name} receives by {', '.join(self.transports)}, not "
+                f"by {bucket.transport}",
                 setting="engine.transfer",
                 transport=bucket.transport,
             )
@@ -391,8 +386,7 @@ class RemoteEngine(ReceivingEngine):
     def finish_update(self, session: UpdateSession) -> None:
         if self._open_session() != session:
             raise EngineError(
-                f"engine {self.name}: finish_update of another session than the open one",
-                code="wrong-state",
+                f"wrong-state: engine {self.name}: finish_update of another session than the open one",
                 state="other-update",
             )
         seconds_left(session, self._config)

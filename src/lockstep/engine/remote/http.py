@@ -90,8 +90,7 @@ class Reply:
         if not 200 <= self.status < 300:
             hint = "; is its token the one in the variable engine.token_env?" if self.status == 401 else ""
             raise BadReply(
-                f"{self.what} answered {self.status}: {self.error_text()}{hint}",
-                code="bad-reply",
+                f"bad-reply: {self.what} answered {self.status}: {self.error_text()}{hint}",
                 status=self.status,
                 reason=self.error_text(),
             )
@@ -100,8 +99,7 @@ class Reply:
             return pydantic_core.from_json(self.body, allow_inf_nan=False, cache_strings="keys")
         except ValueError as error:
             raise BadReply(
-                f"{self.what} answered something that is not JSON ({error}): {_preview(self.body)}",
-                code="not-json",
+                f"not-json: {self.what} answered something that is not JSON ({error}): {_preview(self.body)}"
             ) from error
 
     def object(self) -> dict[str, Any]:
@@ -109,8 +107,8 @@ class Reply:
         value = self.json()
         if not isinstance(value, dict):
             raise BadReply(
-                f"{self.what} answered a JSON {type(value).__name__}, not an object: {_preview(self.body)}",
-                code="wrong-type",
+                f"wrong-type: {self.what} answered a JSON {type(value).__name__}, not an object: "
+                f"{_preview(self.body)}"
             )
         return value
 
@@ -165,14 +163,12 @@ class HttpClient:
             port = parts.port
         except ValueError as error:
             raise ConfigError(
-                f"url {url!r} has no valid port ({error}); give http://host:port",
-                code="wrong-format",
-                name="port",
+                f"wrong-format: url {url!r} has no valid port ({error}); give http://host:port", name="port"
             ) from error
         if parts.scheme != "http" or not parts.hostname or parts.query or parts.username:
             raise ConfigError(
-                f"url {url!r} is not of the form http://host:port; the engine's own servers speak plain http",
-                code="wrong-format",
+                f"wrong-format: url {url!r} is not of the form http://host:port; the engine's own servers "
+                "speak plain http",
                 name="scheme",
             )
         self.name = name
@@ -212,9 +208,7 @@ class HttpClient:
             ]
         except OSError as error:
             raise Unreachable(
-                f"{self.name}: host {self._address[0]!r} is not known ({error})",
-                code="unreachable",
-                reason="host",
+                f"unreachable: {self.name}: host {self._address[0]!r} is not known ({error})", reason="host"
             ) from error
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
@@ -224,8 +218,7 @@ class HttpClient:
         if code not in (0, errno.EINPROGRESS):
             sock.close()
             raise Unreachable(
-                f"{self.name}: cannot connect to {self.url} ({errno.errorcode.get(code, code)})",
-                code="unreachable",
+                f"unreachable: {self.name}: cannot connect to {self.url} ({errno.errorcode.get(code, code)})",
                 reason="connect",
             )
         return sock
@@ -247,7 +240,7 @@ class HttpClient:
             while True:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise Silent(f"{self.describe(method, path)} was not answered in time", code="deadline")
+                    raise Silent(f"deadline: {self.describe(method, path)} was not answered in time")
                 for _, reply in batch.poll(left):
                     if isinstance(reply, HttpError):
                         raise reply
@@ -315,8 +308,7 @@ class Exchange(ABC, Generic[Answer]):
         if end < 0:
             if len(self._raw) > _MAX_HEAD_BYTES:
                 raise BadReply(
-                    f"{self.what} did not answer in HTTP: {_preview(bytes(self._raw[:500]))}",
-                    code="bad-reply",
+                    f"bad-reply: {self.what} did not answer in HTTP: {_preview(bytes(self._raw[:500]))}",
                     name="HTTP",
                 )
             return None
@@ -326,15 +318,13 @@ class Exchange(ABC, Generic[Answer]):
         version, _, tail = first.partition(" ")
         if not (version.startswith("HTTP/1.") and _STATUS.match(tail)):
             raise BadReply(
-                f"{self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}",
-                code="bad-reply",
-                name="HTTP",
+                f"bad-reply: {self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}", name="HTTP"
             )
         length = fields.get("content-length")
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= MAX_REPLY_BYTES):
             raise BadReply(
-                f"{self.what} announced an answer of {ascii(length)[1:41]} bytes; at most {MAX_REPLY_BYTES}",
-                code="too-large",
+                f"too-large: {self.what} announced an answer of {ascii(length)[1:41]} bytes; at most "
+                f"{MAX_REPLY_BYTES}",
                 name="Content-Length",
             )
         return Head(
@@ -358,9 +348,7 @@ class Exchange(ABC, Generic[Answer]):
                 self._complete = True
         if len(self._body) > MAX_REPLY_BYTES:
             raise BadReply(
-                f"{self.what} answered more than {MAX_REPLY_BYTES} bytes",
-                code="too-large",
-                limit=MAX_REPLY_BYTES,
+                f"too-large: {self.what} answered more than {MAX_REPLY_BYTES} bytes", limit=MAX_REPLY_BYTES
             )
 
     def _read_chunks(self) -> None:
@@ -371,12 +359,11 @@ class Exchange(ABC, Generic[Answer]):
             except ValueError:
                 preview = _preview(bytes(raw[at : at + 40]))
                 raise BadReply(
-                    f"{self.what} sent a chunk without a size: {preview}", code="bad-reply", name="chunk"
+                    f"bad-reply: {self.what} sent a chunk without a size: {preview}", name="chunk"
                 ) from None
             if not 0 <= size <= MAX_REPLY_BYTES:
                 raise BadReply(
-                    f"{self.what} announced a chunk of {size} bytes; at most {MAX_REPLY_BYTES}",
-                    code="too-large",
+                    f"too-large: {self.what} announced a chunk of {size} bytes; at most {MAX_REPLY_BYTES}",
                     name="chunk",
                 )
             if size == 0:
@@ -444,9 +431,7 @@ class Exchanges(Generic[Answer]):
                     (
                         exchange.key,
                         Unreachable(
-                            f"{exchange.what}: the connection failed ({error})",
-                            code="unreachable",
-                            reason=error,
+                            f"unreachable: {exchange.what}: the connection failed ({error})", reason=error
                         ),
                     )
                 )
@@ -514,6 +499,6 @@ class HttpBatch(Exchanges[Reply]):
         for exchange in late:
             self._drop(exchange)
         return [
-            (e.key, Unreachable(f"{e.what}: no connection within {CONNECT_SECONDS:g} s", code="deadline"))
+            (e.key, Unreachable(f"deadline: {e.what}: no connection within {CONNECT_SECONDS:g} s"))
             for e in late
         ]

@@ -113,8 +113,8 @@ def own_variables(config: EngineConfig) -> dict[str, str]:
         for setting, given in (("env", config.env), ("secrets", config.secrets)):
             if name in given:
                 raise ConfigError(
-                    f"engine.{setting}.{name}: a started server gets a token of its own; leave it out",
-                    code="contradiction",
+                    f"contradiction: engine.{setting}.{name}: a started server gets a token of its own; "
+                    "leave it out",
                     setting=f"engine.{setting}.{name}",
                 )
     return {**config.env, **read_secrets(config.secrets, setting="engine.secrets")}
@@ -157,10 +157,8 @@ def _url_token(config: EngineConfig) -> str:
     token = os.environ.get(config.token_env, "")
     if not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
-            f"engine.token_env = {config.token_env!r}: that environment variable "
+            f"wrong-environment: engine.token_env = {config.token_env!r}: that environment variable "
             f"{'holds no token' if token else 'is not set'}; export the token of the server at engine.url",
-            code="wrong-environment",
-            setting="engine.token_env",
             reason="empty" if token else "not set",
         )
     hide(token)
@@ -203,9 +201,8 @@ def check_port_free(port: int, *, name: str) -> None:
             probe.bind((LOOPBACK, port))
         except OSError as error:
             raise EngineError(
-                f"engine {name}: port {port} of {LOOPBACK} is in use ({error.strerror}); end what listens "
-                "there, or leave the port out and a free one is taken",
-                code="port-in-use",
+                f"port-in-use: engine {name}: port {port} of {LOOPBACK} is in use ({error.strerror}); end "
+                "what listens there, or leave the port out and a free one is taken",
                 port=port,
             ) from error
 
@@ -214,10 +211,8 @@ def check_interpreter(python: Path) -> None:
     """Raises ConfigError for an engine.python that cannot be run."""
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(
-            f"engine.python = {python} is not an executable file; give the interpreter of the environment "
-            "that has the engine, such as /path/to/env/bin/python",
-            code="not-a-file",
-            setting="engine.python",
+            f"not-a-file: engine.python = {python} is not an executable file; give the interpreter of the "
+            "environment that has the engine, such as /path/to/env/bin/python",
             path=python,
         )
 
@@ -326,17 +321,15 @@ class ServerProcess:
             if ended is not None:
                 self._refuse_port_taken()
                 raise EngineError(
-                    f"the {spec.name} server {ended} after {seconds:.1f} s, before it answered. "
-                    f"{self.log_text()}",
-                    code="process-died",
+                    f"process-died: the {spec.name} server {ended} after {seconds:.1f} s, before it "
+                    f"answered. {self.log_text()}",
                     reason=ended,
                 )
             if seconds > spec.start_seconds:
                 raise EngineError(
-                    f"the {spec.name} server did not answer within {spec.start_setting} = "
+                    f"deadline: the {spec.name} server did not answer within {spec.start_setting} = "
                     f"{spec.start_seconds:g}; it still runs, and was waited for because {waiting}. Raise "
                     f"{spec.start_setting} if it is only slow. {self.log_text()}",
-                    code="deadline",
                     setting=spec.start_setting,
                     reason=waiting,
                 )
@@ -345,9 +338,9 @@ class ServerProcess:
     def _refuse_port_taken(self) -> None:
         if any("address already in use" in line.lower() for line in self._read_log()):
             raise EngineError(
-                f"the {self.spec.name} server found port {self.spec.port} of {LOOPBACK} taken by another "
-                f"process while it started; start again, another free port is taken. Log: {self.spec.log}",
-                code="port-in-use",
+                f"port-in-use: the {self.spec.name} server found port {self.spec.port} of {LOOPBACK} taken "
+                "by another process while it started; start again, another free port is taken. Log: "
+                f"{self.spec.log}",
                 port=self.spec.port,
                 during="start",
             )
@@ -431,9 +424,8 @@ def server_gpus(devices: Sequence[int], *, device: str, visible: str | None) -> 
     hidden = [d for d in devices if d >= len(names)]
     if hidden:
         raise ConfigError(
-            f"engine.cuda_devices = {list(devices)} counts the GPUs that this process sees, and "
-            f"CUDA_VISIBLE_DEVICES = {visible!r} shows it {len(names)}; lower {hidden[0]}, or show it more",
-            code="wrong-environment",
-            setting="engine.cuda_devices",
+            f"wrong-environment: engine.cuda_devices = {list(devices)} counts the GPUs that this process "
+            f"sees, and CUDA_VISIBLE_DEVICES = {visible!r} shows it {len(names)}; lower {hidden[0]}, or show "
+            "it more"
         )
     return ",".join(names[d] for d in devices)

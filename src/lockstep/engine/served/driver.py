@@ -54,9 +54,8 @@ class ServedDriver(ServerDriver):
         info = self._client.get("/info", seconds=SHORT_SECONDS).object()
         if info.get("version") != __version__:
             raise EngineError(
-                f"the server of engine {self.name} runs lockstep {info.get('version')!a} and this process "
-                f"{__version__}; let both have one installation",
-                code="version-differs",
+                f"version-differs: the server of engine {self.name} runs lockstep {info.get('version')!a} "
+                f"and this process {__version__}; let both have one installation"
             )
         with reply_errors(f"the server of engine {self.name} describes its kernels"):
             found = info["contract"]

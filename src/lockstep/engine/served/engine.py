@@ -78,9 +78,8 @@ class ServedEngine(RemoteEngine):
         self._breaks += 1
         if self._breaks == _TRIES:
             raise EngineError(
-                f"engine {self.name} is running but broke the connection of its samples {_TRIES} times: "
-                f"{sign}{self._log_text()}",
-                code="unreachable",
+                f"unreachable: engine {self.name} is running but broke the connection of its samples "
+                f"{_TRIES} times: {sign}{self._log_text()}"
             )
         self._close_flow()
 
@@ -117,8 +116,7 @@ class _Flow:
                 return self._engine.broken(event)
             if isinstance(event, Reply):
                 raise EngineError(
-                    f"engine {self._engine.name} refused: {event.error_text()} ({event.status})",
-                    code="refused",
+                    f"refused: engine {self._engine.name} refused: {event.error_text()} ({event.status})"
                 )
             if event is not None:
                 self._take(event)
@@ -161,8 +159,7 @@ class _Flow:
         job = self._open.pop(str(value.get("id")), None)
         if job is None:
             raise BadReply(
-                f"{what} sent a sample that it was not asked for: {ascii(value.get('id'))[:80]}",
-                code="wrong-result",
+                f"wrong-result: {what} sent a sample that it was not asked for: {ascii(value.get('id'))[:80]}"
             )
         self.watch.news()
         self._engine.ended(job, self._engine._served.read(job, value))

@@ -94,7 +94,7 @@ class Host:
         try:
             result = done.get(timeout=seconds)
         except queue.Empty:
-            raise EngineError(f"the engine's process was busy for {seconds:g} s", code="deadline") from None
+            raise EngineError(f"deadline: the engine's process was busy for {seconds:g} s") from None
         if isinstance(result, Exception):
             raise result
         return result
@@ -108,7 +108,7 @@ class Host:
         with self._idle:
             if self._dirty:
                 raise EngineError(
-                    "the engine has no whole version of the weights", code="wrong-state", state="dirty"
+                    "wrong-state: the engine has no whole version of the weights", state="dirty"
                 )
             if flow != self._flow:
                 self._drop()
@@ -148,7 +148,7 @@ class Host:
             self.engine.abort()
         if not self._idle.wait_for(lambda: not self._runs, _STOP_SECONDS):
             raise EngineError(
-                f"the samples of an earlier request did not end within {_STOP_SECONDS:g} s", code="deadline"
+                f"deadline: the samples of an earlier request did not end within {_STOP_SECONDS:g} s"
             )
 
     def _run(self) -> None:
@@ -252,9 +252,7 @@ class Weights:
         """
         self._check(about)
         if bucket["index"] != self._next:
-            raise EngineError(
-                f"bucket {bucket['index']} came where {self._next} was expected", code="out-of-order"
-            )
+            raise EngineError(f"out-of-order: bucket {bucket['index']} came where {self._next} was expected")
         try:
             with torch.no_grad():
                 for name, tensor in self._receiver.tensors(bucket, deadline=time.monotonic() + seconds):
@@ -279,7 +277,7 @@ class Weights:
         first = self._first.setdefault(id(parameter), name)
         if first != name and not torch.equal(parameter, tensor.to(parameter)):
             raise EngineError(
-                f"{first} and {name} are one tied weight, and came with two values", code="values-differ"
+                f"values-differ: {first} and {name} are one tied weight, and came with two values"
             )
         # In place: CUDA graphs and compiled layers have captured the Parameter's address.
         parameter.copy_(tensor)
@@ -291,8 +289,7 @@ class Weights:
         missing = sorted(self._own.keys() - self._received)
         if missing:
             raise EngineError(
-                f"the session ended without {len(missing)} weights: {', '.join(missing[:5])}",
-                code="wrong-weights",
+                f"wrong-weights: the session ended without {len(missing)} weights: {', '.join(missing[:5])}",
                 missing=missing,
             )
         self._session = None
@@ -321,7 +318,7 @@ class Weights:
     def _check(self, about: Mapping[str, Any]) -> None:
         if self._session is None or dict(self._session) != dict(about):
             raise EngineError(
-                f"no session of weights {dict(about)} is open here", code="wrong-state", state="no-update"
+                f"wrong-state: no session of weights {dict(about)} is open here", state="no-update"
             )
 
 

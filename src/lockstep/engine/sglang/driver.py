@@ -117,7 +117,7 @@ class SGLangDriver(ServerDriver):
             reply, aborting=True, weight_version=self.weight_version
         )
         if sample is None:
-            raise BadReply(f"engine {NAME} answered a sample that has not ended", code="wrong-result")
+            raise BadReply(f"wrong-result: engine {NAME} answered a sample that has not ended")
         return sample
 
     def load(self, seconds: float) -> Load:
@@ -171,9 +171,9 @@ class SGLangDriver(ServerDriver):
         reply = self._client.post(path, seconds=seconds + SHORT_SECONDS)
         if reply.status != 200:
             raise EngineError(
-                f"engine {NAME} did not flush its prefix cache ({reply.error_text().strip()}): samples still "
-                "run, perhaps somebody else's; keys and values of the old weights would go on being used",
-                code="refused",
+                f"refused: engine {NAME} did not flush its prefix cache ({reply.error_text().strip()}): "
+                "samples still run, perhaps somebody else's; keys and values of the old weights would go on "
+                "being used",
                 name="prefix cache",
             )
 
@@ -209,7 +209,7 @@ class SGLangDriver(ServerDriver):
             self.stuck = True
             raise
         except GroupError as error:
-            raise EngineError(f"engine {NAME}: {error}", code="transfer-failed") from error
+            raise EngineError(f"transfer-failed: engine {NAME}: {error}") from error
 
     def finish(self, session: UpdateSession) -> None:
         self._require_expected().check_complete()
@@ -352,18 +352,14 @@ def _values(reply: Reply) -> Tensor:
     try:
         return torch.tensor(reply.json(), dtype=torch.float32).flatten()[:READ_VALUES]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise BadReply(
-            f"{reply.what} did not answer with a weight's values: {error}", code="bad-reply"
-        ) from error
+        raise BadReply(f"bad-reply: {reply.what} did not answer with a weight's values: {error}") from error
 
 
 def _check_status(reply: Reply) -> None:
     """Raises EngineError unless the status is 200."""
     if reply.status != 200:
         raise EngineError(
-            f"{reply.what} answered {reply.status}: {reply.error_text()}",
-            code="refused",
-            status=reply.status,
+            f"refused: {reply.what} answered {reply.status}: {reply.error_text()}", status=reply.status
         )
 
 
@@ -377,9 +373,7 @@ def _check_done(reply: Reply) -> None:
         return
     named = isinstance(body, dict) and "message" in body
     text = printable(str(body["message"])[:400]) if named else reply.error_text()
-    raise EngineError(
-        f"{reply.what} failed (status {reply.status}): {text}", code="refused", status=reply.status
-    )
+    raise EngineError(f"refused: {reply.what} failed (status {reply.status}): {text}", status=reply.status)
 
 
 def _transports(config: EngineConfig, spec: EngineSpec, *, started: bool) -> tuple[Transport, ...]:
@@ -450,4 +444,4 @@ def check_server(
     ]
     for name, failed, text in wrong:
         if failed:
-            raise EngineError(f"engine {NAME}: {where} {text}", code="server-settings", name=name)
+            raise EngineError(f"server-settings: engine {NAME}: {where} {text}", name=name)

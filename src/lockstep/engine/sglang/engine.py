@@ -145,7 +145,7 @@ class _Flow:
                 self._ended_badly(key, event)
             elif left := self._waves.pop(key, None):
                 raise BadReply(
-                    f"engine {NAME} ended its answer without {len(left)} of its samples", code="wrong-result"
+                    f"wrong-result: engine {NAME} ended its answer without {len(left)} of its samples"
                 )
         if self._open:
             self.watch.check(len(self._open))
@@ -234,8 +234,7 @@ class _Flow:
             if event.status >= 500:
                 self._engine.broken(BadReply(message, code="bad-reply"))
             raise EngineError(
-                f"engine {NAME} refused: {message}{self._engine.log_text}",
-                code="refused",
+                f"refused: engine {NAME} refused: {message}{self._engine.log_text}",
                 status=event.status,
                 reason=event.error_text(),
             )
@@ -268,9 +267,9 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     environment = server_environment(needed=needed, extra=own_variables(config))
     if environment.get(ORIGINAL_LOGPROBS, "0").lower() in ("1", "true", "yes", "y", "on"):
         raise ConfigError(
-            f"{ORIGINAL_LOGPROBS} = {environment[ORIGINAL_LOGPROBS]} makes SGLang give logprobs before the "
-            "temperature, which cannot be compared with the trainer's; take it out of engine.env",
-            code="wrong-environment",
+            f"wrong-environment: {ORIGINAL_LOGPROBS} = {environment[ORIGINAL_LOGPROBS]} makes SGLang give "
+            "logprobs before the temperature, which cannot be compared with the trainer's; take it out of "
+            "engine.env",
             name=ORIGINAL_LOGPROBS,
         )
     package = find_package(python, environment)

@@ -43,8 +43,8 @@ class SGLangPackage:
             if file.is_file() and (match := re.search(r"= *['\"](\d+\.\d+[^'\"]*)['\"]", file.read_text())):
                 return match[1]
         raise ConfigError(
-            f"{self.folder} does not say which version of SGLang it is; install a released one",
-            code="unsupported-version",
+            f"unsupported-version: {self.folder} does not say which version of SGLang it is; install a "
+            "released one",
             name="version",
         )
 
@@ -55,9 +55,8 @@ class SGLangPackage:
         flags = frozenset(flag for file in files for flag in _flags_in(ast.parse(file.read_text())))
         if "--model-path" not in flags:
             raise ConfigError(
-                f"no command line options were found in {self.folder} (SGLang {self.version}); "
-                "use a version from 0.5.16 to 0.5.23",
-                code="unsupported-version",
+                f"unsupported-version: no command line options were found in {self.folder} (SGLang "
+                f"{self.version}); use a version from 0.5.16 to 0.5.23",
                 name=self.version,
             )
         return flags
@@ -80,15 +79,12 @@ def find_package(python: Path | str, environment: Mapping[str, str]) -> SGLangPa
         )
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        raise ConfigError(
-            f"engine.python = {python} cannot be run: {reason}", code="process-died", setting="engine.python"
-        ) from error
+        raise ConfigError(f"process-died: engine.python = {python} cannot be run: {reason}") from error
     folders = json.loads(done.stdout)
     if not folders:
         raise ConfigError(
-            f"{python} has no sglang; install it into an environment of its own and set engine.python to the "
-            "interpreter of that (docs/how-to/sglang.md)",
-            code="missing-package",
+            f"missing-package: {python} has no sglang; install it into an environment of its own and set "
+            "engine.python to the interpreter of that (docs/how-to/sglang.md)",
             setting="engine.python",
         )
     package = SGLangPackage(Path(folders[0]))
@@ -101,9 +97,8 @@ def check_version(version: str) -> None:
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
     if numbers < OLDEST:
         raise ConfigError(
-            f"SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that Lockstep speaks "
-            "to; use a newer one",
-            code="unsupported-version",
+            f"unsupported-version: SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the oldest "
+            "that Lockstep speaks to; use a newer one",
             name=version,
         )
 

@@ -88,15 +88,15 @@ def read_event(text: bytes, what: str) -> dict[str, Any]:
         event = from_json(text, allow_inf_nan=False)
     except ValueError as error:
         raise BadReply(
-            f"{what} sent an event that is not JSON ({error}): {text[:200]!r}", code="not-json"
+            f"not-json: {what} sent an event that is not JSON ({error}): {text[:200]!r}"
         ) from error
     if not isinstance(event, dict):
-        raise BadReply(f"{what} sent an event that is not an object: {text[:200]!r}", code="wrong-type")
+        raise BadReply(f"wrong-type: {what} sent an event that is not an object: {text[:200]!r}")
     if "error" in event:
         message = event["error"]
         if isinstance(message, dict):
             message = message.get("message", message)
-        raise EngineError(f"{what} refused: {printable(str(message)[:400])}", code="refused")
+        raise EngineError(f"refused: {what} refused: {printable(str(message)[:400])}")
     return event
 
 
@@ -135,9 +135,8 @@ class Partial:
             self.cached_tokens = whole(meta["cached_tokens"], "cached_tokens")
         except (KeyError, ValueError) as error:
             raise BadReply(
-                f"engine sglang: an event of sample {self.job.sample} of request {self.job.index} cannot be "
-                f"read: {error!r} in {ascii(event)[:400]}",
-                code="bad-reply",
+                f"bad-reply: engine sglang: an event of sample {self.job.sample} of request "
+                f"{self.job.index} cannot be read: {error!r} in {ascii(event)[:400]}",
                 reason=error,
             ) from error
         stop_string = self._stop_string(start)
@@ -150,10 +149,9 @@ class Partial:
         matched = reason.get("matched")
         if matched == NOT_FINITE:
             raise EngineError(
-                f"engine sglang: request {self.job.index}: the logits of token {len(self.token_ids) - 1} of "
-                f"sample {self.job.sample} are not finite; the weights have diverged or the compute dtype "
-                "overflows (model.dtype)",
-                code="not-finite",
+                f"not-finite: engine sglang: request {self.job.index}: the logits of token "
+                f"{len(self.token_ids) - 1} of sample {self.job.sample} are not finite; the weights have "
+                "diverged or the compute dtype overflows (model.dtype)",
                 request=self.job.index,
                 token=len(self.token_ids) - 1,
             )
@@ -200,10 +198,9 @@ class Partial:
             raise ValueError(f"the server read a prompt of {meta['prompt_tokens']} tokens, not of {prompt}")
         if weight_version is not None and meta["weight_version"] != weight_version:
             raise EngineError(
-                f"engine sglang sampled with weights {meta['weight_version']!a} and must have "
-                f"{weight_version!r}: somebody else updated it, or it was started again; let only one run "
-                "use a server",
-                code="values-differ",
+                f"values-differ: engine sglang sampled with weights {meta['weight_version']!a} and must "
+                f"have {weight_version!r}: somebody else updated it, or it was started again; let only one "
+                "run use a server",
                 name=weight_version,
             )
 
@@ -224,13 +221,13 @@ class Partial:
         if reason.get("status_code") is not None:
             code = ascii(reason["status_code"])[:40]
             raise EngineError(
-                f"engine sglang cannot sample request {self.job.index}: {message} ({code})", code="refused"
+                f"refused: engine sglang cannot sample request {self.job.index}: {message} ({code})"
             )
         if not aborting:
             raise UnrequestedAbort(
-                f"engine sglang aborted sample {self.job.sample} of request {self.job.index} ({message}), "
-                "and was not asked to: somebody else uses the server; let only one run use it",
-                code="unrequested-abort",
+                f"unrequested-abort: engine sglang aborted sample {self.job.sample} of request "
+                f"{self.job.index} ({message}), and was not asked to: somebody else uses the server; let "
+                "only one run use it"
             )
         return self.sample("abort", None)
 

@@ -80,17 +80,16 @@ def sglang_server_command(
     off = [name for name, value in config.options.items() if value is False]
     if off:
         raise ConfigError(
-            f"engine.options.{off[0]} = false: SGLang's command line can only turn switches on; leave it out",
-            code="no-effect",
+            f"no-effect: engine.options.{off[0]} = false: SGLang's command line can only turn switches on; "
+            "leave it out",
             setting=f"engine.options.{off[0]}",
         )
     command = command_flags(own | eager | _options(config, own), no_flags=False)
     unknown = [flag for flag in command if flag.startswith("--") and flag not in flags]
     if unknown:
         raise ConfigError(
-            f"this version of SGLang does not know {', '.join(unknown)}; leave it out of engine.options, or "
-            "use a version from 0.5.16 to 0.5.23",
-            code="unknown-setting",
+            f"unknown-setting: this version of SGLang does not know {', '.join(unknown)}; leave it out of "
+            "engine.options, or use a version from 0.5.16 to 0.5.23",
             setting="engine.options",
         )
     return ["-m", "sglang.launch_server", *command]
@@ -104,15 +103,11 @@ def _eager_flags(flags: frozenset[str]) -> tuple[str, ...]:
 def _own_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
     if spec.device == "cpu" and config.batch_invariant:
         raise ConfigError(
-            "engine.batch_invariant = true needs a GPU: SGLang's kernels for it are CUDA's",
-            code="missing-device",
-            setting="engine.batch_invariant",
+            "missing-device: engine.batch_invariant = true needs a GPU: SGLang's kernels for it are CUDA's"
         )
     if spec.device == "cpu" and config.sleep:
         raise ConfigError(
-            "engine.sleep = true needs a GPU: SGLang gives back CUDA memory only",
-            code="missing-device",
-            setting="engine.sleep",
+            "missing-device: engine.sleep = true needs a GPU: SGLang gives back CUDA memory only"
         )
     arguments: dict[str, Any] = {
         "model_path": str(spec.folder),

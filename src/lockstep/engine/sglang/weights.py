@@ -48,8 +48,8 @@ def tensor_payload(bucket: WeightBucket) -> str:
     memory = bucket.handle["memory"] if bucket.handle is not None else None
     if memory is None:
         raise EngineError(
-            f"bucket {bucket.index} has no handle of CUDA memory; use engine.transfer = 'disk'",
-            code="unsupported-combination",
+            f"unsupported-combination: bucket {bucket.index} has no handle of CUDA memory; use "
+            "engine.transfer = 'disk'",
             setting="engine.transfer",
             name="handle",
         )
@@ -109,9 +109,9 @@ def check_no_padding(bucket: WeightBucket) -> None:
     for spec in bucket.specs:
         if spec.offset != at:
             raise EngineError(
-                f"{spec.name} lies at byte {spec.offset} of its bucket and SGLang would look for it at {at}: "
-                "the size of a tensor before it is not a multiple of 16 bytes; set engine.transfer = 'disk'",
-                code="unsupported-combination",
+                f"unsupported-combination: {spec.name} lies at byte {spec.offset} of its bucket and SGLang "
+                f"would look for it at {at}: the size of a tensor before it is not a multiple of 16 bytes; "
+                "set engine.transfer = 'disk'",
                 setting="engine.transfer",
                 name=spec.name,
                 offset=at,
@@ -133,7 +133,7 @@ class Expected:
                 module = AutoModelForCausalLM.from_config(config)
         except (OSError, ValueError) as error:
             raise EngineError(
-                f"{folder} does not say which weights the model has: {error}", code="damaged-file"
+                f"damaged-file: {folder} does not say which weights the model has: {error}"
             ) from error
         self.shapes = {
             name: tuple(weight.shape) for name, weight in module.named_parameters(remove_duplicate=False)
@@ -155,20 +155,18 @@ class Expected:
             shape = self.shapes.get(spec.name)
             if shape is None:
                 raise EngineError(
-                    f"the model has no weight {spec.name!r}; SGLang would leave it out and say success. Send "
-                    "Hugging Face names, such as " + ", ".join(list(self.shapes)[:3]),
-                    code="wrong-weights",
+                    f"wrong-weights: the model has no weight {spec.name!r}; SGLang would leave it out and "
+                    "say success. Send Hugging Face names, such as " + ", ".join(list(self.shapes)[:3]),
                     name=spec.name,
                 )
             if spec.shape != shape:
                 raise EngineError(
-                    f"{spec.name} comes with shape {list(spec.shape)} and is {list(shape)} in the engine's "
-                    "model; trainer and engine must be of one model",
-                    code="wrong-shape",
+                    f"wrong-shape: {spec.name} comes with shape {list(spec.shape)} and is {list(shape)} in "
+                    "the engine's model; trainer and engine must be of one model",
                     name=spec.name,
                 )
             if spec.name in self._loaded:
-                raise EngineError(f"{spec.name} came twice in one update", code="duplicate", name=spec.name)
+                raise EngineError(f"duplicate: {spec.name} came twice in one update", name=spec.name)
             self._loaded.add(spec.name)
 
     def check_complete(self) -> None:
@@ -176,9 +174,8 @@ class Expected:
         missing = sorted(set(self.shapes) - self._tied - self._loaded)
         if missing:
             raise EngineError(
-                f"the update ended without {len(missing)} of {len(self.shapes)} weights: "
+                f"wrong-weights: the update ended without {len(missing)} of {len(self.shapes)} weights: "
                 f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
-                code="wrong-weights",
                 missing=missing,
             )
 

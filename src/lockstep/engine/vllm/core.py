@@ -51,8 +51,7 @@ class Core:
             self._free_groups()
             hint = "; lower engine.memory_fraction" if isinstance(error, torch.OutOfMemoryError) else ""
             raise EngineError(
-                f"engine {NAME} {version} could not start with {spec.folder}: {error}{hint}",
-                code="refused",
+                f"refused: engine {NAME} {version} could not start with {spec.folder}: {error}{hint}",
                 name="start",
             ) from error
         self._params = SamplingParams
@@ -199,8 +198,8 @@ def claim(owner: object, environment: dict[str, str]) -> None:
     global _owner, _import_environment
     if _owner is not None:
         raise EngineError(
-            f"this process has an open engine {NAME} already; close it first, or set engine.python",
-            code="wrong-state",
+            f"wrong-state: this process has an open engine {NAME} already; close it first, or set "
+            "engine.python",
             state="open",
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -215,9 +214,8 @@ def claim(owner: object, environment: dict[str, str]) -> None:
     elif environment != _import_environment:
         changed = sorted(k for k in environment if environment[k] != _import_environment.get(k))
         raise EngineError(
-            f"vLLM was imported with other values of {', '.join(changed)} and reads them once; start a new "
-            "process for an engine with other settings (engine.batch_invariant)",
-            code="wrong-environment",
+            f"wrong-environment: vLLM was imported with other values of {', '.join(changed)} and reads them "
+            "once; start a new process for an engine with other settings (engine.batch_invariant)",
             names=changed,
         )
     _owner = owner

@@ -128,29 +128,23 @@ class VLLMEngine(ReceivingEngine):
         flat = answer.logprobs
         if list(flat.token_ids) != list(token_ids):  # logprobs = 0: the sampled token's and no other
             raise EngineError(
-                f"engine {NAME} gave logprobs of other tokens than it sampled",
-                code="wrong-result",
-                name="logprobs",
+                f"wrong-result: engine {NAME} gave logprobs of other tokens than it sampled", name="logprobs"
             )
         logprobs = tuple(flat.logprobs)
         if answer.finish_reason not in _FINISH_REASONS:
             raise EngineError(
-                f"engine {NAME} ended a sample with {answer.finish_reason!r}; see its log",
-                code="wrong-result",
+                f"wrong-result: engine {NAME} ended a sample with {answer.finish_reason!r}; see its log",
                 name="finish_reason",
             )
         total = sum(logprobs)
         if total != total:
             raise EngineError(
-                f"engine {NAME}: logprobs of a sample are not finite; the weights have diverged or the "
-                "compute dtype overflows (model.dtype)",
-                code="not-finite",
+                f"not-finite: engine {NAME}: logprobs of a sample are not finite; the weights have diverged "
+                "or the compute dtype overflows (model.dtype)"
             )
         if tuple(output.prompt_token_ids) != request.prompt_token_ids:
             raise EngineError(
-                f"engine {NAME} changed the token ids of a prompt",
-                code="wrong-result",
-                name="prompt_token_ids",
+                f"wrong-result: engine {NAME} changed the token ids of a prompt", name="prompt_token_ids"
             )
         return self._completion(
             request,
@@ -194,16 +188,15 @@ class VLLMEngine(ReceivingEngine):
             text = bucket.as_json()
             if bucket.transport not in self.transports:
                 raise EngineError(
-                    f"engine {NAME} in this process cannot receive by {bucket.transport!r}; it can by "
-                    f"{', '.join(self.transports)}",
-                    code="unsupported-combination",
+                    f"unsupported-combination: engine {NAME} in this process cannot receive by "
+                    f"{bucket.transport!r}; it can by {', '.join(self.transports)}",
                     setting="engine.transfer",
                     transport=bucket.transport,
                 )
             if bucket.transport == "memory":
                 if bucket.data is None:
                     raise EngineError(
-                        f"bucket {bucket.index} has transport 'memory' and no data", code="missing-argument"
+                        f"missing-argument: bucket {bucket.index} has transport 'memory' and no data"
                     )
                 _synchronize(bucket.data.device)  # the trainer wrote it on a stream of its own
                 self._rpc("lockstep_receive_memory", text, bucket.data, until=session.deadline)
@@ -227,9 +220,8 @@ class VLLMEngine(ReceivingEngine):
             if not flushed:
                 self.dirty = True
                 raise EngineError(
-                    f"engine {NAME} did not flush its prefix cache: requests still hold blocks of it, and "
-                    "keys and values of older weights would be reused",
-                    code="refused",
+                    f"refused: engine {NAME} did not flush its prefix cache: requests still hold blocks of "
+                    "it, and keys and values of older weights would be reused",
                     name="prefix cache",
                 )
             self._policy_version = session.policy_version
@@ -334,8 +326,8 @@ class VLLMEngine(ReceivingEngine):
                 left = until - time.monotonic()
                 if left <= 0:
                     raise EngineError(
-                        f"engine {NAME}: {what} waited in vain for {self._working}, which is still running",
-                        code="deadline",
+                        f"deadline: engine {NAME}: {what} waited in vain for {self._working}, which is still "
+                        "running"
                     )
                 self._turn.wait(min(left, _LOOK_SECONDS))
             self._working = what
@@ -356,9 +348,8 @@ class VLLMEngine(ReceivingEngine):
         except torch.OutOfMemoryError as error:
             self._state = "broken"
             raise EngineError(
-                f"engine {NAME} ran out of memory in {what}: {error}; lower engine.memory_fraction or "
-                "engine.max_batch",
-                code="out-of-memory",
+                f"out-of-memory: engine {NAME} ran out of memory in {what}: {error}; lower "
+                "engine.memory_fraction or engine.max_batch",
                 name=what,
             ) from error
         except EngineError:
@@ -368,7 +359,7 @@ class VLLMEngine(ReceivingEngine):
         except (RuntimeError, ValueError, AssertionError, KeyError, TypeError, AttributeError) as error:
             self._state = "broken"
             raise EngineError(
-                f"vLLM failed in {what}: {type(error).__name__}: {error}", code="refused", name=what
+                f"refused: vLLM failed in {what}: {type(error).__name__}: {error}", name=what
             ) from error
 
     def _rpc(
@@ -382,10 +373,7 @@ class VLLMEngine(ReceivingEngine):
         )
         if "error" in answer:
             raise EngineError(
-                f"engine {NAME}, {method}: {answer['error']}",
-                code="refused",
-                name=method,
-                reason=answer["error"],
+                f"refused: engine {NAME}, {method}: {answer['error']}", name=method, reason=answer["error"]
             )
         return answer
 
@@ -394,29 +382,25 @@ def _check_spec(config: EngineConfig, spec: EngineSpec) -> None:
     """Refuse what cannot work, before anything of vLLM is imported."""
     elsewhere = "set engine.python to an interpreter that has vLLM: its own server is started with it"
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f"engine {NAME}: this environment has no vllm; {elsewhere}", code="missing-package")
+        raise ConfigError(f"missing-package: engine {NAME}: this environment has no vllm; {elsewhere}")
     if config.tp > 1:
         raise ConfigError(
-            f"engine.tp = {config.tp} needs processes of vLLM's own; {elsewhere}",
-            code="unsupported-combination",
-            setting="engine.tp",
+            f"unsupported-combination: engine.tp = {config.tp} needs processes of vLLM's own; {elsewhere}"
         )
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         size = torch.distributed.get_world_size()
         if size > 1:
             raise ConfigError(
-                f"engine {NAME} in this process would take the trainer's process group of {size} ranks for "
-                f"its own; {elsewhere}",
-                code="unsupported-combination",
+                f"unsupported-combination: engine {NAME} in this process would take the trainer's process "
+                f"group of {size} ranks for its own; {elsewhere}",
                 name="process group",
                 ranks=size,
             )
     device = torch.device(spec.device)
     if device.type == "cuda" and (device.index or 0) != 0:
         raise ConfigError(
-            f"engine {NAME} in this process runs on cuda:0 only, not on {spec.device}; use "
-            f"CUDA_VISIBLE_DEVICES, or {elsewhere}",
-            code="unsupported-combination",
+            f"unsupported-combination: engine {NAME} in this process runs on cuda:0 only, not on "
+            f"{spec.device}; use CUDA_VISIBLE_DEVICES, or {elsewhere}",
             setting="train.device",
         )
 

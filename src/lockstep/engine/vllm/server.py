@@ -151,14 +151,11 @@ def installed_vllm(python: Path) -> Installed:
         )
         probed = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
-        raise EngineError(
-            f"engine.python = {python} cannot be run: {error}", code="process-died", setting="engine.python"
-        ) from error
+        raise EngineError(f"process-died: engine.python = {python} cannot be run: {error}") from error
     if "version" not in probed or "scale_out" not in probed:
         raise EngineError(
-            f"the environment of engine.python = {python} (Python {probed.get('python')}) has no vLLM; give "
-            "the interpreter of one that has, or install it there",
-            code="missing-package",
+            f"missing-package: the environment of engine.python = {python} (Python {probed.get('python')}) "
+            "has no vLLM; give the interpreter of one that has, or install it there",
             setting="engine.python",
         )
     return Installed(version=str(probed["version"]), scale_out=bool(probed["scale_out"]))
@@ -169,9 +166,8 @@ def check_version(version: str, *, where: str) -> None:
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or not OLDEST <= (int(match[1]), int(match[2])) < BELOW:
         raise EngineError(
-            f"{where} has vLLM {version}; Lockstep knows the servers of vLLM {_dotted(OLDEST)} up to, not "
-            f"including, {_dotted(BELOW)}: install one of those there",
-            code="unsupported-version",
+            f"unsupported-version: {where} has vLLM {version}; Lockstep knows the servers of vLLM "
+            f"{_dotted(OLDEST)} up to, not including, {_dotted(BELOW)}: install one of those there",
             name=version,
         )
 
@@ -207,9 +203,8 @@ class VLLMDriver(ServerDriver):
             self._model = served_model_name(self._client)
             if self._model != str(self._spec.folder):
                 raise EngineError(
-                    f"{where} serves {self._model!r} and not {str(self._spec.folder)!r}: another server "
-                    "took the port; start again, another free port is taken",
-                    code="other-model",
+                    f"other-model: {where} serves {self._model!r} and not {str(self._spec.folder)!r}: "
+                    "another server took the port; start again, another free port is taken",
                     name=self._model,
                 )
             return
@@ -249,27 +244,22 @@ class VLLMDriver(ServerDriver):
             prompt_tokens, reason = whole(usage["prompt_tokens"], "prompt_tokens"), choice["finish_reason"]
         if named != ids:
             raise EngineError(
-                "engine vllm returned logprobs of other tokens than it sampled",
-                code="wrong-result",
-                name="logprobs",
+                "wrong-result: engine vllm returned logprobs of other tokens than it sampled", name="logprobs"
             )
         if scored and min(scored) <= _NO_LOGPROB:
             token = ids[scored.index(min(scored))]
             raise EngineError(
-                f"engine vllm has no logprob of token {token} that it sampled; is it not finite?",
-                code="not-finite",
+                f"not-finite: engine vllm has no logprob of token {token} that it sampled; is it not finite?",
                 token=token,
             )
         if prompt_tokens != prompt:
             raise EngineError(
-                f"engine vllm computed {prompt_tokens} prompt tokens of {prompt}",
-                code="wrong-result",
+                f"wrong-result: engine vllm computed {prompt_tokens} prompt tokens of {prompt}",
                 name="prompt_tokens",
             )
         if reason not in ("stop", "length", "abort"):
             raise EngineError(
-                f"engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}",
-                code="wrong-result",
+                f"wrong-result: engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}",
                 name="finish_reason",
             )
         return Sample(
@@ -320,10 +310,9 @@ class VLLMDriver(ServerDriver):
     def begin(self, session: UpdateSession) -> None:
         if not self._can_update:
             raise EngineError(
-                f"the vLLM server at {self._client.url} cannot take weights: start it with "
+                f"server-settings: the vLLM server at {self._client.url} cannot take weights: start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls lockstep.wire.vllm_worker.LockstepWorker "
                 "(the package lockstep on its PYTHONPATH)",
-                code="server-settings",
                 flag="--worker-extension-cls",
             )
         # Other clients of a server at a url.
@@ -343,9 +332,8 @@ class VLLMDriver(ServerDriver):
             reply = self._post("/reset_prefix_cache", seconds=seconds_left(session, self._config))
             if reply.object().get("success") is not True:
                 raise EngineError(
-                    "vLLM did not empty its prefix cache after the update (blocks are in use); it would "
-                    "answer with keys and values of the old weights",
-                    code="refused",
+                    "refused: vLLM did not empty its prefix cache after the update (blocks are in use); it "
+                    "would answer with keys and values of the old weights",
                     name="prefix cache",
                 )
         self._post("/resume", seconds=seconds_left(session, self._config))
@@ -369,15 +357,12 @@ class VLLMDriver(ServerDriver):
         answers = self._post("/collective_rpc", body, seconds=seconds + 1.0).object().get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
             raise EngineError(
-                f"the vLLM server answered {method} with {str(answers)[:200]!r}",
-                code="bad-reply",
-                name=method,
+                f"bad-reply: the vLLM server answered {method} with {str(answers)[:200]!r}", name=method
             )
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise EngineError(
-                    f"vLLM worker {rank}, {method}: {printable(str(answer['error']))}",
-                    code="refused",
+                    f"refused: vLLM worker {rank}, {method}: {printable(str(answer['error']))}",
                     rank=rank,
                     name=method,
                     reason=answer["error"],
@@ -388,9 +373,8 @@ class VLLMDriver(ServerDriver):
         reply = self._client.get("/is_sleeping", seconds=SHORT_SECONDS).object()
         if reply.get("is_sleeping") is not asleep:
             raise EngineError(
-                f"the vLLM server did not {'go to sleep' if asleep else 'wake up'}: it says is_sleeping = "
-                f"{reply.get('is_sleeping')!r}",
-                code="refused",
+                f"refused: the vLLM server did not {'go to sleep' if asleep else 'wake up'}: it says "
+                f"is_sleeping = {reply.get('is_sleeping')!r}",
                 name="sleep",
             )
 

@@ -45,9 +45,8 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
     longest = card.get("max_model_len")
     if type(longest) is not int or longest < spec.max_model_len:
         raise EngineError(
-            f"{where} takes prompts and completions of {longest} tokens together, and this run has up to "
-            f"{spec.max_model_len}; start it with --max-model-len {spec.max_model_len}",
-            code="server-settings",
+            f"server-settings: {where} takes prompts and completions of {longest} tokens together, and this "
+            f"run has up to {spec.max_model_len}; start it with --max-model-len {spec.max_model_len}",
             flag="--max-model-len",
         )
     name = str(card["id"])
@@ -63,9 +62,8 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
         dtype = str(info.get("dtype", "")).removeprefix("torch.")
         if dtype != spec.dtype:
             raise EngineError(
-                f"{where} computes in {dtype}, and this run in {spec.dtype}; start it with --dtype "
-                f"{spec.dtype}",
-                code="server-settings",
+                f"server-settings: {where} computes in {dtype}, and this run in {spec.dtype}; start it with "
+                f"--dtype {spec.dtype}",
                 flag="--dtype",
             )
     _check_vocabulary(client, name, spec, where=where)
@@ -81,9 +79,8 @@ def _usable_mode(mode: str, spec: EngineSpec, *, where: str) -> LogprobsMode:
     if mode == needed:
         return needed
     raise EngineError(
-        f"{where} gives {mode}, and temperatures {sorted(spec.temperatures)} need {needed}; start it with "
-        f"--logprobs-mode {needed}",
-        code="server-settings",
+        f"server-settings: {where} gives {mode}, and temperatures {sorted(spec.temperatures)} need "
+        f"{needed}; start it with --logprobs-mode {needed}",
         flag="--logprobs-mode",
     )
 
@@ -92,7 +89,7 @@ def _model_card(client: HttpClient) -> Mapping[str, Any]:
     cards = client.get("/v1/models", seconds=SHORT_SECONDS).object().get("data")
     if not isinstance(cards, list) or not cards or not isinstance(cards[0], dict) or "id" not in cards[0]:
         raise EngineError(
-            f"{client.url}/v1/models names no model; is that a vLLM server?", code="bad-reply", name="models"
+            f"bad-reply: {client.url}/v1/models names no model; is that a vLLM server?", name="models"
         )
     return cards[0]
 
@@ -104,9 +101,8 @@ def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> No
     theirs, ours = _config(Path(root)), _config(spec.folder)
     if theirs is None:
         raise EngineError(
-            f"{where} serves {root!r}, and this run's model is {spec.model_name!r} ({spec.folder}); start "
-            "one that serves it, or set model.name",
-            code="other-model",
+            f"other-model: {where} serves {root!r}, and this run's model is {spec.model_name!r} "
+            f"({spec.folder}); start one that serves it, or set model.name",
             name=root,
         )
     different = sorted(
@@ -114,9 +110,8 @@ def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> No
     )
     if different:
         raise EngineError(
-            f"{where} serves {root!r}, another model than this run's {spec.model_name!r} ({spec.folder}): "
-            f"their config.json differ in {', '.join(different[:8])}",
-            code="other-model",
+            f"other-model: {where} serves {root!r}, another model than this run's {spec.model_name!r} "
+            f"({spec.folder}): their config.json differ in {', '.join(different[:8])}",
             names=different,
         )
 
@@ -138,9 +133,7 @@ def _server_info(client: HttpClient) -> dict[str, Any] | None:
         return None
     config = reply.object().get("vllm_config")
     if not isinstance(config, dict) or not isinstance(config.get("model_config"), dict):
-        raise EngineError(
-            f"{reply.what} answered without its configuration", code="bad-reply", name="configuration"
-        )
+        raise EngineError(f"bad-reply: {reply.what} answered without its configuration", name="configuration")
     parallel = config.get("parallel_config")
     worker = parallel.get("worker_extension_cls") if isinstance(parallel, dict) else None
     return dict(config["model_config"]) | {"worker_extension_cls": worker}
@@ -153,23 +146,21 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
     last, beyond = _one_token(client, name, spec.vocab_size - 1), _one_token(client, name, size)
     if last.status == 403:
         raise EngineError(
-            f"{where} has its token route switched off; start it with --enable-scale-out",
-            code="server-settings",
+            f"server-settings: {where} has its token route switched off; start it with --enable-scale-out",
             flag="--enable-scale-out",
         )
     if last.status == 404:
         raise EngineError(
-            f"{where} has no /inference/v1/generate, which vLLM has since 0.26",
-            code="unsupported-version",
+            f"unsupported-version: {where} has no /inference/v1/generate, which vLLM has since 0.26",
             name="/inference/v1/generate",
         )
     if last.status != 200 or beyond.status == 200:
         raise EngineError(
-            f"{where} has {'a smaller' if last.status != 200 else 'a larger'} vocabulary than this run's "
-            f"model, {spec.vocab_size} entries: it {'refuses' if last.status != 200 else 'takes'} token id "
+            f"other-model: {where} has {'a smaller' if last.status != 200 else 'a larger'} vocabulary than "
+            f"this run's model, {spec.vocab_size} entries: it "
+            f"{'refuses' if last.status != 200 else 'takes'} token id "
             f"{spec.vocab_size - 1 if last.status != 200 else size}; it serves another model"
             + (f" ({last.error_text()})" if last.status != 200 else ""),
-            code="other-model",
             reason="smaller" if last.status != 200 else "larger",
         )
 
@@ -180,7 +171,7 @@ def _find_mode(client: HttpClient, name: str) -> str:
     try:
         value = float(reply["choices"][0]["logprobs"]["content"][0]["logprob"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise BadReply(f"{client.url} answered a sample without its logprob", code="wrong-result") from error
+        raise BadReply(f"wrong-result: {client.url} answered a sample without its logprob") from error
     return "processed_logprobs" if value == 0.0 else "raw_logprobs"
 
 

@@ -87,16 +87,13 @@ def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
     on_cpu = spec.device == "cpu"
     if on_cpu and config.batch_invariant:
         raise ConfigError(
-            "engine.batch_invariant = true is not available on a CPU: vLLM's batch-invariant kernels crash "
-            "there; leave it out (in float32 on a CPU vLLM's samples do not depend on their batch anyway)",
-            code="missing-device",
-            setting="engine.batch_invariant",
+            "missing-device: engine.batch_invariant = true is not available on a CPU: vLLM's batch-invariant "
+            "kernels crash there; leave it out (in float32 on a CPU vLLM's samples do not depend on their "
+            "batch anyway)"
         )
     if on_cpu and config.sleep:
         raise ConfigError(
-            "engine.sleep = true is not available on a CPU: vLLM has no sleep mode there",
-            code="missing-device",
-            setting="engine.sleep",
+            "missing-device: engine.sleep = true is not available on a CPU: vLLM has no sleep mode there"
         )
     arguments: dict[str, Any] = {
         "model": str(spec.folder),

@@ -54,8 +54,7 @@ class OwnThread:
         """
         if self._stuck is not None:
             raise EngineError(
-                f"{self._name} is still in {self._stuck}, whose deadline passed; start again",
-                code="deadline",
+                f"deadline: {self._name} is still in {self._stuck}, whose deadline passed; start again",
                 name=self._stuck,
             )
         future: Future[_Result] = Future()
@@ -72,9 +71,8 @@ class OwnThread:
                 if left <= 0:
                     self._stuck = what
                     raise EngineError(
-                        f"{self._name}: {what} gave no sign of life before its deadline, "
+                        f"deadline: {self._name}: {what} gave no sign of life before its deadline, "
                         f"{time.monotonic() - started:.1f} s after it began",
-                        code="deadline",
                         name=what,
                     ) from None
 

@@ -134,9 +134,9 @@ def foreign_call(named: Mapping[str, Any]) -> ForeignCall:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim not in (1, 2) or not ids.numel():
         what = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise RecordingError(
-            f"record: the module was called with arguments {sorted(named)[:20]}, and 'input_ids' is {what}; "
-            "a recording holds token ids, [B, L] of an integer dtype. Hook the module that is given them",
-            code="wrong-shape",
+            f"wrong-shape: record: the module was called with arguments {sorted(named)[:20]}, and "
+            f"'input_ids' is {what}; a recording holds token ids, [B, L] of an integer dtype. Hook the "
+            "module that is given them",
             name="input_ids",
         )
     host, scalars = _host({name: value for name, value in named.items() if name != "input_ids"})
@@ -236,8 +236,7 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
     slots = flat.nonzero()[:, 0]
     if slots.numel() == 0:
         raise RecordingError(
-            f"record: 'attention_mask' {list(token_ids.shape)} has no real token",
-            code="empty",
+            f"empty: record: 'attention_mask' {list(token_ids.shape)} has no real token",
             name="attention_mask",
         )
     row = slots // width
@@ -262,9 +261,8 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
     lengths = torch.diff(first, append=torch.tensor([slots.numel()]))
     if lengths.numel() > MAX_DOCUMENTS:
         raise RecordingError(
-            f"record: 'input_ids' {list(token_ids.shape)} are {lengths.numel():,} documents; an input has at "
-            f"most {MAX_DOCUMENTS:,}",
-            code="too-large",
+            f"too-large: record: 'input_ids' {list(token_ids.shape)} are {lengths.numel():,} documents; an "
+            f"input has at most {MAX_DOCUMENTS:,}",
             name="input_ids",
         )
     starts = tuple((int(s) // width, int(s) % width) for s in slots[first])
@@ -293,9 +291,8 @@ def _bounds(tensors: Mapping[str, Tensor], real: int, slots: int) -> Tensor | No
             or bool((bounds.diff() < 0).any())
         ):
             raise RecordingError(
-                f"record: '{name}' {bounds.flatten()[:8].tolist()} is not a list of cumulative lengths of "
-                f"the {real} tokens in {slots} slots",
-                code="wrong-shape",
+                f"wrong-shape: record: '{name}' {bounds.flatten()[:8].tolist()} is not a list of cumulative "
+                f"lengths of the {real} tokens in {slots} slots",
                 name=name,
             )
         return bounds.to(torch.int64)

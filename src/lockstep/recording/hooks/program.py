@@ -76,8 +76,7 @@ def foreign_module(
     """
     if not isinstance(outer, nn.Module):
         raise RecordingError(
-            f"record: module is a {type(outer).__name__}; give it a torch.nn.Module",
-            code="wrong-type",
+            f"wrong-type: record: module is a {type(outer).__name__}; give it a torch.nn.Module",
             name="module",
         )
     models = {
@@ -92,18 +91,16 @@ def foreign_module(
     }
     if len(inner) > 1:
         raise RecordingError(
-            f"record: {type(outer).__name__} holds {len(inner)} causal LMs ({', '.join(inner)}); give "
-            "record() the one that is trained",
-            code="wrong-type",
+            f"wrong-type: record: {type(outer).__name__} holds {len(inner)} causal LMs "
+            f"({', '.join(inner)}); give record() the one that is trained",
             name="module",
         )
     path, module = next(iter(inner.items())) if inner else _unwrapped(outer)
     own = _fused_temperature(module)
     if own is not None and own != temperature:
         raise RecordingError(
-            f"record: temperature = {temperature}, but the module makes logprobs at temperature {own}; "
-            f"set temperature={own}",
-            code="contradiction",
+            f"contradiction: record: temperature = {temperature}, but the module makes logprobs at "
+            f"temperature {own}; set temperature={own}",
             name="temperature",
         )
     first = next(module.parameters(), None)
@@ -183,8 +180,7 @@ def _ranks() -> tuple[int, int]:
         if text:
             if not text.isdecimal():
                 raise RecordingError(
-                    f"record: the environment variable {name} is {text!r}, not a number",
-                    code="wrong-environment",
+                    f"wrong-environment: record: the environment variable {name} is {text!r}, not a number"
                 )
             values[name] = int(text)
     return values["RANK"], max(values["WORLD_SIZE"], values["RANK"] + 1)
@@ -223,9 +219,8 @@ def save_foreign_weights(policy: ForeignModule, directory: Path, *, writes: bool
     ]
     if absent:
         raise RecordingError(
-            f"record: weights='first', but {len(absent)} Parameters ({absent[0]}, ...) are partitioned by "
-            "ZeRO stage 3; set weights='none' and replay with --model",
-            code="unsupported-combination",
+            f"unsupported-combination: record: weights='first', but {len(absent)} Parameters ({absent[0]}, "
+            "...) are partitioned by ZeRO stage 3; set weights='none' and replay with --model",
             name="weights",
         )
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):

@@ -84,7 +84,7 @@ class RecordOptions:
         for name, (value, good, rule) in checks.items():
             if not good:
                 raise RecordingError(
-                    f"record: {name} = {value!r}; it must be {rule}", code="out-of-range", name=name
+                    f"out-of-range: record: {name} = {value!r}; it must be {rule}", name=name
                 )
 
 
@@ -121,9 +121,8 @@ def record(module: nn.Module, directory: Path | str, **options: Any) -> RecordHa
     unknown = sorted(set(options) - set(RecordOptions.__dataclass_fields__))
     if unknown:
         raise RecordingError(
-            f"record: unknown argument {unknown[0]!r}; known: "
+            f"unknown-setting: record: unknown argument {unknown[0]!r}; known: "
             f"{', '.join(RecordOptions.__dataclass_fields__)}",
-            code="unknown-setting",
             name=unknown[0],
         )
     return RecordHandle(module, Path(directory), RecordOptions(**options))
@@ -162,9 +161,8 @@ class RecordHandle:
         first = self.policy.rank == self._ranks[0]
         if first and (directory / "recording.json").exists():
             raise RecordingError(
-                f"{directory / 'recording.json'}: the directory already holds a recording; give record() "
-                "another one, or remove it",
-                code="already-exists",
+                f"already-exists: {directory / 'recording.json'}: the directory already holds a recording; "
+                "give record() another one, or remove it"
             )
         self.closed = False
         self._counts = _Counts()
@@ -474,8 +472,7 @@ def _recording_ranks(requested: Sequence[int] | None, world_size: int) -> tuple[
     ranks = tuple(range(world_size)) if requested is None else tuple(sorted(set(requested)))
     if not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
         raise RecordingError(
-            f"record: ranks = {requested!r}; they must be ranks from 0 to {world_size - 1}",
-            code="out-of-range",
+            f"out-of-range: record: ranks = {requested!r}; they must be ranks from 0 to {world_size - 1}",
             name="ranks",
         )
     return ranks

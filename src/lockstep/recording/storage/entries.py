@@ -245,5 +245,5 @@ def _explained(error: ValidationError, where: str) -> RecordingError:
     field = ".".join(str(part)[:60] for part in first["loc"])
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
     return RecordingError(
-        f"{where}: field {field or 'of the object'}: {first['msg']}{more}", code="wrong-field", name=field
+        f"wrong-field: {where}: field {field or 'of the object'}: {first['msg']}{more}", name=field
     )

@@ -64,19 +64,16 @@ def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
     raw = read_plain(path, RecordingError, root=root)
     value = parse_json(raw, str(path), RecordingError)
     if not isinstance(value, dict):
-        raise RecordingError(f"{path}: holds a JSON {type(value).__name__}, not an object", code="wrong-type")
+        raise RecordingError(f"wrong-type: {path}: holds a JSON {type(value).__name__}, not an object")
     digest = value.pop("sha256", None)
     if not isinstance(digest, str) or not _HEX.fullmatch(digest) or raw.count(digest.encode()) != 1:
         raise RecordingError(
-            f"{path}: field sha256 is missing or not 64 hexadecimal digits",
-            code="missing-field",
-            name="sha256",
+            f"missing-field: {path}: field sha256 is missing or not 64 hexadecimal digits", name="sha256"
         )
     if hashlib.sha256(raw.replace(digest.encode(), _ZEROS.encode())).hexdigest() != digest:
         raise RecordingError(
-            f"{path}: field sha256 does not match the rest of the file; the file is damaged or was edited "
-            "by hand",
-            code="hash-differs",
+            f"hash-differs: {path}: field sha256 does not match the rest of the file; the file is damaged or "
+            "was edited by hand"
         )
     return value
 
@@ -95,8 +92,8 @@ def write_signed_json(path: Path, value: Mapping[str, Any]) -> None:
     before, _, after = text.rpartition(_ZEROS)
     if _ZEROS in before:
         raise RecordingError(
-            f"{path}: a value holds 64 zeros, which stand for the checksum; write something else",
-            code="contradiction",
+            f"contradiction: {path}: a value holds 64 zeros, which stand for the checksum; write something "
+            "else"
         )
     with file_errors(path, RecordingError, "write"):
         write_atomic(path, before + digest + after)
@@ -106,9 +103,8 @@ def check_json_size(data: bytes, path: Path) -> None:
     """Refuse to write what could not be read again."""
     if len(data) > JSON_BYTES or sum(map(data.count, (b",", b"[", b"{"))) > JSON_VALUES:
         raise RecordingError(
-            f"{path}: {len(data):,} bytes of JSON would not be read again (at most {JSON_BYTES:,} bytes and "
-            f"{JSON_VALUES:,} values); keep less of each document, or set a smaller shard_inputs",
-            code="too-large",
+            f"too-large: {path}: {len(data):,} bytes of JSON would not be read again (at most {JSON_BYTES:,} "
+            f"bytes and {JSON_VALUES:,} values); keep less of each document, or set a smaller shard_inputs"
         )
 
 
@@ -150,7 +146,7 @@ class TensorFile:
             raise self._broken(f"its tensors end at byte {end:,}, the file at byte {size:,}; it is truncated")
 
     def _broken(self, what: str) -> RecordingError:
-        return RecordingError(f"{self.path}: {what}", code="damaged-file", path=self.path)
+        return RecordingError(f"damaged-file: {self.path}: {what}", path=self.path)
 
     def _span(self, name: str, value: Any, data: int) -> TensorSpan:
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
@@ -228,8 +224,7 @@ def dtype_name(tensor: Tensor | np.ndarray[Any, Any]) -> str:
         return {"u": "U", "i": "I", "f": "F"}[tensor.dtype.kind] + str(8 * tensor.dtype.itemsize)
     if tensor.dtype not in NAMES:
         raise RecordingError(
-            f"a tensor of dtype {tensor.dtype} cannot be recorded; known: {', '.join(DTYPES)}",
-            code="wrong-type",
+            f"wrong-type: a tensor of dtype {tensor.dtype} cannot be recorded; known: {', '.join(DTYPES)}"
         )
     return NAMES[tensor.dtype]
 
@@ -278,8 +273,8 @@ def _replace(path: Path, parts: Sequence[bytes | memoryview], *, sync: bool) -> 
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise RecordingError(
-            f"{path}: cannot be written ({error}); free some space, or record less (--record.every)",
-            code="cannot-write",
+            f"cannot-write: {path}: cannot be written ({error}); free some space, or record less "
+            "(--record.every)"
         ) from error
     if sync:
         sync_folder(path.parent)

@@ -120,9 +120,8 @@ def _ids_and_mask(
     real = ids[: layout.used]
     if not 0 <= int(real.min()) <= int(real.max()) < vocab_size:
         raise RecordingError(
-            f"{where}: token_ids are {int(real.min())} to {int(real.max())}, but the vocabulary has ids "
-            f"0 to {vocab_size - 1}; give the header the model's vocab_size",
-            code="outside-vocabulary",
+            f"outside-vocabulary: {where}: token_ids are {int(real.min())} to {int(real.max())}, but the "
+            f"vocabulary has ids 0 to {vocab_size - 1}; give the header the model's vocab_size"
         )
     return {
         "token_ids": real.astype(ids_dtype(vocab_size)),
@@ -185,9 +184,8 @@ class _Layout:
         documents = len(batch.sample_ids)
         if not 0 < documents <= len(batch.lengths) or min(batch.lengths) < 1:
             raise RecordingError(
-                f"{where}: needs at least one document, none empty; got {documents} sample_ids and lengths "
-                f"{batch.lengths[:20]}",
-                code="empty",
+                f"empty: {where}: needs at least one document, none empty; got {documents} sample_ids and "
+                f"lengths {batch.lengths[:20]}"
             )
         return cls(tuple(map(int, batch.lengths[:documents])), tuple(map(int, batch.lengths[documents:])))
 
@@ -231,10 +229,8 @@ class _Layout:
 def _vector(tensor: Tensor, dtype: torch.dtype, name: str, slots: int, where: str) -> Array:
     if tensor.dtype != dtype or tuple(tensor.shape) != (slots,) or tensor.device.type != "cpu":
         raise RecordingError(
-            f"{where}: {name} must be [{slots}] {dtype} on the CPU, got {list(tensor.shape)} {tensor.dtype} "
-            "on "
-            f"{tensor.device}",
-            code="wrong-shape",
+            f"wrong-shape: {where}: {name} must be [{slots}] {dtype} on the CPU, got {list(tensor.shape)} "
+            f"{tensor.dtype} on {tensor.device}",
             name=name,
         )
     return tensor.detach().contiguous().numpy()
@@ -248,19 +244,17 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
     _check_capacity(layout, capacity, batch.max_seqlen, where)
     if layout.slots != slots:
         raise RecordingError(
-            f"{where}: lengths sum to {layout.slots}, but token_ids has {slots} slots",
-            code="wrong-shape",
+            f"wrong-shape: {where}: lengths sum to {layout.slots}, but token_ids has {slots} slots",
             name="lengths",
         )
     if ids[used:].any():
         raise RecordingError(
-            f"{where}: token_ids must be 0 in the padded tail", code="wrong-shape", name="token_ids"
+            f"wrong-shape: {where}: token_ids must be 0 in the padded tail", name="token_ids"
         )
     if mask[used:].any() or (_kind(batch) != SCORED and mask[layout.ends()].any()):
         raise RecordingError(
-            f"{where}: loss_mask must be False in the padded tail, and at every document's last token where "
-            "no score is read",
-            code="wrong-shape",
+            f"wrong-shape: {where}: loss_mask must be False in the padded tail, and at every document's "
+            "last token where no score is read",
             name="loss_mask",
         )
     for name, tensor, derived in (
@@ -271,10 +265,8 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
         dtype = torch.int32 if name == "cu_seqlens" else torch.int64
         if not np.array_equal(_vector(tensor, dtype, name, len(derived), where), derived):
             raise RecordingError(
-                f"{where}: {name} are not those that follow from token_ids and lengths (see "
-                "lockstep.schema.batch); "
-                "pack the documents with lockstep.packing.pack",
-                code="wrong-shape",
+                f"wrong-shape: {where}: {name} are not those that follow from token_ids and lengths (see "
+                "lockstep.schema.batch); pack the documents with lockstep.packing.pack",
                 name=name,
             )
 
@@ -285,23 +277,19 @@ def _check_capacity(layout: _Layout, document_slots: int, max_seqlen: int, where
     entries = min(MAX_DOCUMENT_SLOTS, max(_FREE_DOCUMENT_SLOTS, _ENTRIES_PER_SLOT * layout.slots))
     if sum(layout.tail) > pads or not documents <= document_slots <= entries:
         raise RecordingError(
-            f"{where}: {documents} documents in document_slots = {document_slots} and a tail of "
-            f"{sum(layout.tail)} slots; documents must fit, at most {entries} and {pads} beside "
+            f"wrong-shape: {where}: {documents} documents in document_slots = {document_slots} and a tail "
+            f"of {sum(layout.tail)} slots; documents must fit, at most {entries} and {pads} beside "
             f"{layout.used} real tokens",
-            code="wrong-shape",
             name="document_slots",
         )
     if max_seqlen > _MAX_SEQLEN:
         raise RecordingError(
-            f"{where}: max_seqlen = {max_seqlen}; at most {_MAX_SEQLEN}",
-            code="out-of-range",
-            name="max_seqlen",
+            f"out-of-range: {where}: max_seqlen = {max_seqlen}; at most {_MAX_SEQLEN}", name="max_seqlen"
         )
     if max_seqlen < max(layout.lengths + layout.tail):
         raise RecordingError(
-            f"{where}: max_seqlen = {max_seqlen}, but a document has {max(layout.lengths + layout.tail)} "
-            "slots",
-            code="out-of-range",
+            f"out-of-range: {where}: max_seqlen = {max_seqlen}, but a document has "
+            f"{max(layout.lengths + layout.tail)} slots",
             name="max_seqlen",
         )
 
@@ -368,8 +356,8 @@ def _entry(
         }
     if meta.documents and len(meta.documents) != len(layout.lengths):
         raise RecordingError(
-            f"{where}: meta.documents has {len(meta.documents)} entries for {len(layout.lengths)} documents",
-            code="wrong-shape",
+            f"wrong-shape: {where}: meta.documents has {len(meta.documents)} entries for "
+            f"{len(layout.lengths)} documents",
             name="documents",
         )
     return entry, others
@@ -415,9 +403,8 @@ def decode(
     wrong_end = entry.kind != SCORED and mask[layout.ends()].any()
     if bits[used:].any() or wrong_end or int(counts.sum()) != entry.trained:
         raise RecordingError(
-            f"loss_mask: {int(counts.sum())} tokens are trained on, the field trained says {entry.trained}; "
-            f"a document's last token never is, except in inputs of kind {SCORED}",
-            code="wrong-field",
+            f"wrong-field: loss_mask: {int(counts.sum())} tokens are trained on, the field trained says "
+            f"{entry.trained}; a document's last token never is, except in inputs of kind {SCORED}",
             name="trained",
         )
     floats = {

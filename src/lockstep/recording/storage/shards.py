@@ -45,15 +45,13 @@ def check_version(format: object, version: object, where: str) -> None:
     """Raises RecordingError for another format or version."""
     if format != FORMAT:
         raise RecordingError(
-            f"{where}: field format is {str(format)[:40]!r}, not {FORMAT!r}; this is not a recording",
-            code="wrong-kind-of-file",
+            f"wrong-kind-of-file: {where}: field format is {str(format)[:40]!r}, not {FORMAT!r}; this is not "
+            "a recording"
         )
     if str(version) != str(VERSION) or isinstance(version, bool):
         raise RecordingError(
-            f"{where}: field version is {str(version)[:40]!r}, this Lockstep reads {VERSION}; use the "
-            "Lockstep that "
-            "wrote it",
-            code="version-differs",
+            f"version-differs: {where}: field version is {str(version)[:40]!r}, this Lockstep reads "
+            f"{VERSION}; use the Lockstep that wrote it"
         )
 
 
@@ -91,7 +89,7 @@ class Shard:
         self._verified: tuple[int, int, int] | None = None
 
     def _broken(self, what: str) -> RecordingError:
-        return RecordingError(f"{self.path}: {what}", code="damaged-file", path=self.path)
+        return RecordingError(f"damaged-file: {self.path}: {what}", path=self.path)
 
     def _read_table(self, text: str) -> dict[str, str]:
         table = parse_json(
@@ -216,9 +214,8 @@ def read_rank(root: Path, rank: int) -> RankFiles:
     folder = rank_folder(root, rank)
     if not folder.is_dir() or not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(root)):
         raise RecordingError(
-            f"{folder}: is missing, or a link out of the recording; recording.json's field ranks names rank "
-            f"{rank}",
-            code="incomplete",
+            f"incomplete: {folder}: is missing, or a link out of the recording; recording.json's field "
+            f"ranks names rank {rank}",
             path=folder,
         )
     files: dict[str, dict[int, Path]] = {"shard": {}, "open": {}}
@@ -229,7 +226,7 @@ def read_rank(root: Path, rank: int) -> RankFiles:
             files[match[1]][int(match[2])] = folder / name
         elif name != INDEX:
             raise RecordingError(
-                f"{folder / name}: is not a file of a recording; move it elsewhere", code="wrong-kind-of-file"
+                f"wrong-kind-of-file: {folder / name}: is not a file of a recording; move it elsewhere"
             )
     if not names:  # the writer died between making the folder and the index
         return RankFiles(index=empty_index(rank), shards=(), open=(), ignored=())
@@ -244,14 +241,11 @@ def _read_index(path: Path, root: Path, rank: int) -> IndexEntry:
     numbers = [shard.number for shard in index.shards]
     if index.rank != rank:
         raise RecordingError(
-            f"{path}: field rank is {index.rank}, but it lies in {path.parent.name}",
-            code="wrong-field",
-            name="rank",
+            f"wrong-field: {path}: field rank is {index.rank}, but it lies in {path.parent.name}", name="rank"
         )
     if numbers != sorted(set(numbers)) or any(number >= index.next_shard for number in numbers):
         raise RecordingError(
-            f"{path}: field shards must ascend and stay below next_shard = {index.next_shard}",
-            code="wrong-field",
+            f"wrong-field: {path}: field shards must ascend and stay below next_shard = {index.next_shard}",
             name="shards",
         )
     return index
@@ -266,9 +260,8 @@ def _select(index: IndexEntry, files: dict[str, dict[int, Path]], *, root: Path,
         shard = Shard(folder / file_name("shard", number), root, rank=index.rank)
         if shard.sha256 != row.sha256 or len(shard.entries) != row.inputs:
             raise RecordingError(
-                f"{shard.path}: is not the file that {folder / INDEX} lists ({row.inputs} inputs, sha256 "
-                f"{row.sha256[:12]}...); it was renamed or replaced",
-                code="mixed-files",
+                f"mixed-files: {shard.path}: is not the file that {folder / INDEX} lists ({row.inputs} "
+                f"inputs, sha256 {row.sha256[:12]}...); it was renamed or replaced"
             )
         shards.append((number, shard))
     unlisted = sorted(n for n in files["shard"] if n >= index.next_shard)
@@ -276,16 +269,14 @@ def _select(index: IndexEntry, files: dict[str, dict[int, Path]], *, root: Path,
     for kind, numbers, start in (("shard", unlisted, index.next_shard), ("open", opened, index.next_open)):
         if numbers != list(range(start, start + len(numbers))) or (numbers and index.closed):
             raise RecordingError(
-                f"{folder / file_name(kind, numbers[-1])}: {folder / INDEX} says that the next file of this "
-                "kind is "
+                f"incomplete: {folder / file_name(kind, numbers[-1])}: {folder / INDEX} says that the next "
+                "file of this kind is "
                 f"{file_name(kind, start)}{' and that the recording is closed' if index.closed else ''}; a "
-                "file is "
-                "missing, was renamed or does not belong here",
-                code="incomplete",
+                "file is missing, was renamed or does not belong here"
             )
     if len(unlisted) > 1:
         raise RecordingError(
-            f"{folder / INDEX}: lists too few shards; the file is older than the others", code="incomplete"
+            f"incomplete: {folder / INDEX}: lists too few shards; the file is older than the others"
         )
     shards += [(n, Shard(folder / file_name("shard", n), root, rank=index.rank)) for n in unlisted]
     return RankFiles(

@@ -57,7 +57,7 @@ def save_tensors(tensors: Mapping[str, Tensor], directory: Path, *, known: str |
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecordingError(
-            f"{directory}: cannot be made ({error}); weights are stored there", code="cannot-write"
+            f"cannot-write: {directory}: cannot be made ({error}); weights are stored there"
         ) from error
     metadata = {"format": "pt", "lockstep": _FORMAT, "fingerprint": digest, "stored": of_file}
     write_tensors(path, stored, metadata, sync=True)
@@ -111,9 +111,8 @@ def verified(directory: Path, *, weights: str | None, known: dict[Path, str] | N
     of_module = file.metadata.get("fingerprint", None if _only_adapters(file) else of_file)
     if weights is not None and of_module is not None and of_module != weights:
         raise RecordingError(
-            f"{file.path}: holds the weights {printable(of_module[:80])}, the input saw "
+            f"hash-differs: {file.path}: holds the weights {printable(of_module[:80])}, the input saw "
             f"{printable(weights[:80])}; the file is damaged or of another run",
-            code="hash-differs",
             name="weights",
         )
 
@@ -135,9 +134,8 @@ def _checked_fingerprint(file: TensorFile, known: dict[Path, str] | None = None)
     stored = file.metadata.get("stored", of_file)
     if stored != of_file:
         raise RecordingError(
-            f"{file.path}: its tensors have the fingerprint {of_file}, {printable(stored[:80])} was stored; "
-            "the file is damaged",
-            code="hash-differs",
+            f"hash-differs: {file.path}: its tensors have the fingerprint {of_file}, "
+            f"{printable(stored[:80])} was stored; the file is damaged",
             name="fingerprint",
         )
     return of_file
@@ -173,9 +171,8 @@ def find_weights(recording: Path, meta: InputMeta, *, known: dict[Path, str] | N
     if meta.checkpoint is not None:
         if not _NAME.fullmatch(meta.checkpoint):
             raise RecordingError(
-                f"{recording}: field checkpoint of input {tuple(meta.key)} is {meta.checkpoint[:80]!r}; it "
-                "must be weights/NAME or ../checkpoints/NAME",
-                code="wrong-field",
+                f"wrong-field: {recording}: field checkpoint of input {tuple(meta.key)} is "
+                f"{meta.checkpoint[:80]!r}; it must be weights/NAME or ../checkpoints/NAME",
                 name="checkpoint",
             )
         folder = _inside(recording, meta.checkpoint)
@@ -197,8 +194,8 @@ def _inside(recording: Path, name: str) -> Path | None:
         return None
     if folder.resolve() != folder:
         raise RecordingError(
-            f"{folder}: is a link that leads elsewhere; copy the weights themselves there",
-            code="leads-out-of-folder",
+            f"leads-out-of-folder: {folder}: is a link that leads elsewhere; copy the weights themselves "
+            "there"
         )
     with open_plain(folder / FILE, RecordingError, root=folder):
         return folder
@@ -231,18 +228,16 @@ def _check(
     """Names, shapes and dtypes. Raises RecordingError."""
     if only_adapters and not targets:
         raise RecordingError(
-            f"{file.path}: holds LoRA adapters, and the model has none; load it with the model.lora of the "
-            "recording",
-            code="other-model",
+            f"other-model: {file.path}: holds LoRA adapters, and the model has none; load it with the "
+            "model.lora of the recording",
             name="lora",
         )
     missing = sorted(targets.keys() - file.tensors.keys())
     extra = [] if partial else sorted(file.tensors.keys() - targets.keys())
     if missing or extra:
         raise RecordingError(
-            f"{file.path}: belongs to another model: {len(missing)} tensors are missing {missing[:3]}, "
-            f"{len(extra)} are not known {[name[:80] for name in extra[:3]]}",
-            code="other-model",
+            f"other-model: {file.path}: belongs to another model: {len(missing)} tensors are missing "
+            f"{missing[:3]}, {len(extra)} are not known {[name[:80] for name in extra[:3]]}",
             missing=missing,
             unknown=extra,
         )
@@ -250,15 +245,13 @@ def _check(
         span = file.tensors[name]
         if span.shape != tuple(tensor.shape):
             raise RecordingError(
-                f"{file.path}: tensor {name!r} is {list(span.shape)}, the model has {list(tensor.shape)}; "
-                "it belongs to another model",
-                code="wrong-shape",
+                f"wrong-shape: {file.path}: tensor {name!r} is {list(span.shape)}, the model has "
+                f"{list(tensor.shape)}; it belongs to another model",
                 name=name,
             )
         if DTYPES[span.dtype] != tensor.dtype and not cast:
             raise RecordingError(
-                f"{file.path}: tensor {name!r} is {DTYPES[span.dtype]}, the model has {tensor.dtype}; load "
-                "the model in the recorded dtype",
-                code="wrong-type",
+                f"wrong-type: {file.path}: tensor {name!r} is {DTYPES[span.dtype]}, the model has "
+                f"{tensor.dtype}; load the model in the recorded dtype",
                 name=name,
             )

@@ -214,8 +214,8 @@ class DeepSpeedBackend(Backend):
             self._check_losses(batches, stats.losses)
             self._recover()
             raise TrainError(
-                f"step {self.steps_done}, a loss of another rank is not finite. No weight was changed",
-                code="not-finite",
+                f"not-finite: step {self.steps_done}, a loss of another rank is not finite. No weight was "
+                "changed"
             )
         return stats
 
@@ -225,9 +225,9 @@ class DeepSpeedBackend(Backend):
         """Forward and backward of this rank's micro-batches, by their index among `count`."""
         if self._gradients_ready:
             raise TrainError(
-                "DeepSpeed reduces gradients in the last backward of a step, so a second forward_backward "
-                "cannot add to them; give all micro-batches in one call, or call drop_gradients() between",
-                code="wrong-state",
+                "wrong-state: DeepSpeed reduces gradients in the last backward of a step, so a second "
+                "forward_backward cannot add to them; give all micro-batches in one call, or call "
+                "drop_gradients() between"
             )
         outputs = {}
         self._outer.train()
@@ -427,9 +427,8 @@ def _import_deepspeed(device: torch.device) -> Any:
             from deepspeed.accelerator import get_accelerator
     except ImportError as error:
         raise ConfigError(
-            "DeepSpeed is not installed; `pip install wheel ninja packaging`, then "
-            f"`pip install --no-build-isolation deepspeed` ({error})",
-            code="missing-package",
+            "missing-package: DeepSpeed is not installed; `pip install wheel ninja packaging`, then `pip "
+            f"install --no-build-isolation deepspeed` ({error})"
         ) from error
     # DeepSpeed's calls of torch.distributed; one line per collective otherwise.
     warnings.filterwarnings(
@@ -438,8 +437,7 @@ def _import_deepspeed(device: torch.device) -> Any:
     name = get_accelerator().device_name()
     if name != device.type:
         raise ConfigError(
-            f"DeepSpeed runs on {name} in this process, the model is on {device.type}; set "
-            f"DS_ACCELERATOR={device.type} in the environment",
-            code="wrong-environment",
+            f"wrong-environment: DeepSpeed runs on {name} in this process, the model is on {device.type}; "
+            f"set DS_ACCELERATOR={device.type} in the environment"
         )
     return deepspeed

@@ -36,87 +36,73 @@ def refuse_impossible(
     if config.execution == "deepcompile":
         if device.type != "cuda":
             raise ConfigError(
-                "train.execution = 'deepcompile' (--deepcompile) needs a CUDA device, this is "
-                f"{device.type}: DeepCompile builds a CUDA extension, and DeepSpeed switches it on for no "
-                "other accelerator. Set 'compile' (--compile), which works here",
-                code="missing-device",
-                setting="train.execution",
+                "missing-device: train.execution = 'deepcompile' (--deepcompile) needs a CUDA device, this "
+                f"is {device.type}: DeepCompile builds a CUDA extension, and DeepSpeed switches it on for no "
+                "other accelerator. Set 'compile' (--compile), which works here"
             )
         if config.zero_stage == 0:
             raise ConfigError(
-                "train.execution = 'deepcompile' (--deepcompile) works with ZeRO 1, 2 and 3 only; set "
-                "train.zero_stage = 1 (--zero-stage 1), or another execution",
-                code="unsupported-combination",
+                "unsupported-combination: train.execution = 'deepcompile' (--deepcompile) works with ZeRO "
+                "1, 2 and 3 only; set train.zero_stage = 1 (--zero-stage 1), or another execution",
                 setting="train.zero_stage",
             )
         check_cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     if config.execution == "joint" and config.zero_stage == 3:
         raise ConfigError(
-            "train.execution = 'joint' (--joint) needs ZeRO 0, 1 or 2: at stage 3 weights are gathered by "
-            "hooks of modules, and none runs inside of the graph; set train.zero_stage = 2 (--zero-stage 2), "
-            "or 'compile' (--compile)",
-            code="unsupported-combination",
+            "unsupported-combination: train.execution = 'joint' (--joint) needs ZeRO 0, 1 or 2: at stage 3 "
+            "weights are gathered by hooks of modules, and none runs inside of the graph; set "
+            "train.zero_stage = 2 (--zero-stage 2), or 'compile' (--compile)",
             setting="train.zero_stage",
         )
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(
-            f"the DeepSpeed backend computes in float32 or bfloat16, not {dtype}; set model.dtype",
-            code="unsupported-combination",
+            f"unsupported-combination: the DeepSpeed backend computes in float32 or bfloat16, not {dtype}; "
+            "set model.dtype",
             setting="model.dtype",
         )
     if config.ring > 1:
         raise ConfigError(
-            f"train.ring = {config.ring} is not available with train.backend = 'deepspeed': its "
-            "data-parallel group is all ranks; set train.backend = 'fsdp2', or train.ring = 1",
-            code="unsupported-combination",
-            setting="train.ring",
+            f"unsupported-combination: train.ring = {config.ring} is not available with train.backend = "
+            "'deepspeed': its data-parallel group is all ranks; set train.backend = 'fsdp2', or train.ring = "
+            "1"
         )
     if config.tp > 1:
         raise ConfigError(
-            f"train.tp = {config.tp} is not available with train.backend = 'deepspeed': its AutoTP puts "
-            "modules of its own in the place of the policy's, and a part of the vocabulary into the head, "
-            "whose weight the loss reads; set train.backend = 'fsdp2', or train.tp = 1",
-            code="unsupported-combination",
-            setting="train.tp",
+            f"unsupported-combination: train.tp = {config.tp} is not available with train.backend = "
+            "'deepspeed': its AutoTP puts modules of its own in the place of the policy's, and a part of the "
+            "vocabulary into the head, whose weight the loss reads; set train.backend = 'fsdp2', or "
+            "train.tp = 1"
         )
     _refuse_offload(config)
     if with_optimizer and config.optimizer == "adamw8bit":
         raise ConfigError(
-            "train.optimizer = 'adamw8bit' is not available with train.backend = 'deepspeed', whose "
-            "optimizers update flat float32 partitions; set 'adamw' or 'sgd', or train.backend = 'fsdp2'",
-            code="unsupported-combination",
-            setting="train.optimizer",
+            "unsupported-combination: train.optimizer = 'adamw8bit' is not available with train.backend = "
+            "'deepspeed', whose optimizers update flat float32 partitions; set 'adamw' or 'sgd', or "
+            "train.backend = 'fsdp2'"
         )
 
 
 def _refuse_offload(config: TrainConfig) -> None:
     if config.optimizer_device == "cpu" and config.zero_stage == 0:
         raise ConfigError(
-            "train.optimizer_device = 'cpu' needs train.zero_stage = 1, 2 or 3: at stage 0 DeepSpeed has no "
-            "partition that it could put into host memory",
-            code="unsupported-combination",
-            setting="train.optimizer_device",
+            "unsupported-combination: train.optimizer_device = 'cpu' needs train.zero_stage = 1, 2 or 3: at "
+            "stage 0 DeepSpeed has no partition that it could put into host memory"
         )
     if config.parameter_device == "cpu" and config.zero_stage != 3:
         raise ConfigError(
-            f"train.parameter_device = 'cpu' needs train.zero_stage = 3, not {config.zero_stage}: at the "
-            "others every rank computes with whole weights where they are",
-            code="unsupported-combination",
-            setting="train.parameter_device",
+            "unsupported-combination: train.parameter_device = 'cpu' needs train.zero_stage = 3, not "
+            f"{config.zero_stage}: at the others every rank computes with whole weights where they are"
         )
     if config.parameter_device == "cpu" and config.optimizer_device != "cpu":
         raise ConfigError(
-            "train.parameter_device = 'cpu' with DeepSpeed needs train.optimizer_device = 'cpu' too: the "
-            "step writes the weights where the masters are",
-            code="unsupported-combination",
+            "unsupported-combination: train.parameter_device = 'cpu' with DeepSpeed needs "
+            "train.optimizer_device = 'cpu' too: the step writes the weights where the masters are",
             setting="train.optimizer_device",
         )
     if config.execution == "deepcompile" and "cpu" in (config.optimizer_device, config.parameter_device):
         raise ConfigError(
-            "train.execution = 'deepcompile' does not offload; set train.optimizer_device and "
-            "train.parameter_device to 'model', or train.execution = 'compile'",
-            code="unsupported-combination",
-            setting="train.execution",
+            "unsupported-combination: train.execution = 'deepcompile' does not offload; set "
+            "train.optimizer_device and train.parameter_device to 'model', or train.execution = 'compile'"
         )
 
 
@@ -130,9 +116,8 @@ def check_cuda_architectures(listed: str) -> None:
     if odd:
         plain = re.sub(r"(?<=\d)[a-z]", "", listed)
         raise ConfigError(
-            f"TORCH_CUDA_ARCH_LIST = {listed!r}: DeepSpeed cannot build its DeepCompile extension for "
-            f"{', '.join(odd)}; set TORCH_CUDA_ARCH_LIST='{plain}'",
-            code="wrong-environment",
+            f"wrong-environment: TORCH_CUDA_ARCH_LIST = {listed!r}: DeepSpeed cannot build its DeepCompile "
+            f"extension for {', '.join(odd)}; set TORCH_CUDA_ARCH_LIST='{plain}'"
         )
 
 
@@ -226,9 +211,8 @@ def announced_build(extensions: Sequence[str]) -> Iterator[None]:
     what = " and ".join(names)
     if missing:
         raise ConfigError(
-            f"DeepSpeed compiles {what} at first use, and {' and '.join(missing)} is not on PATH; install it "
-            "(Debian: apt install g++ ninja-build)",
-            code="missing-package",
+            f"missing-package: DeepSpeed compiles {what} at first use, and {' and '.join(missing)} is not on "
+            "PATH; install it (Debian: apt install g++ ninja-build)"
         )
     log.warning("DeepSpeed compiles %s, once (about a minute; kept in ~/.cache/torch_extensions)", what)
     yield
@@ -254,9 +238,8 @@ def _wait_for_lock(lock: Path) -> None:
             return
         if age > LOCK_SECONDS:
             raise ConfigError(
-                f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's extension hangs, and torch "
-                "would wait for it for ever; end that process (`fuser` names it), and delete that file",
-                code="locked",
+                f"locked: {lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's extension hangs, and "
+                "torch would wait for it for ever; end that process (`fuser` names it), and delete that file"
             )
         time.sleep(0.2)
 

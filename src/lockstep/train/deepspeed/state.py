@@ -120,10 +120,9 @@ class ZeroParts:
             count = int(read())
             if self._count not in (None, count):
                 raise CheckpointError(
-                    f"{path} has been updated {count} times, other parameters {self._count} times, as in a "
-                    "model some of whose experts were not always used; DeepSpeed keeps one count for all; "
-                    "load it with train.backend = 'local' or 'fsdp2'",
-                    code="unsupported-combination",
+                    f"unsupported-combination: {path} has been updated {count} times, other parameters "
+                    f"{self._count} times, as in a model some of whose experts were not always used; "
+                    "DeepSpeed keeps one count for all; load it with train.backend = 'local' or 'fsdp2'"
                 )
             self._count = count
         elif fragment.start < fragment.stop:

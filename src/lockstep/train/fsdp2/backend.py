@@ -384,16 +384,12 @@ def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
     """Raises ConfigError."""
     if config.execution not in ("eager", "compile", "joint"):
         raise ConfigError(
-            f"train.execution = {config.execution!r} is not available with train.backend = 'fsdp2'; "
-            "set 'eager', 'compile' or 'joint'",
-            code="unsupported-combination",
-            setting="train.execution",
+            f"unsupported-combination: train.execution = {config.execution!r} is not available with "
+            "train.backend = 'fsdp2'; set 'eager', 'compile' or 'joint'"
         )
     if config.optimizer == "adamw8bit":
         raise ConfigError(
-            "train.optimizer = 'adamw8bit' is not available with train.backend = 'fsdp2': its blocks of "
-            "8-bit codes would lie across the ranks' shards; set 'adamw', and train.optimizer_device = 'cpu' "
-            "for memory",
-            code="unsupported-combination",
-            setting="train.optimizer",
+            "unsupported-combination: train.optimizer = 'adamw8bit' is not available with train.backend = "
+            "'fsdp2': its blocks of 8-bit codes would lie across the ranks' shards; set 'adamw', and "
+            "train.optimizer_device = 'cpu' for memory"
         )

@@ -64,11 +64,10 @@ def mesh_sizes(world_size: int, *, ring: int, tp: int) -> tuple[int, int, int]:
     if world_size % (ring * tp):
         fits = list(range(ring * tp, 4 * ring * tp + 1, ring * tp))
         raise ConfigError(
-            f"{world_size} ranks cannot be a mesh of dp x ring x tp with train.ring = {ring} and train.tp = "
-            f"{tp}: {ring} * {tp} = {ring * tp} does not divide {world_size}. Start {fits[0]} or a multiple "
-            f"of it ({', '.join(map(str, fits[1:4]))}), or set train.ring and train.tp so that their product "
-            f"divides {world_size}",
-            code="not-divisible",
+            f"not-divisible: {world_size} ranks cannot be a mesh of dp x ring x tp with train.ring = {ring} "
+            f"and train.tp = {tp}: {ring} * {tp} = {ring * tp} does not divide {world_size}. Start "
+            f"{fits[0]} or a multiple of it ({', '.join(map(str, fits[1:4]))}), or set train.ring and "
+            f"train.tp so that their product divides {world_size}",
             setting="train.tp",
             ranks=world_size,
         )

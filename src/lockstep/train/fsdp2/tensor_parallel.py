@@ -104,11 +104,9 @@ def check_tensor_parallel_size(config: Any, size: int) -> None:
     sizes = tensor_parallel_sizes(config)
     if size not in sizes:
         raise ConfigError(
-            f"train.tp = {size} does not divide the model's {config.num_attention_heads} query heads and "
-            f"{config.num_key_value_heads} key/value heads, and a head cannot be split; sizes that work: "
-            f"{', '.join(map(str, sizes))}",
-            code="not-divisible",
-            setting="train.tp",
+            f"not-divisible: train.tp = {size} does not divide the model's {config.num_attention_heads} "
+            f"query heads and {config.num_key_value_heads} key/value heads, and a head cannot be split; "
+            f"sizes that work: {', '.join(map(str, sizes))}"
         )
 
 
@@ -124,11 +122,9 @@ def resolve_tp_plan(plan: str, *, tp: int, others: int) -> Literal["hf", "lockst
     """
     if plan == "hf" and tp > 1 and others > 1:
         raise ConfigError(
-            f"train.tp_plan = 'hf' with tp = {tp} on {tp * others} ranks: transformers' plan is for tensor "
-            f"parallel over all ranks and nothing else, it takes the whole world of {tp * others} for one "
-            f"group; set train.tp_plan = 'lockstep', or start {tp} ranks",
-            code="unsupported-combination",
-            setting="train.tp_plan",
+            f"unsupported-combination: train.tp_plan = 'hf' with tp = {tp} on {tp * others} ranks: "
+            "transformers' plan is for tensor parallel over all ranks and nothing else, it takes the whole "
+            f"world of {tp * others} for one group; set train.tp_plan = 'lockstep', or start {tp} ranks"
         )
     return "hf" if plan == "hf" else "lockstep"
 
@@ -187,8 +183,8 @@ def _lookup(path: str, plan: Plan) -> Split | Replicated:
         if path == suffix or path.endswith("." + suffix):
             return how
     raise ConfigError(
-        f"train.tp: the tensor-parallel plan does not know the module {path!r}; set train.tp = 1",
-        code="unsupported-model",
+        f"unsupported-model: train.tp: the tensor-parallel plan does not know the module {path!r}; set "
+        "train.tp = 1",
         setting="train.tp",
     )
 
@@ -202,10 +198,8 @@ def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
     styles |= getattr(type(model), "_tp_plan", None) or {}
     if not styles:
         raise ConfigError(
-            f"train.tp_plan = 'hf': transformers has no plan for {type(model).__name__}; set train.tp_plan = "
-            "'lockstep'",
-            code="unsupported-model",
-            setting="train.tp_plan",
+            f"unsupported-model: train.tp_plan = 'hf': transformers has no plan for {type(model).__name__}; "
+            "set train.tp_plan = 'lockstep'"
         )
     splits: dict[str, Split | Replicated] = {}
     for path in _with_parameters(module):
@@ -219,10 +213,8 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
     style = styles.get(re.sub(r"\.\d+\.", ".*.", path), "replicate")
     if style not in _HF_STYLES:
         raise ConfigError(
-            f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which is not known "
-            f"here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'",
-            code="unsupported-model",
-            setting="train.tp_plan",
+            f"unsupported-model: train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, "
+            f"which is not known here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'",
             name=path,
             style=style,
             reason="unknown",
@@ -232,10 +224,8 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
         return ours  # transformers 5.17 leaves q_norm and k_norm out, whose gradients are partial
     if how not in (ours, Replicated()):
         raise ConfigError(
-            f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which does not fit "
-            "the code here; set train.tp_plan = 'lockstep'",
-            code="unsupported-model",
-            setting="train.tp_plan",
+            f"unsupported-model: train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, "
+            "which does not fit the code here; set train.tp_plan = 'lockstep'",
             name=path,
             style=style,
             reason="does not fit",
@@ -252,10 +242,8 @@ def _check_blocks(by_module: Plan) -> None:
             blocks.setdefault(parent, set()).add(isinstance(how, Split))
     if torn := [parent for parent, split in blocks.items() if len(split) > 1]:
         raise ConfigError(
-            f"train.tp_plan = 'hf': transformers splits some matrices of {torn[0]!r} and not others; set "
-            "train.tp_plan = 'lockstep'",
-            code="unsupported-model",
-            setting="train.tp_plan",
+            f"unsupported-model: train.tp_plan = 'hf': transformers splits some matrices of {torn[0]!r} and "
+            "not others; set train.tp_plan = 'lockstep'",
             name=torn[0],
         )
 

@@ -40,9 +40,8 @@ class PendingCopy:
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise TrainError(
-                f"the copy of the train state for a checkpoint took more than {seconds:.0f} s; is the "
-                "machine out of memory and swapping? checkpoint.background = false makes none",
-                code="deadline",
+                f"deadline: the copy of the train state for a checkpoint took more than {seconds:.0f} s; is "
+                "the machine out of memory and swapping? checkpoint.background = false makes none",
                 setting="checkpoint.background",
             )
 
@@ -51,9 +50,8 @@ class PendingCopy:
         self.wait()
         if self._error is not None:
             raise CheckpointError(
-                f"the train state could not be copied into host memory: {self._error}; set "
+                f"out-of-memory: the train state could not be copied into host memory: {self._error}; set "
                 "checkpoint.background = false, which makes no copy",
-                code="out-of-memory",
                 setting="checkpoint.background",
                 reason=self._error,
             ) from self._error

@@ -63,9 +63,8 @@ class TensorFile:
         for name, (_, dtype) in tensors.items():
             if NAMES.get(dtype) not in STATE_DTYPES:  # it could not be loaded again
                 raise CheckpointError(
-                    f"{path}: tensor {name!r} is {dtype}, which no train state has; keep it out of the "
-                    "model's state (register_buffer(..., persistent=False))",
-                    code="wrong-type",
+                    f"wrong-type: {path}: tensor {name!r} is {dtype}, which no train state has; keep it out "
+                    "of the model's state (register_buffer(..., persistent=False))",
                     name=name,
                 )
         self._left = dict(tensors)
@@ -117,7 +116,7 @@ def read_json(path: Path) -> Any:
     """Raises CheckpointError: missing, larger than any that is written, not JSON, or a link out of its
     folder."""
     if not path.exists():
-        raise CheckpointError(f"{path} is missing", code="no-such-file", path=path)
+        raise CheckpointError(f"no-such-file: {path} is missing", path=path)
     return files.read_json(path, CheckpointError, root=path.parent, limit=_MAX_JSON)
 
 
@@ -127,17 +126,13 @@ def read_record(path: Path, name: str, record: Any) -> FileRecord:
     where = f"{path}: field 'files.{printable(name)}'"
     if not isinstance(record, dict) or set(record) != {"bytes", "sha256"}:
         raise CheckpointError(
-            f"{where} must have bytes and sha256; it is damaged",
-            code="damaged-file",
+            f"damaged-file: {where} must have bytes and sha256; it is damaged",
             name=f"files.{name}",
             reason="fields",
         )
     if not is_count(record["bytes"]) or not isinstance(record["sha256"], str):
         raise CheckpointError(
-            f"{where} is {record!r:.200}; it is damaged",
-            code="damaged-file",
-            name=f"files.{name}",
-            reason="types",
+            f"damaged-file: {where} is {record!r:.200}; it is damaged", name=f"files.{name}", reason="types"
         )
     return FileRecord(**record)
 
@@ -155,20 +150,18 @@ def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
     """
     with file_errors(path, CheckpointError):
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing", code="no-such-file", path=path)
+            raise CheckpointError(f"no-such-file: {path} is missing", path=path)
         check_inside(path, CheckpointError, root=path.parent)
         size = path.stat().st_size
         if size != record.bytes:
             raise CheckpointError(
-                f"{path} has {size} bytes, {record.bytes} were written; it is damaged",
-                code="damaged-file",
+                f"damaged-file: {path} has {size} bytes, {record.bytes} were written; it is damaged",
                 path=path,
             )
         if contents and (now := sha256_of(path)) != record.sha256:
             raise CheckpointError(
-                f"{path} has sha256 {now[:16]}..., {printable(record.sha256[:16])}... was written; it is "
-                "damaged",
-                code="hash-differs",
+                f"hash-differs: {path} has sha256 {now[:16]}..., {printable(record.sha256[:16])}... was "
+                "written; it is damaged",
                 path=path,
             )
 

@@ -108,7 +108,7 @@ def read_rng(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is not a readable safetensors file ({error})", code="damaged-file", path=path
+            f"damaged-file: {path} is not a readable safetensors file ({error})", path=path
         ) from error
 
 
@@ -124,23 +124,21 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
             continue
         if name not in state or state[name].dtype != tensor.dtype:
             raise CheckpointError(
-                f"{path}: the state of generator {name!r} is missing or of another type",
-                code="wrong-type",
+                f"wrong-type: {path}: the state of generator {name!r} is missing or of another type",
                 name=name,
             )
         if not name.endswith("_gauss") and state[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{path}: generator {name!r} has a state of {list(state[name].shape)}, here it is "
-                f"{list(tensor.shape)}; the checkpoint was made with another version of torch or numpy",
-                code="wrong-shape",
+                f"wrong-shape: {path}: generator {name!r} has a state of {list(state[name].shape)}, here it "
+                f"is {list(tensor.shape)}; the checkpoint was made with another version of torch or numpy",
                 name=name,
             )
     for name, tensor in state.items():
         # Seed and offset of Philox, 8 bytes each.
         if name.startswith(_CUDA) and (tensor.dtype, tensor.shape) != (torch.uint8, (16,)):
             raise CheckpointError(
-                f"{path}: generator {name!r} has a state of {list(tensor.shape)}, not of 16 bytes",
-                code="wrong-shape",
+                f"wrong-shape: {path}: generator {name!r} has a state of {list(tensor.shape)}, not of 16 "
+                "bytes",
                 name=name,
             )
     tries: dict[str, Callable[[], object]] = {
@@ -153,7 +151,7 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
             attempt()
         except (RuntimeError, ValueError, OverflowError, TypeError) as error:
             raise CheckpointError(
-                f"{path}: generator {name!r} has no valid state ({error})", code="damaged-file", name=name
+                f"damaged-file: {path}: generator {name!r} has no valid state ({error})", name=name
             ) from error
 
 

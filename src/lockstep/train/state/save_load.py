@@ -246,12 +246,10 @@ class _RankFiles:
 
     def _explained(self, error: OSError) -> CheckpointError:
         if not is_out_of_space(error):
-            return CheckpointError(f"{self._directory} could not be written: {error}", code="cannot-write")
+            return CheckpointError(f"cannot-write: {self._directory} could not be written: {error}")
         free = shutil.disk_usage(self._directory).free
         return CheckpointError(
-            f"{error}: {out_of_space(self._directory, needed=self._needed, free=free)}",
-            code="no-space",
-            free=free,
+            f"no-space: {error}: {out_of_space(self._directory, needed=self._needed, free=free)}", free=free
         )
 
 
@@ -313,17 +311,15 @@ def checked_progress(index: StateIndex, own: Mapping[str, Any]) -> dict[str, Any
     for key in ("optimizer", "lora"):
         if key in own and progress.get(key) != own[key]:
             raise CheckpointError(
-                f"{path}: field 'progress.{key}' is {progress.get(key)!r}, this run has {own[key]!r}",
-                code="other-model",
+                f"other-model: {path}: field 'progress.{key}' is {progress.get(key)!r}, this run has "
+                f"{own[key]!r}",
                 name=f"progress.{key}",
                 saved=progress.get(key),
                 own=own[key],
             )
     if not is_count(progress.get("step")):
         raise CheckpointError(
-            f"{path}: field 'progress.step' is {progress.get('step')!r}",
-            code="wrong-field",
-            name="progress.step",
+            f"wrong-field: {path}: field 'progress.step' is {progress.get('step')!r}", name="progress.step"
         )
     return progress
 

@@ -193,9 +193,7 @@ class DumpReader:
                     self._bad(second, f"must have as many rows as {first!r}, all of one width")
                 self._default_response(halves[1])
                 return torch.cat(halves, dim=1)
-        raise RecordingError(
-            f"{self.where}: no token ids; a dump names them {', '.join(IDS)}", code="missing-field"
-        )
+        raise RecordingError(f"missing-field: {self.where}: no token ids; a dump names them {', '.join(IDS)}")
 
     def _default_response(self, response: Tensor) -> None:
         """The response is what is trained, and masks come in halves, unless the dump says otherwise."""
@@ -446,7 +444,7 @@ class DumpReader:
         return _wide(tensor)
 
     def _bad(self, name: str, what: str) -> NoReturn:
-        raise RecordingError(f"{self.where}: field {name[:80]!r} {what}", code="wrong-field", name=name)
+        raise RecordingError(f"wrong-field: {self.where}: field {name[:80]!r} {what}", name=name)
 
 
 def _tensor(value: Any) -> Tensor | None:

@@ -100,9 +100,8 @@ class Pace:
         now = time.monotonic()
         if self.seconds is not None and now - self.started > self.seconds:
             raise RecordingError(
-                f"{what}: the import took more than {self.seconds:g} s, and nothing was written; give it "
-                "more with --timeout, or import fewer files",
-                code="deadline",
+                f"deadline: {what}: the import took more than {self.seconds:g} s, and nothing was written; "
+                "give it more with --timeout, or import fewer files",
                 setting="--timeout",
             )
         if now - self._last >= _SAY_EVERY:
@@ -132,7 +131,7 @@ def import_dump(
     """
     source, out, pace = Path(source), Path(out), pace or Pace()
     if out.exists():
-        raise RecordingError(f"{out}: exists already; name a directory that does not", code="already-exists")
+        raise RecordingError(f"already-exists: {out}: exists already; name a directory that does not")
     files = _files(source)
     survey = _survey(files, pace)
     vocab_size = _vocab_size(model, survey)
@@ -205,14 +204,12 @@ def _files(source: Path) -> list[Path]:
         return [source]
     if not source.is_dir():
         raise RecordingError(
-            f"{source}: there is no such file or folder; give the dump that is to be read",
-            code="no-such-file",
+            f"no-such-file: {source}: there is no such file or folder; give the dump that is to be read"
         )
     dumps = [p for p in source.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
     if not dumps:
         raise RecordingError(
-            f"{source}: holds no dump; files that end in {', '.join(SUFFIXES)} are read",
-            code="wrong-kind-of-file",
+            f"wrong-kind-of-file: {source}: holds no dump; files that end in {', '.join(SUFFIXES)} are read"
         )
     return sorted(dumps, key=lambda p: _natural(str(p.relative_to(source))))
 
@@ -232,17 +229,15 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
         if not dicts:
             names = list(dump.value)[:12] if isinstance(dump.value, dict) else type(dump.value).__name__
             raise RecordingError(
-                f"{path.name}: holds no token ids, only {names}; a dump is a dict, or a list of dicts, with "
-                f"one of {', '.join(IDS)} or prompts and responses",
-                code="missing-field",
+                f"missing-field: {path.name}: holds no token ids, only {names}; a dump is a dict, or a list "
+                f"of dicts, with one of {', '.join(IDS)} or prompts and responses",
                 names=names,
             )
         size = path.stat().st_size
         if len(dicts) > _FREE_INPUTS + size // _BYTES_PER_INPUT:
             raise RecordingError(
-                f"{path.name}: its {len(dicts):,} inputs share tensors, and are far larger apart than the "
-                f"file's {size:,} bytes; dump each input's own part",
-                code="too-large",
+                f"too-large: {path.name}: its {len(dicts):,} inputs share tensors, and are far larger apart "
+                f"than the file's {size:,} bytes; dump each input's own part",
                 name="dicts",
             )
         left = 6 * size + 2**26
@@ -251,9 +246,8 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
             left -= sum(value.nbytes for value in named.values() if isinstance(value, Tensor))
             if left < 0:
                 raise RecordingError(
-                    f"{path.name}: its inputs share tensors, and would be far larger if stored separately; "
-                    "dump each input's own part",
-                    code="too-large",
+                    f"too-large: {path.name}: its inputs share tensors, and would be far larger if stored "
+                    "separately; dump each input's own part",
                     name="tensors",
                 )
             where = path.name if len(dicts) == 1 else f"{path.name}, input {number}"
@@ -273,9 +267,8 @@ def _survey(files: Sequence[Path], pace: Pace) -> _Survey:
         low, high = (int(x) for x in dumped.token_ids.aminmax())
         if low < 0:
             raise RecordingError(
-                f"{path.name}: field 'token_ids': {low} is among the real tokens; mask pads in "
-                f"attention_mask",
-                code="wrong-field",
+                f"wrong-field: {path.name}: field 'token_ids': {low} is among the real tokens; mask pads in "
+                "attention_mask",
                 name="token_ids",
             )
         if high >= survey.largest:
@@ -302,9 +295,8 @@ def _common_kind(kinds: Mapping[Kind, str], survey: _Survey) -> Kind:
     if len(kinds) > 1:
         listed = "; ".join(f"{path} is of kind {kind}" for kind, path in kinds.items())
         raise RecordingError(
-            f"the dumps need several losses ({listed}): advantages and logprobs make a policy batch, only "
-            "advantages a surrogate, neither sft. Import them separately",
-            code="contradiction",
+            f"contradiction: the dumps need several losses ({listed}): advantages and logprobs make a "
+            "policy batch, only advantages a surrogate, neither sft. Import them separately",
             name="losses",
         )
     (kind,) = kinds
@@ -361,7 +353,7 @@ def _positions(origins: Sequence[tuple[int | None, int, str]], survey: _Survey) 
     for step, rank, file in origins:
         if rank >= _MAX_WORLD:
             raise RecordingError(
-                f"{file}: field 'rank' is {rank}; at most {_MAX_WORLD - 1}", code="wrong-field", name="rank"
+                f"wrong-field: {file}: field 'rank' is {rank}; at most {_MAX_WORLD - 1}", name="rank"
             )
         keys.append((step if numbered and step is not None else counted[rank], rank))
         counted[rank] += 1
@@ -399,16 +391,14 @@ def _vocab_size(model: str | None, survey: _Survey) -> int:
         size = survey.largest + 1
     if survey.largest >= size:
         raise RecordingError(
-            f"{survey.where}: field 'token_ids': {survey.largest} is there, but {model} has a vocabulary of "
-            f"{size}; name the model that was fed with --model",
-            code="outside-vocabulary",
+            f"outside-vocabulary: {survey.where}: field 'token_ids': {survey.largest} is there, but {model} "
+            f"has a vocabulary of {size}; name the model that was fed with --model",
             name="token_ids",
             value=survey.largest,
         )
     if size >= 2**31:
         raise RecordingError(
-            f"{survey.where}: field 'token_ids': {survey.largest} is not a token id",
-            code="outside-vocabulary",
+            f"outside-vocabulary: {survey.where}: field 'token_ids': {survey.largest} is not a token id",
             name="token_ids",
         )
     return size

@@ -48,9 +48,8 @@ class Budget:
         self.steps -= count
         if self.steps < 0:
             raise RecordingError(
-                f"{self.where}: more than {MAX_STEPS:,} values; dump tensors instead of lists, or fewer "
-                "inputs per file",
-                code="too-large",
+                f"too-large: {self.where}: more than {MAX_STEPS:,} values; dump tensors instead of lists, "
+                "or fewer inputs per file",
                 name="values",
             )
 
@@ -59,9 +58,8 @@ class Budget:
         self.bytes -= size
         if self.bytes < 0:
             raise RecordingError(
-                f"{self.where}: its tensors claim far more bytes than the file has (expanded views, or a "
-                "crafted file); dump them with .contiguous()",
-                code="too-large",
+                f"too-large: {self.where}: its tensors claim far more bytes than the file has (expanded "
+                "views, or a crafted file); dump them with .contiguous()",
                 name="tensors",
             )
 
@@ -149,10 +147,9 @@ def symbol(module: str, name: str, where: str) -> Any:
     if factory is None:
         requested = f"{module}.{name}"[:200]
         raise RecordingError(
-            f"{where}: it asks for {requested!r}, and a dump may only name what tensors, numpy arrays and "
-            "plain containers are rebuilt with; nothing was executed. Dump plain values instead: "
-            "torch.save({'input_ids': ..., 'attention_mask': ...}, path)",
-            code="forbidden-content",
+            f"forbidden-content: {where}: it asks for {requested!r}, and a dump may only name what tensors, "
+            "numpy arrays and plain containers are rebuilt with; nothing was executed. Dump plain values "
+            "instead: torch.save({'input_ids': ..., 'attention_mask': ...}, path)",
             name=requested,
         )
     return factory

@@ -84,8 +84,7 @@ def load_dump(path: Path) -> Dump:
 def _load(data: bytes, where: str, budget: Budget, *, level: int) -> tuple[Any, str]:
     if level > _MAX_ARCHIVES:
         raise RecordingError(
-            f"{where}: archives are nested more than {_MAX_ARCHIVES} deep; it is not a dump",
-            code="too-deep",
+            f"too-deep: {where}: archives are nested more than {_MAX_ARCHIVES} deep; it is not a dump",
             name="archives",
         )
     if data[:4] == _ZIP:
@@ -109,8 +108,7 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
     root = programs[0].removesuffix("data.pkl")
     if entries.get(f"{root}byteorder", b"little") != b"little":
         raise RecordingError(
-            f"{where}: written on a big-endian machine, which is not read",
-            code="unsupported-version",
+            f"unsupported-version: {where}: written on a big-endian machine, which is not read",
             name="byteorder",
         )
     known: dict[str, Storage] = {}
@@ -136,23 +134,18 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                     raise RecordingError(
-                        f"{where}: entry {info.filename[:60]!r} is compressed; torch.save stores plain "
-                        "bytes, so it did not write this file",
-                        code="wrong-kind-of-file",
+                        f"wrong-kind-of-file: {where}: entry {info.filename[:60]!r} is compressed; "
+                        "torch.save stores plain bytes, so it did not write this file",
                         name="compressed",
                     )
                 left -= info.file_size
                 if left < 0:
                     raise RecordingError(
-                        f"{where}: its entries claim more bytes than the file has",
-                        code="too-large",
-                        name="entries",
+                        f"too-large: {where}: its entries claim more bytes than the file has", name="entries"
                     )
                 if info.filename in members:
                     raise RecordingError(
-                        f"{where}: entry {info.filename[:60]!r} is there twice",
-                        code="duplicate",
-                        name=info.filename,
+                        f"duplicate: {where}: entry {info.filename[:60]!r} is there twice", name=info.filename
                     )
                 members[info.filename] = archive.read(info)
     except RecordingError:
@@ -176,8 +169,7 @@ def _load_legacy(file: io.BytesIO, where: str, budget: Budget, *, level: int) ->
     )
     if protocol != _LEGACY_PROTOCOL or type(system) is not dict or system.get("little_endian") is not True:
         raise RecordingError(
-            f"{where}: of an unknown version of torch.save, or of a big-endian machine",
-            code="unsupported-version",
+            f"unsupported-version: {where}: of an unknown version of torch.save, or of a big-endian machine"
         )
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(waiting):
         raise damaged(where, "its list of tensor data is not that of its tensors")
@@ -202,9 +194,7 @@ def _plain(value: Any, budget: Budget, *, depth: int) -> Any:
         return value
     if depth > MAX_NESTING:
         raise RecordingError(
-            f"{budget.where}: containers are nested more than {MAX_NESTING} deep",
-            code="too-deep",
-            name="containers",
+            f"too-deep: {budget.where}: containers are nested more than {MAX_NESTING} deep", name="containers"
         )
     if isinstance(value, LazyTensor | LazyArray):
         return value.build(budget)
@@ -267,8 +257,8 @@ class _Machine:
     def _refuse(self, name: str) -> NoReturn:
         what = _REFUSED.get(name, _OLD)
         raise RecordingError(
-            f"{self.where}: {what}, which this loader does not do ({name} before byte {self.file.tell()})",
-            code="forbidden-content",
+            f"forbidden-content: {self.where}: {what}, which this loader does not do ({name} before byte "
+            f"{self.file.tell()})",
             name=what,
         )
 
@@ -316,8 +306,8 @@ class _Machine:
             plain = key is None or type(key) in (str, bytes, bool) or (type(key) is int and abs(key) < 2**31)
             if not plain:  # hashing anything else could take unbounded time
                 raise RecordingError(
-                    f"{self.where}: a dict has a {type(key).__name__} as a key; dump dicts with text keys",
-                    code="wrong-type",
+                    f"wrong-type: {self.where}: a dict has a {type(key).__name__} as a key; dump dicts with "
+                    "text keys",
                     name=type(key).__name__,
                 )
             target[key] = value
@@ -354,9 +344,8 @@ class _Machine:
         state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, LazyArray | LazyDtype):
             raise RecordingError(
-                f"{self.where}: it sets the state of a {type(target).__name__}, which this loader does only "
-                "for numpy arrays; dump plain dicts of tensors",
-                code="forbidden-content",
+                f"forbidden-content: {self.where}: it sets the state of a {type(target).__name__}, which "
+                "this loader does only for numpy arrays; dump plain dicts of tensors",
                 name=type(target).__name__,
             )
         target.set_state(state)
