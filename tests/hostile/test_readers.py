@@ -75,7 +75,7 @@ def test_flipped_bits_in_a_parquet_file(tmp_path: Path) -> None:
                 load_rows(DataConfig(source=str(path)))
 
 
-@pytest.mark.parametrize("names", [b"5", b'["prompt"]', b'["nope"]', b"[[1]]", b"{", b"\xff", b'["answer"]'])
+@pytest.mark.parametrize("names", [b"5", b'["prompt"]', b"[[1]]", b"{", b"\xff", b'["answer"]'])
 def test_a_parquet_file_that_says_wrong_things_of_itself(names: bytes, tmp_path: Path) -> None:
     table = pyarrow.table({"prompt": ["a"], "completion": ["b"], "answer": [1]})
     schema = table.schema.with_metadata({b"lockstep.json_columns": names})

@@ -120,19 +120,30 @@ def restorer(
             than the row.
         decoded: values of Arrow's type for JSON are no text any more.
 
-    The function raises DataError for a value that should be JSON and is none.
+    Raises:
+        DataError: a column that should hold JSON holds no text. The function raises it for a value that
+            should be JSON and is none.
     """
+    import pyarrow.types as types
+
     changes: dict[str, _Change] = {}
     for field in schema:
         how = _Kept(drop=field.name in rendered, decoded=decoded, where=f"{source}, {field.name}")
         if (change := _change(field.type, how)) is not None:
             changes[field.name] = change
     for name in json.loads((schema.metadata or {}).get(JSON_COLUMNS, b"[]")):
+        if (position := schema.get_field_index(name)) < 0:
+            continue  # what selects columns of our files keeps their metadata
+        kind = schema.field(position).type
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)):
+            raise DataError(
+                f"cannot-read: {source} says that its column {name!r} holds JSON, and it holds {kind}, not text"
+            )
         changes[name] = _Kept(drop=False, decoded=False, where=f"{source}, {name}").parsed
 
     def restored(row: dict[str, Any]) -> dict[str, Any]:
         for name, change in changes.items():
-            if (value := row.get(name)) is not None:  # what selects columns of our files keeps their metadata
+            if (value := row.get(name)) is not None:
                 row[name] = change(value)
         return row
 
