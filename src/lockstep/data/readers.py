@@ -137,7 +137,8 @@ def restorer(
         kind = schema.field(position).type
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)):
             raise DataError(
-                f"cannot-read: {source} says that its column {name!r} holds JSON, and it holds {kind}, not text"
+                f"cannot-read: {source} says that its column {name!r} holds JSON, but its values are {kind}, "
+                "not text"
             )
         changes[name] = _Kept(drop=False, decoded=False, where=f"{source}, {name}").parsed
 
