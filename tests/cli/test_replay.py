@@ -100,7 +100,7 @@ def replayed(run_dir: Path, *flags: str, status: int = 0) -> tuple[list[dict[str
         ('layout = "padded"\npadding_side = "left"', "float32"),
         ("static_capacity = true", "bfloat16"),
         pytest.param('execution = "compile"', "float32", marks=pytest.mark.exhaustive),
-        pytest.param('execution = "compile"\nlayout = "padded"', "bfloat16", marks=pytest.mark.slow),
+        pytest.param('execution = "compile"\nlayout = "padded"', "bfloat16", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_real_run_is_replayed_to_the_bit_at_every_step(tmp_path, train, dtype):

@@ -148,7 +148,7 @@ def two_nodes(cache: Path) -> Iterator[dict[str, str]]:
         yield environment(cache, RAY_ADDRESS=address, RAY_AUTH_TOKEN_PATH=str(token))
 
 
-@pytest.fixture(scope="module", params=["grpo", "ppo"])
+@pytest.fixture(scope="module", params=["grpo", pytest.param("ppo", marks=pytest.mark.exhaustive)])
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     """A run by --ranks 2, with the cluster's table ignored."""
     out = tmp_path_factory.mktemp(request.param) / "ranks"

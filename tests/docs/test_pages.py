@@ -150,6 +150,7 @@ def logged(run_dir: Path) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_metrics_page_lists_what_runs_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "copies").mkdir()
     monkeypatch.setenv(COPIES, str(tmp_path / "copies"))

@@ -321,6 +321,7 @@ def test_keep_outputs(fake: Fake, run: Callable[..., MatrixResult], tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eight_cells_of_a_real_replay_agree(run: Callable[..., MatrixResult]) -> None:
     # Documents of 5, 12, 30 in both inputs, and one shape to compile; the weights are those of two steps.
     result = run(replay_flags=("--inputs", "0,3", "--gradient-inputs", "2"), jobs=2)

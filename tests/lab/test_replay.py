@@ -55,7 +55,7 @@ def losses(result: ReplayResult) -> list[float]:
         {"bucket": STATIC},
         {"activation_checkpointing": True},
         {"attention": "varlen", "batch_invariant": True, "dtype": "bfloat16"},
-        pytest.param({"execution": "joint", "bucket": STATIC}, marks=pytest.mark.slow),
+        pytest.param({"execution": "joint", "bucket": STATIC}, marks=pytest.mark.exhaustive),
         pytest.param({"execution": "compile", "bucket": STATIC}, marks=pytest.mark.exhaustive),
         pytest.param(
             {"execution": "compile", "bucket": STATIC, "layout": "padded"},

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from selected import exhaustive
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_arms import arm_of, batch_of, leak, perturb, scale_gradient, shift_rope
@@ -167,18 +166,15 @@ def test_the_script_imports_neither_lockstep_nor_transformers(tmp_path):
     assert done.stdout.splitlines()[-1].endswith("reproduced from the inputs of both sides")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "attention"),
-    exhaustive(
-        [
-            ("shape:tiny-llama", "sdpa"),
-            ("shape:tiny-llama", "varlen"),
-            ("shape:tiny-gemma3", "varlen"),
-            ("shape:tiny-mistral", "sdpa"),
-        ],
-        quick=[("shape:tiny-gemma3", "varlen")],
-    ),
+    [
+        ("shape:tiny-llama", "sdpa"),
+        ("shape:tiny-llama", "varlen"),
+        ("shape:tiny-gemma3", "varlen"),
+        ("shape:tiny-mistral", "sdpa"),
+    ],
 )
 def test_a_whole_layer_compiled_and_eager(tmp_path, capsys, model, attention):
     """Rope, GQA, biases, norms and windows of the inlined layer are the model's: it recomputes both sides."""

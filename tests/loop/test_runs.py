@@ -91,6 +91,7 @@ def test_the_seed_decides_dropout_too(train: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_compiled_run_gives_the_same_numbers(train: Run) -> None:
     compare(train(), train({"train.execution": "compile"}), names=NUMBERS, rel=1e-3)
 

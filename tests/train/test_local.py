@@ -151,6 +151,7 @@ def test_activation_checkpointing_gives_the_same_gradients(make_backend, batch, 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_is_eager_within_tolerance(make_backend, batch, loss):
     eager, compiled = make_backend(), make_backend(execution="compile", activation_checkpointing=True)
     a, b = eager.forward_backward([batch], loss), compiled.forward_backward([batch], loss)
