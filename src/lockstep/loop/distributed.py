@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lockstep.config.load import check_resumable, dump_toml, override, to_values
 from lockstep.config.run import GRPORun, RunConfig, check_ranks
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import file_errors, write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
 from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, way_on
@@ -203,3 +203,14 @@ def log_header(ranks: RankContext, *, resumed: bool) -> str:
     versions = ", ".join(f"{name} {now[name]}" for name in ("lockstep", "torch", "transformers", "python"))
     how = "resumed" if resumed else "started"
     return f"=== {how}: rank {ranks.rank} of {ranks.world_size}, {versions}, {now['platform']}"
+
+
+@contextlib.contextmanager
+def saying_how_to_go_on(run_dir: Path, done: int, *, saved: bool) -> Iterator[None]:
+    """After a failed export: only that is left to do, if the last step has a checkpoint."""
+    try:
+        yield
+    except ModelError as error:
+        then = f". All {done} steps are saved; then export with `lockstep train --resume {run_dir}`"
+        text = f"{error}{then if saved else ''}"
+        raise error.with_message(text, kind=TrainError) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -73,3 +73,15 @@ class Interrupt:
         self.requested = True
         if self._on_request is not None:
             self._on_request()
+
+    def agree(self, gather: Callable[[str | None], Sequence[str | None]]) -> bool:
+        """Return whether the first signal came to any rank; then it counts here, too.
+
+        Args:
+            gather: returns what every rank gives, on all of them: the name of its signal, or None.
+        """
+        requested = self.signal.name if self.requested and self.signal else None
+        first = next(filter(None, gather(requested)), None)
+        if first is not None and not self.requested:
+            self.request(signal.Signals[first])
+        return first is not None

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,51 +13,45 @@ from typing import Any
 
 import torch
 
-from lockstep import attention
 from lockstep.config.run import GRPORun, RunConfig
-from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError, ModelError, TrainError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.loop.axes import Axes
 from lockstep.loop.boundary import Boundary
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.distributed import (
     compare_settings,
     log_header,
-    manifest,
-    mesh_coordinates,
     open_run_dir,
     resume_command,
-    resume_flags,
+    saying_how_to_go_on,
 )
 from lockstep.loop.first_step_gap import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.loop.peer_copy import PeerCopies
-from lockstep.loop.rollout_rows import ledger_rows, rollout_rows
-from lockstep.loop.run_state import algorithm_notes, checked_run_state, seen_field
+from lockstep.loop.rollout_rows import RolloutLog, ledger_rows
+from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_settings
+from lockstep.loop.run_recorders import RunRecorders
+from lockstep.loop.run_state import checked_run_state, seen_field
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display
-from lockstep.observe.history_check import check_against_ledger, rollout_gaps
 from lockstep.observe.memory import memory_metrics
 from lockstep.observe.metrics import MetricsLog
-from lockstep.observe.run_history import EVALUATIONS, FLAGS, LEDGER_SINCE
+from lockstep.observe.run_history import EVALUATIONS
 from lockstep.observe.run_log import RunLog
 from lockstep.observe.spans import Spans
 from lockstep.observe.text import printable
 from lockstep.protocols import Saved, TrainBackend
-from lockstep.ranks.context import RankContext, RankError, record
-from lockstep.ranks.guard import Desync, Guard
+from lockstep.ranks.context import RankContext, record
+from lockstep.ranks.guard import failed_together
 from lockstep.ranks.recovery import recovery
-from lockstep.recording.recorder import Recorder, RecorderSettings
-from lockstep.recording.storage.shards import rank_folder
+from lockstep.recording.recorder import Recorder
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup, SampleRecord
 from lockstep.train.state.rng import generators_at
 
-_SINGLE_PROCESS = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
 _BETWEEN = ("time/evaluate", "time/save", "time/peer_copy")
 """Of what happens between two steps."""
-FAILED_TOGETHER_SECONDS = 10.0
-"""How long a rank that failed waits to hear that all others failed with it."""
 
 
 class Session:
@@ -113,16 +103,16 @@ class Session:
         """Number of steps in metrics.jsonl."""
         self._metrics: MetricsLog | None = None
         self._axes: Axes | None = None
-        self._recorders: dict[str, Recorder] = {}
-        """By role: policy, value."""
         self._boundary: Boundary | None = None
         """The last one; set by `restore`."""
         self._begun = False  # whether this process has begun a step or written an evaluation
         self._saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
-        # One thread: steps are written in order.
-        self._writer = ThreadPoolExecutor(1, "rollouts")
-        self._rollouts: Future[list[dict[str, Any]]] | None = None
+        self._rollouts = RolloutLog(self.dir)
+        self._recorders = RunRecorders(
+            run, self.dir.path, self.ranks, folders=self._folders, spans=self.spans
+        )
+        self._manifest = RunManifest(run=run, dir=self.dir, ranks=self.ranks, say=self.display.note)
         self._copies = PeerCopies.of_launcher(self.ranks, say=self.display.note)
         self._restart = recovery()
         self._source: str | None = None
@@ -166,7 +156,7 @@ class Session:
             self._state["checkpoints_read"] = self._state.get("checkpoints_read", 0) + 1
         done = int(self._state.get("step", 0))
         with self.ranks.together("looking at what is done"):
-            self._check_steps(done)
+            self._manifest.check_steps(done, saved=self._checkpoints.steps)
         known = self.ranks.from_first(
             lambda: self._consistent_evaluations(path, done), what="comparing the run's files"
         )
@@ -183,19 +173,10 @@ class Session:
         if path is None:
             self.dir.check_nothing_done()
             return []
-        evaluations = {
-            (step, name)
-            for step, name in self._state["evaluated"]
-            # Of a run that goes on further than it was first asked to: no more the last one.
-            if (step, name) != (done, "after") or done == self.run.steps
-        }
-        saved = self._checkpoints.steps()
-        known = self.dir.check_history(done, evaluations=evaluations, saved=saved)
-        if isinstance(self.run, GRPORun):
-            since = check_against_ledger(self.dir.path, done=done, saved=saved)
-            self.dir.update_manifest({LEDGER_SINCE: since} | self.dir.read_manifest())
-            self._gaps = rollout_gaps(self.dir.path, range(since, done), saves=self.run.rollout.save)[:1]
-        return sorted(map(list, known))
+        known, self._gaps = self._manifest.check_history(
+            self._state["evaluated"], done=done, saved=self._checkpoints.steps()
+        )
+        return known
 
     def __enter__(self) -> Session:
         try:
@@ -242,7 +223,7 @@ class Session:
             if isinstance(error, LockstepError):
                 error.underway = self._begun
             summary = None if error is None else self._summarize_failure(error)
-            for part in (*self._recorders.values(), self._metrics):
+            for part in (*self._recorders.all, self._metrics):
                 if part is not None:
                     with self._noting_errors_after(error):
                         part.close()
@@ -269,7 +250,7 @@ class Session:
 
     def _summarize_failure(self, error: BaseException) -> dict[str, Any]:
         if not isinstance(error, KeyboardInterrupt) and not self._interrupt.at_once:
-            if self.run.checkpoint.background and self._failed_together(error, "at the end"):
+            if self.run.checkpoint.background and failed_together(self.ranks, error, where="at the end"):
                 with self._noting_errors_after(error):
                     self._checkpoints.finish()
             code = error.code if isinstance(error, LockstepError) else None
@@ -300,83 +281,10 @@ class Session:
         """
         self._axes = axes
         self.display.status.compiled = axes.execution != "eager"
-        same = dataclasses.asdict(axes) | {
-            "device": axes.device.partition(":")[0],
-            "data fingerprint": fingerprint,
-        }
-        self.ranks.require_same(same, what="what they found")
         if axes.device.startswith("cuda"):
             # Else a span would end when its kernels are launched, and the next one would get their time.
             self.spans.synchronize = partial(torch.cuda.synchronize, axes.device)
-        with self.ranks.together("comparing the run with what it was"):
-            if self._resumed and self.ranks.is_first:
-                self._compare_manifest(fingerprint)
-        self.dir.update_manifest(
-            {
-                "axes": dataclasses.asdict(axes),
-                "model": model.name,
-                "data": dict(data),
-                "data_fingerprint": fingerprint,
-                "cpu_threads": torch.get_num_threads(),
-                "spread": self._parallel_layout(),
-                FLAGS: resume_flags(self.ranks),
-                "algorithm": self._algorithm(),
-            }
-        )
-        engine = f", engine {axes.engine}" if axes.engine else ""
-        kernel = attention.label(axes.attention, torch.device(axes.device), ring=self.run.train.ring)
-        self.display.note(
-            f"{model.name} on {axes.device} in {axes.dtype}: {axes.backend} backend{engine}, {kernel} "
-            f"attention, {axes.execution}, {axes.layout}"
-        )
-        if axes.auto_execution:
-            self.display.note(f"train.execution auto -> {axes.execution}: {axes.auto_execution}")
-        if axes.auto_token_budget:
-            self.display.note(f"train.token_budget auto -> {axes.token_budget}: {axes.auto_token_budget}")
-        if self.ranks.world_size > 1:
-            self.display.note(self.ranks.description)
-        if axes.support == "untested":
-            self.display.note(
-                f"untested combination: {axes.support_note} (`lockstep support` lists what is tested)"
-            )
-        left_out = {name: count for name, count in data.items() if count}
-        if left_out:
-            self.display.note("data: " + ", ".join(f"{count} {name}" for name, count in left_out.items()))
-
-    def _compare_manifest(self, fingerprint: str | None) -> None:
-        then = self.dir.read_manifest()
-        data = then.get("data_fingerprint")
-        if data is not None and data != fingerprint:
-            raise DataError(
-                f"values-differ: the training data changed since {str(self.dir.path)!r} was started "
-                f"(fingerprint {printable(str(data))}, now {fingerprint}), so the run cannot continue as it "
-                "was; restore data.source, or start a new run",
-                name="data",
-            )
-        now = manifest() | self._parallel_layout()
-        # Runs of earlier versions were of one process; and a run may end before it says how it is spread.
-        then |= then.get("spread", _SINGLE_PROCESS if "axes" in then else self._parallel_layout())
-        for name in ("lockstep", "torch", "transformers", "python", "cuda_device", *_SINGLE_PROCESS):
-            if then.get(name) != now[name]:
-                before = printable(str(then.get(name)))
-                self.display.note(
-                    f"the run was started with {name} {before} and goes on with {now[name]}: its "
-                    "numbers may differ from those of a run that was not interrupted"
-                )
-        for note in algorithm_notes(self._algorithm(), then):
-            self.display.note(note)
-        self.dir.update_manifest({"resumed": [*then.get("resumed", []), now]})
-
-    def _algorithm(self) -> dict[str, Any] | None:
-        """The options of the algorithm with every published value filled in; None for other kinds of run."""
-        return (
-            self.run.algorithm.resolved().model_dump(mode="json") if isinstance(self.run, GRPORun) else None
-        )
-
-    def _parallel_layout(self) -> dict[str, Any]:
-        """The backend and the number of ranks along each mesh axis."""
-        mesh = mesh_coordinates(self.run, self.ranks)
-        return {"backend": self.run.train.backend, "ranks": self.ranks.world_size, **mesh.sizes}
+        self._manifest.describe(axes, model=model, data=data, fingerprint=fingerprint, resumed=self._resumed)
 
     def restore(self, backend: Saved) -> int:
         """Load the checkpoint to go on from; returns the number of steps that are done."""
@@ -410,13 +318,7 @@ class Session:
         """Open the metrics, on rank 0, for the steps after the first `done`."""
         if self._resumed:
             self.dir.rewind(done, evaluated=[name for name in EVALUATIONS if self.evaluated(name, done)])
-        wandb = None
-        if self.run.log.wandb:
-            wandb = {
-                "project": self.run.log.wandb_project,
-                "name": self.run.name,
-                "config": self.run.model_dump(mode="json"),
-            }
+        wandb = wandb_settings(self.run)
         if self.ranks.is_first:
             self._metrics = MetricsLog.of_run(
                 self.dir, tensorboard=self.run.log.tensorboard, wandb=wandb, first_step=done
@@ -434,61 +336,14 @@ class Session:
         """Return the recorder of a role's inputs, which the header names, if the run has one; it goes on
         after the first `first_step` steps. Every rank records the micro-batches assigned to it; of ranks that
         share them, the first."""
-        role = header.role
-        if self.run.record.enabled:
-            coordinates = mesh_coordinates(self.run, self.ranks)
-            settings = RecorderSettings(
-                config=self.run.record,
-                header=dataclasses.replace(
-                    header,
-                    world_size=coordinates.sizes["dp"],
-                    mesh=coordinates.sizes if self.ranks.world_size > 1 else {},
-                ),
-                updates_per_step=updates_per_step,
-                resume_at=first_step,
-                inputs_seen=int(self._state.get(seen_field(role), 0)),
-                rank=coordinates.at["dp"],
-                world_size=coordinates.sizes["dp"],
-                mesh=coordinates.at if self.ranks.world_size > 1 else {},
-                own_batches=False,
-                writes=coordinates.at["tp"] == coordinates.at["ring"] == 0,
-            )
-            folder = self.dir.path / ("recordings" if role == "policy" else f"recordings-{role}")
-            with self.ranks.together("looking for the recordings"):
-                self._check_recorded(folder, settings)
-            update = backend.weights(policy_version=0)
-            self._recorders[role] = Recorder(
-                folder,
-                settings,
-                module=model.module,
-                spans=self.spans,
-                spread=None if update.shared_module is model.module else (self.ranks, update.tensors),
-            )
-        return self._recorders.get(role)
-
-    def _check_recorded(self, folder: Path, settings: RecorderSettings) -> None:
-        """Raise CheckpointError where a node is new to the run, and its ranks have recorded elsewhere: at the
-        end that would be overwritten by what is recorded here."""
-        recorded = settings.inputs_seen > 0 and settings.writes and self.ranks.rank in self._folders.leaders
-        if recorded and not (own := rank_folder(folder, settings.rank)).is_dir():
-            raise CheckpointError(
-                f"no-such-file: {own} is not there, though this rank has recorded before, and this node "
-                "does not see the folder of that name on the node of rank 0; copy it from there",
-                path=own,
-            )
-
-    def _check_steps(self, done: int) -> None:
-        if done > self.run.steps:
-            raise ConfigError(
-                f"nothing-to-do: steps = {self.run.steps}, but {done} steps are done in "
-                f"{str(self.dir.path)!r}; raise --steps{self._earlier(self.run.steps)}",
-                setting="steps",
-            )
-
-    def _earlier(self, most: int) -> str:
-        """Advice to go back to an older checkpoint, where there is one of at most so many steps."""
-        steps = sorted(step for step in self._checkpoints.steps() if step <= most)
-        return f", or go back by --checkpoint STEP (there are {steps})" if steps else ""
+        return self._recorders.open(
+            header,
+            first_step=first_step,
+            inputs_seen=int(self._state.get(seen_field(header.role), 0)),
+            model=model,
+            backend=backend,
+            updates_per_step=updates_per_step,
+        )
 
     @contextlib.contextmanager
     def interruptible(self, on_request: Callable[[], None] = lambda: None) -> Iterator[Interrupt]:
@@ -509,13 +364,9 @@ class Session:
     def stopping(self) -> bool:
         """Return whether the run stops gracefully here, because a signal came to one of its ranks.
         Collective: every rank gets the same answer."""
-        requested = (
-            self._interrupt.signal.name if self._interrupt.requested and self._interrupt.signal else None
+        return self._interrupt.agree(
+            lambda own: self.ranks.gather(own, str | None, what="the step's boundary")
         )
-        first = next(filter(None, self.ranks.gather(requested, str | None, what="the step's boundary")), None)
-        if first is not None and not self._interrupt.requested:
-            self._interrupt.request(signal.Signals[first])
-        return first is not None
 
     def begin_step(self, step: int) -> None:
         """Start step `step`, which counts from 0."""
@@ -524,8 +375,7 @@ class Session:
         self.ranks.at("sampling and training", step=step)
         flight.note(step=step, phase="loop", micro_batch=None, inputs=None, completions=None)
         self.display.begin(step)
-        for recorder in self._recorders.values():
-            recorder.begin_step(step)
+        self._recorders.begin_step(step)
         times = self.spans.flush()
         self._between = {name: times[name] for name in _BETWEEN if name in times}
 
@@ -592,23 +442,9 @@ class Session:
     def begin_rollouts(self, step: int, groups: Sequence[RolloutGroup], *, save: bool) -> None:
         """Begin to write the rollouts of a step, under `save`: in a thread, since a GPU leaves the processor
         idle in forward and backward. `log_rollouts` waits for it."""
-
         assert isinstance(self.run, GRPORun)
         skip = self.run.rollout.sampling.skip_special_tokens
-
-        def write() -> list[dict[str, Any]]:
-            # By default a thread keeps Python for 5 ms: the GPU would wait for the kernels of the other one.
-            before = sys.getswitchinterval()
-            sys.setswitchinterval(5e-4)
-            try:
-                rows = rollout_rows(step, groups, skip_special_tokens=skip)
-                if save:
-                    self.dir.write_rollouts(step, rows)
-            finally:
-                sys.setswitchinterval(before)
-            return rows[: self.run.log.samples_per_step]
-
-        self._rollouts = self._writer.submit(write)
+        self._rollouts.begin(step, groups, save=save, skip_special_tokens=skip)
 
     def log_rollouts(self, step: int, asked: Sequence[SampleRecord], groups: Sequence[RolloutGroup]) -> None:
         """Wait until the rollouts of the step are written, and display the first `log.samples_per_step`.
@@ -620,12 +456,11 @@ class Session:
         Raises:
             LockstepError: they could not be written.
         """
-        assert self._rollouts is not None, "begin_rollouts() comes first"
         with self.spans("log"):
             if self._metrics is not None:
                 trained = Counter(rollout.trajectory.seed for group in groups for rollout in group.rollouts)
                 self._metrics.write_ledger(ledger_rows(step, asked, trained))
-            for row in self._rollouts.result():
+            for row in self._rollouts.wait()[: self.run.log.samples_per_step]:
                 content = row["token_ids"] if row["completion"] is None else row["completion"]
                 self.display.note(f"    [{row['reward']:.2f}] {content!r}"[:200])
 
@@ -649,12 +484,7 @@ class Session:
         self._state["evaluations"][name] = {"step": done, **numbers}
         self._state["evaluated"].append([done, name])
         self._pass_boundary(done)
-        text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
-        budget = ""
-        if budget_factor != 1:
-            most = numbers["max_tokens"]
-            budget = f", at most {most} tokens instead of {most // budget_factor}"
-        self.display.note(f"evaluation {name} ({done} steps{budget}): {text}")
+        self.display.note(evaluation_line(name, done, numbers, budget_factor=budget_factor))
 
     def save(self, done: int, backend: Saved, *, wait: bool = False) -> Path:
         """Save a checkpoint of the state after `done` steps and prune older ones. wait: not in the
@@ -693,8 +523,7 @@ class Session:
                 self._copies.save(done, backend, self._run_state(self._state), busy=self._checkpoints.busy)
 
     def _run_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        seen = {seen_field(role): recorder.inputs_seen for role, recorder in self._recorders.items()}
-        return {**state, "wall_seconds": self._wall(), "inputs_seen": 0, **seen}
+        return {**state, "wall_seconds": self._wall(), "inputs_seen": 0, **self._recorders.inputs_seen()}
 
     @contextlib.contextmanager
     def keeping(self, done: int, backend: Saved) -> Iterator[None]:
@@ -703,23 +532,15 @@ class Session:
         try:
             yield
         except Exception as error:
-            if done > 0 and self._saved != done and self._failed_together(error, f"after {done} steps"):
+            if (
+                done > 0
+                and self._saved != done
+                and failed_together(self.ranks, error, where=f"after {done} steps")
+            ):
                 with self._noting_errors_after(error):
                     path = self.save(done, backend, wait=True)
                     self.display.note(f"failed after {done} steps; saved {path}")
             raise
-
-    def _failed_together(self, error: BaseException, where: str) -> bool:
-        """Return whether all ranks have failed at the same place, so that they can still save together."""
-        if self.ranks.world_size == 1:
-            return True
-        if isinstance(error, RankError):
-            return False
-        guard = Guard(self.ranks, seconds=FAILED_TOGETHER_SECONDS)
-        with contextlib.suppress(Desync):  # the others are elsewhere, or gone: the error itself goes on
-            guard.exchange(-1, {}, what="saving what is there", name=f"failed {where}")
-            return True
-        return False
 
     def interrupted(self, done: int, backend: Saved) -> dict[str, Any]:
         """Save after `done` steps and end the run for now."""
@@ -736,28 +557,14 @@ class Session:
         self._checkpoints.finish()
         self._close_recorders()
         if self.run.checkpoint.export_at_end:
-            with self.spans("export"), self._saying_how_to_go_on(done):
+            with self.spans("export"), saying_how_to_go_on(self.dir.path, done, saved=self._saved == done):
                 backend.export(self.dir.path / "export")
             extra["export"] = str(self.dir.path / "export")
         return self._summary("finished", **extra)
 
-    @contextlib.contextmanager
-    def _saying_how_to_go_on(self, done: int) -> Iterator[None]:
-        """After a failed export: only that is left to do, if the last step has a checkpoint."""
-        try:
-            yield
-        except ModelError as error:
-            saved = (
-                f". All {done} steps are saved; then export with `lockstep train --resume {self.dir.path}`"
-            )
-            text = f"{error}{saved if self._saved == done else ''}"
-            raise error.with_message(text, kind=TrainError) from error
-
     def _close_recorders(self) -> None:
         """End the recordings, of which nothing more comes, and bring what the ranks have written together."""
-        for recorder in self._recorders.values():
-            recorder.close()
-            self._folders.collect(recorder.directory)
+        self._recorders.finish()
         try:
             self._folders.collect(self.dir.logs)
         except CheckpointError as error:  # on every rank; the run is complete without them

@@ -10,6 +10,7 @@ rank and its last position; the launcher reads them too when a rank has died.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -305,3 +306,20 @@ def _parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         parts[-1].append(tensor)
         size += tensor.numel()
     return parts
+
+
+FAILED_TOGETHER_SECONDS = 10.0
+"""How long a rank that failed waits to hear that all others failed with it."""
+
+
+def failed_together(ranks: RankContext, error: BaseException, *, where: str) -> bool:
+    """Return whether all ranks have failed at the same place, so that they can still save together."""
+    if ranks.world_size == 1:
+        return True
+    if isinstance(error, RankError):
+        return False
+    guard = Guard(ranks, seconds=FAILED_TOGETHER_SECONDS)
+    with contextlib.suppress(Desync):  # the others are elsewhere, or gone: the error itself goes on
+        guard.exchange(-1, {}, what="saving what is there", name=f"failed {where}")
+        return True
+    return False

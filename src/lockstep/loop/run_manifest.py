@@ -1,0 +1,179 @@
+"""What the manifest of a run says of how it runs, and what of that has changed when it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep import attention
+from lockstep.config.run import GRPORun, RunConfig
+from lockstep.errors import ConfigError, DataError
+from lockstep.loop.axes import Axes
+from lockstep.loop.distributed import manifest, mesh_coordinates, resume_flags
+from lockstep.loop.run_state import algorithm_notes
+from lockstep.models.load import LoadedModel
+from lockstep.observe.run_dir import RunDir
+from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, check_against_ledger, rollout_gaps
+from lockstep.observe.text import printable
+from lockstep.ranks.context import RankContext
+
+_SINGLE_PROCESS = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunManifest:
+    """The manifest of one run. Every rank makes the same calls; only rank 0's write."""
+
+    run: RunConfig
+    dir: RunDir
+    ranks: RankContext
+    say: Callable[[str], None]
+    """Shows a line."""
+
+    def describe(
+        self,
+        axes: Axes,
+        *,
+        model: LoadedModel,
+        data: Mapping[str, Any],
+        fingerprint: str | None,
+        resumed: bool,
+    ) -> None:
+        """Write the resolved axes, and show them: see Session.describe. Raises DataError."""
+        same = dataclasses.asdict(axes) | {
+            "device": axes.device.partition(":")[0],
+            "data fingerprint": fingerprint,
+        }
+        self.ranks.require_same(same, what="what they found")
+        with self.ranks.together("comparing the run with what it was"):
+            if resumed and self.ranks.is_first:
+                self._compare_manifest(fingerprint)
+        self.dir.update_manifest(
+            {
+                "axes": dataclasses.asdict(axes),
+                "model": model.name,
+                "data": dict(data),
+                "data_fingerprint": fingerprint,
+                "cpu_threads": torch.get_num_threads(),
+                "spread": self._parallel_layout(),
+                FLAGS: resume_flags(self.ranks),
+                "algorithm": self._algorithm(),
+            }
+        )
+        engine = f", engine {axes.engine}" if axes.engine else ""
+        kernel = attention.label(axes.attention, torch.device(axes.device), ring=self.run.train.ring)
+        self.say(
+            f"{model.name} on {axes.device} in {axes.dtype}: {axes.backend} backend{engine}, {kernel} "
+            f"attention, {axes.execution}, {axes.layout}"
+        )
+        if axes.auto_execution:
+            self.say(f"train.execution auto -> {axes.execution}: {axes.auto_execution}")
+        if axes.auto_token_budget:
+            self.say(f"train.token_budget auto -> {axes.token_budget}: {axes.auto_token_budget}")
+        if self.ranks.world_size > 1:
+            self.say(self.ranks.description)
+        if axes.support == "untested":
+            self.say(f"untested combination: {axes.support_note} (`lockstep support` lists what is tested)")
+        left_out = {name: count for name, count in data.items() if count}
+        if left_out:
+            self.say("data: " + ", ".join(f"{count} {name}" for name, count in left_out.items()))
+
+    def _compare_manifest(self, fingerprint: str | None) -> None:
+        then = self.dir.read_manifest()
+        data = then.get("data_fingerprint")
+        if data is not None and data != fingerprint:
+            raise DataError(
+                f"values-differ: the training data changed since {str(self.dir.path)!r} was started "
+                f"(fingerprint {printable(str(data))}, now {fingerprint}), so the run cannot continue as it "
+                "was; restore data.source, or start a new run",
+                name="data",
+            )
+        now = manifest() | self._parallel_layout()
+        # Runs of earlier versions were of one process; and a run may end before it says how it is spread.
+        then |= then.get("spread", _SINGLE_PROCESS if "axes" in then else self._parallel_layout())
+        for name in ("lockstep", "torch", "transformers", "python", "cuda_device", *_SINGLE_PROCESS):
+            if then.get(name) != now[name]:
+                before = printable(str(then.get(name)))
+                self.say(
+                    f"the run was started with {name} {before} and goes on with {now[name]}: its "
+                    "numbers may differ from those of a run that was not interrupted"
+                )
+        for note in algorithm_notes(self._algorithm(), then):
+            self.say(note)
+        self.dir.update_manifest({"resumed": [*then.get("resumed", []), now]})
+
+    def _algorithm(self) -> dict[str, Any] | None:
+        """The options of the algorithm with every published value filled in; None for other kinds of run."""
+        return (
+            self.run.algorithm.resolved().model_dump(mode="json") if isinstance(self.run, GRPORun) else None
+        )
+
+    def _parallel_layout(self) -> dict[str, Any]:
+        """The backend and the number of ranks along each mesh axis."""
+        mesh = mesh_coordinates(self.run, self.ranks)
+        return {"backend": self.run.train.backend, "ranks": self.ranks.world_size, **mesh.sizes}
+
+    def check_steps(self, done: int, *, saved: Callable[[], Sequence[int]]) -> None:
+        """Raise ConfigError if more steps are done than the run has. saved: the steps of its checkpoints."""
+        if done > self.run.steps:
+            steps = sorted(step for step in saved() if step <= self.run.steps)
+            earlier = f", or go back by --checkpoint STEP (there are {steps})" if steps else ""
+            raise ConfigError(
+                f"nothing-to-do: steps = {self.run.steps}, but {done} steps are done in "
+                f"{str(self.dir.path)!r}; raise --steps{earlier}",
+                setting="steps",
+            )
+
+    def check_history(
+        self, evaluated: Sequence[Sequence[Any]], *, done: int, saved: Sequence[int]
+    ) -> tuple[list[list[Any]], list[str]]:
+        """Check that the files of a run that goes on after `done` steps agree.
+
+        Args:
+            evaluated: step and name of the evaluations that the checkpoint knows.
+            saved: the steps of the run's checkpoints.
+
+        Returns:
+            The evaluations that need not be made again; and what files lack that the run can do without.
+
+        Raises:
+            CheckpointError: they do not agree.
+        """
+        evaluations = {
+            (step, name)
+            for step, name in evaluated
+            # Of a run that goes on further than it was first asked to: no more the last one.
+            if (step, name) != (done, "after") or done == self.run.steps
+        }
+        known = self.dir.check_history(done, evaluations=evaluations, saved=saved)
+        gaps: list[str] = []
+        if isinstance(self.run, GRPORun):
+            since = check_against_ledger(self.dir.path, done=done, saved=saved)
+            self.dir.update_manifest({LEDGER_SINCE: since} | self.dir.read_manifest())
+            gaps = rollout_gaps(self.dir.path, range(since, done), saves=self.run.rollout.save)[:1]
+        return sorted(map(list, known)), gaps
+
+
+def wandb_settings(run: RunConfig) -> dict[str, Any] | None:
+    """Return what wandb is started with; None: the run does not use it."""
+    wandb = None
+    if run.log.wandb:
+        wandb = {
+            "project": run.log.wandb_project,
+            "name": run.name,
+            "config": run.model_dump(mode="json"),
+        }
+    return wandb
+
+
+def evaluation_line(name: str, done: int, numbers: Mapping[str, Any], *, budget_factor: int) -> str:
+    """Return what is shown of an evaluation, see Session.log_evaluation."""
+    text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
+    budget = ""
+    if budget_factor != 1:
+        most = numbers["max_tokens"]
+        budget = f", at most {most} tokens instead of {most // budget_factor}"
+    return f"evaluation {name} ({done} steps{budget}): {text}"

@@ -1,0 +1,114 @@
+"""The recorders of one rank of a run: of the policy's inputs, and of those of a value model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+
+from lockstep.config.run import RunConfig
+from lockstep.errors import CheckpointError
+from lockstep.loop.distributed import mesh_coordinates
+from lockstep.loop.run_state import seen_field
+from lockstep.models.load import LoadedModel
+from lockstep.observe.spans import Spans
+from lockstep.protocols import TrainBackend
+from lockstep.ranks.context import RankContext
+from lockstep.ranks.node_folders import NodeFolders
+from lockstep.recording.recorder import Recorder, RecorderSettings
+from lockstep.recording.storage.shards import rank_folder
+from lockstep.schema.recording import RecordingHeader
+
+
+class RunRecorders:
+    """The recorders of a run, by role; empty for a run that records nothing.
+
+    Args:
+        directory: the run's.
+        folders: which ranks see the files of rank 0 there.
+        spans: get the time that recording takes.
+    """
+
+    def __init__(
+        self, run: RunConfig, directory: Path, ranks: RankContext, *, folders: NodeFolders, spans: Spans
+    ) -> None:
+        self._run, self._directory, self._ranks = run, directory, ranks
+        self._folders, self._spans = folders, spans
+        self._by_role: dict[str, Recorder] = {}
+
+    @property
+    def all(self) -> Collection[Recorder]:
+        return self._by_role.values()
+
+    def open(
+        self,
+        header: RecordingHeader,
+        *,
+        first_step: int,
+        inputs_seen: int,
+        model: LoadedModel,
+        backend: TrainBackend,
+        updates_per_step: int,
+    ) -> Recorder | None:
+        """See Session.recorder.
+
+        Args:
+            inputs_seen: by the recorder of this role before the first `first_step` steps ended.
+        """
+        role = header.role
+        if self._run.record.enabled:
+            coordinates = mesh_coordinates(self._run, self._ranks)
+            settings = RecorderSettings(
+                config=self._run.record,
+                header=dataclasses.replace(
+                    header,
+                    world_size=coordinates.sizes["dp"],
+                    mesh=coordinates.sizes if self._ranks.world_size > 1 else {},
+                ),
+                updates_per_step=updates_per_step,
+                resume_at=first_step,
+                inputs_seen=inputs_seen,
+                rank=coordinates.at["dp"],
+                world_size=coordinates.sizes["dp"],
+                mesh=coordinates.at if self._ranks.world_size > 1 else {},
+                own_batches=False,
+                writes=coordinates.at["tp"] == coordinates.at["ring"] == 0,
+            )
+            folder = self._directory / ("recordings" if role == "policy" else f"recordings-{role}")
+            with self._ranks.together("looking for the recordings"):
+                self._check_recorded(folder, settings)
+            update = backend.weights(policy_version=0)
+            self._by_role[role] = Recorder(
+                folder,
+                settings,
+                module=model.module,
+                spans=self._spans,
+                spread=None if update.shared_module is model.module else (self._ranks, update.tensors),
+            )
+        return self._by_role.get(role)
+
+    def begin_step(self, step: int) -> None:
+        """Tell every recorder that step `step` begins."""
+        for recorder in self._by_role.values():
+            recorder.begin_step(step)
+
+    def inputs_seen(self) -> dict[str, int]:
+        """Return the fields of run_state.json with the number of inputs that each recorder has seen."""
+        return {seen_field(role): recorder.inputs_seen for role, recorder in self._by_role.items()}
+
+    def finish(self) -> None:
+        """End the recordings, of which nothing more comes, and bring what the ranks have written together."""
+        for recorder in self._by_role.values():
+            recorder.close()
+            self._folders.collect(recorder.directory)
+
+    def _check_recorded(self, folder: Path, settings: RecorderSettings) -> None:
+        """Raise CheckpointError where a node is new to the run, and its ranks have recorded elsewhere: at the
+        end that would be overwritten by what is recorded here."""
+        recorded = settings.inputs_seen > 0 and settings.writes and self._ranks.rank in self._folders.leaders
+        if recorded and not (own := rank_folder(folder, settings.rank)).is_dir():
+            raise CheckpointError(
+                f"no-such-file: {own} is not there, though this rank has recorded before, and this node "
+                "does not see the folder of that name on the node of rank 0; copy it from there",
+                path=own,
+            )
