@@ -13,7 +13,7 @@ import pytest
 from raising import raises
 from starting import alive, until
 
-from lockstep import redaction
+from lockstep import errors
 from lockstep.engine.remote import server as server_module
 from lockstep.engine.remote.server import (
     check_interpreter,
@@ -89,7 +89,7 @@ def test_death_at_start_shows_the_reason(tmp_path):
 
 
 def test_secrets_in_the_log_are_not_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(redaction, "_hidden", {"bell\x07-in-a-token", "-----KEY\nof-two-lines\nKEY-----"})
+    monkeypatch.setattr(errors, "_hidden", {"bell\x07-in-a-token", "-----KEY\nof-two-lines\nKEY-----"})
     monkeypatch.setenv("HTTPS_PROXY", "http://me:pass%21word@proxy:3128")
     monkeypatch.setenv("HF_TOKEN", "0123456789-of-the-hub")
     lines = "ProxyError: http://me:pass%21word@proxy:3128\nauth pass!word\nbell\x07-in-a-token\n"

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from raising import raises
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep import redaction
+from lockstep import errors
 from lockstep.cli.main import main
 from lockstep.cluster.jobs import packed
 from lockstep.cluster.ray import _running_here, check_token, local_cluster
@@ -404,7 +404,7 @@ HELD = [
 
 @pytest.mark.parametrize("values", HELD)
 def test_no_setting_holds_a_secret(monkeypatch, values):
-    monkeypatch.setattr(redaction, "_hidden", set())
+    monkeypatch.setattr(errors, "_hidden", set())
     with raises(ConfigError, "secret-in-config") as caught:
         load_run(kind="grpo", overrides=values)
     assert KEY not in str(caught.value) and "a1a1" not in str(caught.value)
@@ -505,9 +505,9 @@ CUTS = [
 
 @pytest.mark.parametrize(("text", "expected"), CUTS)
 def test_lines_and_ends_of_a_secret_are_taken_out(monkeypatch, text, expected):
-    monkeypatch.setattr(redaction, "_hidden", set())
-    redaction.hide("\n".join(LINES))
-    assert redaction.redacted(text) == expected
+    monkeypatch.setattr(errors, "_hidden", set())
+    errors.hide("\n".join(LINES))
+    assert errors.redacted(text) == expected
 
 
 class _Echo(BaseHTTPRequestHandler):

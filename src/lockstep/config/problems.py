@@ -11,9 +11,8 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.other_names import ours
-from lockstep.errors import ConfigError, LockstepError, nearest
+from lockstep.errors import ConfigError, LockstepError, names_secret, nearest
 from lockstep.observe.text import printable
-from lockstep.redaction import names_secret
 
 DEPTH = 64
 """Deepest nesting of tables and lists."""

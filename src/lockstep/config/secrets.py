@@ -16,10 +16,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, hide, names_secret
 from lockstep.observe.text import printable
 from lockstep.observe.trust import read_own
-from lockstep.redaction import hide, names_secret
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST_BYTES = 65536

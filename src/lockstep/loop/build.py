@@ -47,7 +47,6 @@ from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, OpenedModel, load_model, open_model
 from lockstep.observe.owned_folder import OwnedFolder
-from lockstep.observe.versions import library_versions
 from lockstep.packing import Planner
 from lockstep.protocols import (
     Algorithm,
@@ -70,6 +69,7 @@ from lockstep.schema.recording import RecordingHeader
 from lockstep.train import BACKENDS
 from lockstep.transfer import make_transfer
 from lockstep.transfer.verify import Verifier
+from lockstep.version import library_versions
 
 OnProgress = Callable[[int, int], None]
 """Called with (samples finished, samples in all) during generation."""

@@ -24,10 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, redacted
 from lockstep.observe.files import file_errors
 from lockstep.observe.text import echo, printable
-from lockstep.redaction import redacted
 
 _MAX_CHARS = 20_000
 """Longest text: of a longer one only the end is written."""

@@ -6,7 +6,7 @@ import sys
 import unicodedata
 from typing import TextIO
 
-from lockstep.redaction import redacted
+from lockstep.errors import redacted
 
 # Unicode's categories: control, format, unassigned, private, surrogate, line and paragraph separators.
 _UNSAFE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")

@@ -26,10 +26,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.config.rollout import RewardConfig
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, hide, redacted
 from lockstep.observe.text import printable
 from lockstep.protocols.reward import RewardInput
-from lockstep.redaction import hide, redacted
 from lockstep.rollout.reward_process import RewardFailure, sent
 
 PROTOCOL = "lockstep-reward-1"

@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, redacted
 from lockstep.observe import memory
 from lockstep.observe.files import open_plain
 from lockstep.processes.child import Child, describe_status, end
-from lockstep.redaction import redacted
 
 TAIL_BYTES = 256 * 1024
 """How much of a log's end is searched for the line that matters."""

@@ -39,9 +39,8 @@ from urllib.parse import urlsplit
 
 import pydantic_core
 
-from lockstep.errors import ConfigError, EngineError
+from lockstep.errors import ConfigError, EngineError, redacted
 from lockstep.observe.text import printable
-from lockstep.redaction import redacted
 
 CONNECT_SECONDS = 10.0
 _SECRET_CHARS = 4096

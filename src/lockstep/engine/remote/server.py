@@ -26,10 +26,9 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.secrets import read_secrets
 from lockstep.engine.remote.http import HttpClient
 from lockstep.engine.spec import EngineSpec
-from lockstep.errors import ConfigError, EngineError
+from lockstep.errors import ConfigError, EngineError, hide, redacted
 from lockstep.observe.text import printable
 from lockstep.processes.child import LINGER_SECONDS, Child, describe_status
-from lockstep.redaction import hide, redacted
 from lockstep.wire.server_token import TOKEN
 
 LOOPBACK = "127.0.0.1"

@@ -25,7 +25,6 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.observe.versions import library_versions
 from lockstep.protocols.train import FinishSave
 from lockstep.train.state.copies import CopySpace, PendingCopy
 from lockstep.train.state.files import (
@@ -58,6 +57,7 @@ from lockstep.train.state.rng import (
     restore_rng_state,
     saved_rng_state,
 )
+from lockstep.version import library_versions
 
 _MARGIN = 1 << 20  # headers, JSON, rng
 _HELD = 1 << 28
