@@ -11,8 +11,7 @@ import torch
 from pydantic import ValidationError
 from raising import raises
 
-from lockstep.algorithms.dpo import DPO
-from lockstep.algorithms.reward_model import RewardModel
+from lockstep.algorithms.preferences import DPO, RewardModel
 from lockstep.config.algorithm import PREFERENCES, DPOConfig, PreferenceName, RewardModelLossConfig
 from lockstep.errors import DataError, TrainError
 from lockstep.ops.preferences import dpo, robust_dpo

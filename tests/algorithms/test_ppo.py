@@ -9,8 +9,7 @@ import torch
 from raising import raises
 from torch import Tensor
 
-from lockstep.algorithms.ppo import PPO
-from lockstep.algorithms.value_loss import ValueLoss
+from lockstep.algorithms.ppo import PPO, ValueLoss
 from lockstep.config.ppo import PPOConfig, ValueConfig
 from lockstep.errors import CheckpointError, TrainError
 from lockstep.ops.losses import loss_weights

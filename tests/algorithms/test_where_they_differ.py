@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.value_loss import ValueLoss
+from lockstep.algorithms.ppo import ValueLoss
 from lockstep.config.ppo import ValueConfig
 from lockstep.ops.advantages import gae
 from lockstep.ops.losses import loss_weights

@@ -27,7 +27,7 @@ from raising import raises
 from scripted import SCRIPTED, prompts, save_scripted
 from transformers import AutoTokenizer
 
-from lockstep.algorithms.kto import mismatched
+from lockstep.algorithms.preferences import mismatched
 from lockstep.cli.main import main
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig

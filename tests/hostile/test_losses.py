@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.dpo import DPO
 from lockstep.algorithms.grpo import PolicyAlgorithm
+from lockstep.algorithms.preferences import DPO
 from lockstep.algorithms.sft import SFT
 from lockstep.config.algorithm import PUBLISHED, DPOConfig, GRPOConfig, SFTConfig
 from lockstep.packing import pack

@@ -21,7 +21,7 @@ from fsdp2_tools import (
 )
 from safetensors.torch import load_file
 
-from lockstep.algorithms.value_loss import ValueLoss
+from lockstep.algorithms.ppo import ValueLoss
 from lockstep.config.model import LoraConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.execution import install_joint

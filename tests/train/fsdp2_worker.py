@@ -34,8 +34,8 @@ sys.path += [str(Path(__file__).parents[1] / name) for name in ("loop", "common"
 
 from scored_tools import compare_on_ranks
 
-from lockstep.algorithms.dpo import DPO
-from lockstep.algorithms.value_loss import ValueLoss
+from lockstep.algorithms.ppo import ValueLoss
+from lockstep.algorithms.preferences import DPO
 from lockstep.config.algorithm import DPOConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.execution import install_joint

@@ -22,8 +22,8 @@ ALGORITHMS = Registry(
         "sapo": _POLICY,
         "ppo": "lockstep.algorithms.ppo:PPO",
         "sft": "lockstep.algorithms.sft:SFT",
-        "dpo": "lockstep.algorithms.dpo:DPO",
-        "bradley_terry": "lockstep.algorithms.reward_model:RewardModel",
+        "dpo": "lockstep.algorithms.preferences:DPO",
+        "bradley_terry": "lockstep.algorithms.preferences:RewardModel",
     },
 )
 """The classes behind `algorithm.name`. PolicyAlgorithm(config, max_tokens=...) and PPO likewise;

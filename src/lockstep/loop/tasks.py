@@ -10,9 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lockstep.algorithms.dpo import DPO
-from lockstep.algorithms.kto import KTO, baseline, mismatched, with_baseline
-from lockstep.algorithms.reward_model import RewardModel
+from lockstep.algorithms.preferences import DPO, KTO, RewardModel, baseline, mismatched, with_baseline
 from lockstep.algorithms.sft import SFT
 from lockstep.config.data import DataConfig
 from lockstep.config.run import DPORun, OfflineRun, RewardModelRun, SFTRun

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.value_loss import ValueLoss
+from lockstep.algorithms.ppo import ValueLoss
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import POLICY, PPORun, ValueConfig
 from lockstep.config.run import GRPORun

@@ -104,7 +104,7 @@ def kto(
         scores: [D] log(policy / ref) of whole answers, nats.
         desirable: [D] bool.
         baseline: [D] z0, nats, without gradient: an estimate of KL(policy || ref), see
-            lockstep.algorithms.kto.
+            lockstep.algorithms.preferences.
         weights: (w_d, w_u), lambda of the paper.
     """
     margin = beta * torch.where(desirable, scores - baseline, baseline - scores)

@@ -8,12 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.dpo import DPOLoss
-from lockstep.algorithms.kto import KTOLoss
 from lockstep.algorithms.policy_loss import PolicyLoss
-from lockstep.algorithms.reward_model import RewardModelLoss
+from lockstep.algorithms.ppo import ValueLoss
+from lockstep.algorithms.preferences import DPOLoss, KTOLoss, RewardModelLoss
 from lockstep.algorithms.sft import SFTLoss
-from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.algorithm import DPOConfig, RewardModelLossConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.protocols.train import LossOutput, StepStats, TokenLoss

@@ -23,12 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.dpo import DPO
-from lockstep.algorithms.kto import KTO, with_baseline
-from lockstep.algorithms.ppo import WHITENING_EPS
-from lockstep.algorithms.reward_model import RewardModel
+from lockstep.algorithms.ppo import WHITENING_EPS, ValueLoss
+from lockstep.algorithms.preferences import DPO, KTO, RewardModel, with_baseline
 from lockstep.algorithms.sft import SFT
-from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.algorithm import DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
 from lockstep.config.base import Record
 from lockstep.config.data import DataConfig

@@ -1,28 +1,225 @@
-"""Kahneman-Tversky optimisation (arXiv 2402.01306): answers that each have a label, no pairs.
-
-Its baseline z0 is an estimate of KL(policy || ref): the mean of log(policy / ref) over the prompts of the
-optimizer step, each with the answer to another one, at least 0 and without gradient. It is computed before
-the step's forward pass, over the whole step, so that it depends neither on packing nor on the number of
-micro-batches or ranks. (TRL computes it per micro-batch, over ranks.)
-"""
+"""Losses on preferences: DPO and its family, reward models, and KTO, which takes answers one by one."""
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lockstep.config.algorithm import DPOConfig
-from lockstep.errors import TrainError
+from lockstep.config.algorithm import DPOConfig, RewardModelLossConfig
+from lockstep.errors import DataError, TrainError
 from lockstep.ops.masks import document_sums, masked
-from lockstep.ops.preferences import kto
+from lockstep.ops.preferences import bradley_terry, dpo, ipo, kto, orpo, robust_dpo, simpo
 from lockstep.protocols.train import LossOutput, StepStats
-from lockstep.schema.batch import PackedBatch, TrainSample, UnpairedBatch, prompt_ids
+from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample, UnpairedBatch, prompt_ids
+
+# What losses of pairs of answers share: the scores of both answers, weights, and metrics.
+
 
 Rows = Tensor | slice
+
+
+class PairLoss(ABC):
+    """A TokenLoss over pairs; not separable, since a token's gradient depends on all of both answers.
+
+    The *score* of an answer is the sum of the model's outputs over its trained slots, see
+    lockstep.ops.preferences: logprobs, or the one number of a scalar head.
+
+    Args:
+        needs_ref: outputs count less the reference's logprobs.
+        average: a score is divided by the number of trained slots.
+        beta: metrics are of rewards, beta times scores.
+
+    Raises:
+        TrainError: from a call, when the batch holds no pairs, or no ref_logprobs where they are needed.
+    """
+
+    separable = False
+    entropy_grad = False
+    terms: tuple[str, ...] = ()
+
+    def __init__(self, *, needs_ref: bool, average: bool, beta: float) -> None:
+        self.needs_ref, self.average, self.beta = needs_ref, average, beta
+
+    @abstractmethod
+    def pair_losses(self, chosen: Tensor, rejected: Tensor, batch: PreferenceBatch) -> Tensor:
+        """[P]: the loss of each pair, by the scores of its answers, [P] each."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
+        """See protocols.TokenLoss; rows must hold every trained slot of the batch."""
+        batch = _preferences(batch)
+        slots = logprobs.new_zeros(batch.num_slots)
+        slots[rows] = logprobs
+        losses = self.pair_losses(*self.scores(slots, batch), batch)
+        weights = masked(batch.loss_weights, batch.loss_mask)
+        # Every trained slot of a document has the same weight. The larger one of a pair counts below: an
+        # answer without a trained slot has none.
+        documents = torch.segment_reduce(weights, "max", offsets=batch.cu_seqlens.long(), initial=0.0)
+        return LossOutput((losses * of_pairs(documents, batch).amax(1)).sum())
+
+    def scores(self, outputs: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+        """[P] each: the scores of the chosen and of the rejected answers. outputs: [T]."""
+        scores = masked(outputs, batch.loss_mask)
+        if self.needs_ref:
+            if batch.ref_logprobs is None:
+                raise TrainError(
+                    "missing-values: the loss compares with a reference, but the batch has no ref_logprobs; "
+                    "run backend.ref.logprobs(batches) first",
+                    name="ref_logprobs",
+                )
+            scores = scores - masked(batch.ref_logprobs.to(outputs.device), batch.loss_mask)
+        documents = document_sums(scores, batch.cu_seqlens)
+        if self.average:
+            trained = document_sums(batch.loss_mask.to(scores.dtype), batch.cu_seqlens)
+            documents = documents / trained.clamp(min=1)
+        chosen, rejected = of_pairs(documents, batch).unbind(1)
+        return chosen, rejected
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """Return means over the step's pairs: rewards of chosen and rejected answers, their margin, and the
+        share of pairs whose chosen answer has the higher one."""
+        chosen, rejected = (
+            torch.cat(column) * self.beta
+            for column in zip(
+                *(
+                    self.scores(outputs, _preferences(batch).to(outputs.device))  # type: ignore[arg-type]
+                    for batch, outputs in zip(batches, stats.logprobs, strict=True)
+                ),
+                strict=True,
+            )
+        )
+        margin = chosen - rejected
+        figures = torch.stack([chosen, rejected, margin, (margin > 0).to(margin.dtype)]).mean(1)
+        names = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy")
+        return dict(zip(names, figures.tolist(), strict=True))
+
+
+def pair_weights(samples: Sequence[TrainSample]) -> list[Tensor]:
+    """Return [L] float32 per sample: 1 / pairs of the step at every trained slot, so that the loss is the
+    mean over pairs.
+
+    Raises:
+        DataError: there is an odd number of samples.
+    """
+    if len(samples) % 2:
+        raise DataError(
+            f"wrong-pairs: {len(samples)} samples are not preference pairs: one has no counterpart",
+            samples=len(samples),
+        )
+    return [sample.loss_mask.to(torch.float32) * (2.0 / len(samples)) for sample in samples]
+
+
+def of_pairs(documents: Tensor, batch: PreferenceBatch) -> Tensor:
+    """[P, 2]: a figure of each document [D] as (chosen, rejected)."""
+    # The rest are pad documents.
+    return documents[: len(batch.sample_ids)].view(-1, 2)
+
+
+def _preferences(batch: PackedBatch) -> PreferenceBatch:
+    if not isinstance(batch, PreferenceBatch):
+        raise TrainError(
+            f"wrong-batch: a loss of pairs needs a PreferenceBatch, got {type(batch).__name__}; pack "
+            "PreferenceSamples"
+        )
+    return batch
+
+
+# Direct preference optimisation (arXiv 2305.18290) and the losses of pairs that came after it.
+
+
+_LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "dpo": (dpo, ("beta", "label_smoothing")),
+    "robust_dpo": (robust_dpo, ("beta", "label_smoothing")),
+    "ipo": (ipo, ("beta",)),
+    "simpo": (simpo, ("beta", "margin")),
+    "orpo": (orpo, ("beta",)),
+}
+"""name -> the loss of a pair, and which options it takes."""
+
+
+class DPOLoss(PairLoss):
+    """The loss that `config.name` names."""
+
+    def __init__(self, config: DPOConfig) -> None:
+        config = config.resolved()
+        assert config.beta is not None, "resolved"
+        super().__init__(needs_ref=config.needs_ref, average=bool(config.average), beta=config.beta)
+        self.config = config
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor, batch: PreferenceBatch) -> Tensor:
+        """See PairLoss."""
+        loss, names = _LOSSES[self.config.name]
+        return loss(chosen, rejected, **{name: getattr(self.config, name) for name in names})
+
+
+class DPO:
+    """Preference pairs, with ref_logprobs where the loss needs them. Shares loss_weights and loss with
+    Algorithm."""
+
+    def __init__(self, config: DPOConfig) -> None:
+        self.config = config
+
+    def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """See pair_weights."""
+        return pair_weights(samples)
+
+    def loss(self) -> DPOLoss:
+        """Return the loss, which is not separable."""
+        return DPOLoss(self.config)
+
+
+# The loss of a reward model on pairs of answers.
+
+
+class RewardModelLoss(PairLoss):
+    """Of a model with a scalar head, whose output at a document's one trained slot is the document's score.
+
+    Raises:
+        TrainError: from a call: the batch has no margins.
+    """
+
+    def __init__(self, config: RewardModelLossConfig) -> None:
+        super().__init__(needs_ref=False, average=False, beta=1.0)
+        self.config = config
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor, batch: PreferenceBatch) -> Tensor:
+        """See PairLoss."""
+        if batch.margins is None:
+            raise TrainError(
+                "missing-values: a reward model's loss needs margins, 0 where there are none; pack "
+                "ScoredSamples",
+                name="margins",
+            )
+        margins = document_sums(masked(batch.margins.to(chosen.device), batch.loss_mask), batch.cu_seqlens)
+        margin = of_pairs(margins, batch)[:, 0]
+        return bradley_terry(chosen, rejected, margin=margin, center_coef=self.config.center_coef)
+
+
+class RewardModel:
+    """Pairs for a reward model. Shares loss_weights and loss with Algorithm."""
+
+    def __init__(self, config: RewardModelLossConfig) -> None:
+        self.config = config
+
+    def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """See pair_weights."""
+        return pair_weights(samples)
+
+    def loss(self) -> RewardModelLoss:
+        """Return the loss, which is not separable."""
+        return RewardModelLoss(self.config)
+
+
+# Kahneman-Tversky optimisation (arXiv 2402.01306): answers that each have a label, no pairs.
+#
+# Its baseline z0 is an estimate of KL(policy || ref): the mean of log(policy / ref) over the prompts of the
+# optimizer step, each with the answer to another one, at least 0 and without gradient. It is computed before
+# the step's forward pass, over the whole step, so that it depends neither on packing nor on the number of
+# micro-batches or ranks. (TRL computes it per micro-batch, over ranks.)
 
 
 class KTOLoss:
