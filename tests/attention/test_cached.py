@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.attention import KERNELS, cpu_tiles
+from lockstep.attention import KERNELS, varlen
 from lockstep.attention.cached import cached_attention, store, store_and_attend
 
 LENGTHS = [130, 1, 64, 65, 17]  # one key block and its neighbours, several blocks, one token
@@ -157,7 +157,7 @@ def test_another_block_of_keys_shows(monkeypatch):
     """What the tests above would see if the order of the sums depended on the call."""
     docs = documents(heads=4, kv_heads=2, head_dim=32, dtype=torch.float32)
     pack = packed(docs, [0, 2], window=None)
-    monkeypatch.setattr(cpu_tiles, "KEYS", 8)
+    monkeypatch.setattr(varlen, "KEYS", 8)
     with pytest.raises(AssertionError, match=r"document 0: \d+ of"):
         assert_same(packed(docs, [0], window=None), pack)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lockstep.attention import cached, decode
-from lockstep.attention.decode import decode_kernel
+from lockstep.attention import cached
+from lockstep.attention.cached import decode_kernel
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = [
@@ -43,15 +43,15 @@ def test_equal_to_flash_attention_to_the_bit(sizes):
     ids=["sum without fma", "fused exponent", "part of the sum twice"],
 )
 def test_a_kernel_that_rounds_otherwise_is_not_used(ours, other, monkeypatch, caplog):
-    source = decode._source()
+    source = cached._source()
     assert source.count(ours) == 1
-    monkeypatch.setattr(decode, "_source", lambda: source.replace(ours, other))
-    decode._checked.cache_clear()
+    monkeypatch.setattr(cached, "_source", lambda: source.replace(ours, other))
+    cached._checked.cache_clear()
     try:
         assert kernel_for(*SIZES[0]) is None
         assert "differs from the flash attention of torch" in caplog.text
     finally:
-        decode._checked.cache_clear()
+        cached._checked.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_a_machine_that_cannot_compile_it_goes_on_with_flash_attention(error, mo
     def refuse(*arguments):
         raise error
 
-    monkeypatch.setattr(decode, "_compiled", refuse)
-    decode._checked.cache_clear()
+    monkeypatch.setattr(cached, "_compiled", refuse)
+    cached._checked.cache_clear()
     try:
-        kernel = decode._checked(torch.device("cpu"), torch.bfloat16, (8, 2, 64), 0.125, lambda *_: None)
+        kernel = cached._checked(torch.device("cpu"), torch.bfloat16, (8, 2, 64), 0.125, lambda *_: None)
     finally:
-        decode._checked.cache_clear()
+        cached._checked.cache_clear()
     assert kernel is None and str(error) in caplog.text and "same bits" in caplog.text

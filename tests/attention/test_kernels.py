@@ -95,13 +95,13 @@ def test_cpu_reference_leaves_uncovered_rows_and_registers_once():
 
 
 def test_reference_never_replaces_a_kernel(monkeypatch):
-    from lockstep.attention import cpu_reference
+    from lockstep.attention import varlen
     from lockstep.errors import ModelError
 
     attention.enable_cpu_reference()
-    monkeypatch.setattr(cpu_reference, "_library", None)  # as if these kernels were torch's own
+    monkeypatch.setattr(varlen, "_library", None)  # as if these kernels were torch's own
     with raises(ModelError, "unsupported-version: train.attention"):
-        cpu_reference.enable_cpu_reference()
+        varlen.enable_cpu_reference()
 
 
 def test_document_ids_and_mask():

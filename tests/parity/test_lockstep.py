@@ -13,7 +13,7 @@ from raising import raises
 from selected import exhaustive
 from starting import succeeds
 
-from lockstep.attention import cpu_reference, cpu_tiles
+from lockstep.attention import varlen
 from lockstep.errors import TrainError
 from lockstep.execution import is_compiled
 from lockstep.invariant import head, linear, row_ops
@@ -216,13 +216,13 @@ def _few(x):
 
 
 def attention_twin(monkeypatch):
-    whole, keys = cpu_reference.tiled_attention, cpu_tiles.KEYS
+    whole, keys = varlen.tiled_attention, varlen.KEYS
 
     def attention(q, *rest, **options):
-        monkeypatch.setattr(cpu_tiles, "KEYS", 8 if q.shape[0] < FEW else keys)
+        monkeypatch.setattr(varlen, "KEYS", 8 if q.shape[0] < FEW else keys)
         return whole(q, *rest, **options)
 
-    monkeypatch.setattr(cpu_reference, "tiled_attention", attention)
+    monkeypatch.setattr(varlen, "tiled_attention", attention)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from lockstep.attention.adapters import (
     kernel_of,
     label,
 )
-from lockstep.attention.cpu_reference import enable_cpu_reference
 from lockstep.attention.ring import Ring, ring_attention
 from lockstep.attention.shared import Keys, SharedKeys
+from lockstep.attention.varlen import enable_cpu_reference
 
 __all__ = [
     "KERNELS",

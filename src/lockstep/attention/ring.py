@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.attention.cpu_reference import enable_cpu_reference
+from lockstep.attention.varlen import enable_cpu_reference
 from lockstep.errors import ConfigError, ModelError
 from lockstep.schema.ring import RingShard, RingStep
 

@@ -216,7 +216,7 @@ def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device:
             "train.ring = 1",
             setting="train.ring",
         )
-    # On a CPU both names mean the reference kernels of attention/cpu_reference.py.
+    # On a CPU both names mean the reference kernels of attention/varlen.py.
     kernels = ("varlen", "sdpa") if device.type == "cpu" else ("varlen",)
     if kernel not in kernels:
         raise ConfigError(

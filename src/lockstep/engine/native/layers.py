@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import invariant
 from lockstep.attention.cached import store_and_attend
-from lockstep.attention.cpu_reference import enable_cpu_reference
+from lockstep.attention.varlen import enable_cpu_reference
 from lockstep.engine.native.kv_cache import KVCache, KVShape
 from lockstep.execution import compile_blocks, decoder_layers
 from lockstep.models.causal_lm import causal_lm, text_config
