@@ -1,6 +1,6 @@
 from raising import raises
 
-from lockstep.cluster.environment import staying, travelling
+from lockstep.cluster.rank_host import staying, travelling
 from lockstep.errors import ConfigError
 
 SHELL = {

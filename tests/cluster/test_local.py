@@ -8,9 +8,8 @@ from typing import TypeVar
 import pytest
 from raising import raises
 
-from lockstep.cluster.launch import check_nodes, launch_on
-from lockstep.cluster.local import LocalProvider
-from lockstep.cluster.train import placement_of
+from lockstep.cluster.jobs import placement_of
+from lockstep.cluster.launch import LocalProvider, check_nodes, launch_on
 from lockstep.config.cluster import ClusterConfig
 from lockstep.errors import ConfigError
 from lockstep.protocols.cluster import Answers, Node, Placement, World

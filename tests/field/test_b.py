@@ -33,8 +33,8 @@ from pydantic import BaseModel
 from raising import raises
 
 from lockstep.cli.main import main
-from lockstep.cluster.environment import staying, travelling
 from lockstep.cluster.jobs import packed
+from lockstep.cluster.rank_host import staying, travelling
 from lockstep.cluster.ray import check_token
 from lockstep.config.load import RUN_KINDS, load_run
 from lockstep.config.model import LINEAR, ModelConfig

@@ -60,9 +60,8 @@ def main(argv: Sequence[str]) -> int:
             "folder of Ray's that is removed later; give --run-dir with an absolute path that the nodes have",
             setting="run_dir",
         )
-    from lockstep.cluster.jobs import RUN_FILE, Jobs, packed
+    from lockstep.cluster.jobs import RUN_FILE, Jobs, packed, placement_of
     from lockstep.cluster.launch import check_nodes
-    from lockstep.cluster.train import placement_of
 
     with packed(command.run, extra=own.include) as folder:
         jobs = Jobs(own.cluster)

@@ -299,7 +299,7 @@ def _cluster_config(command: TrainCommand) -> ClusterConfig:
 def _launch_on_cluster(
     command: TrainCommand, argv: Sequence[str], *, log_dir: Path, healing: HealingRules | None
 ) -> int:
-    from lockstep.cluster.train import launch_train
+    from lockstep.cluster.jobs import launch_train
 
     assert command.cluster is not None
     config = _cluster_config(command)

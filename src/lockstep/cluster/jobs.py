@@ -30,9 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.cluster.environment import travelling
-from lockstep.cluster.rank_host import submitter
-from lockstep.cluster.ray import ClusterError, check_token, import_ray
+from lockstep.cluster.launch import check_nodes, launch_healing_on, launch_on
+from lockstep.cluster.rank_host import check_submitter, submitter, travelling
+from lockstep.cluster.ray import RayProvider, check_token
+from lockstep.cluster.ray_head import ClusterError, import_ray, local_cluster
+from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import dump_toml, to_values
 from lockstep.config.run import RunConfig
 from lockstep.data.sources import FILE_SUFFIXES
@@ -40,7 +42,8 @@ from lockstep.errors import ConfigError, DataError, TrainError
 from lockstep.observe.cache import cache_root
 from lockstep.observe.files import check_inside, file_errors, open_plain
 from lockstep.observe.text import printable
-from lockstep.protocols.cluster import Node
+from lockstep.protocols.cluster import Node, Placement
+from lockstep.ranks.heal import HealingRules
 
 RUN_FILE = "run.toml"
 """In the folder that travels."""
@@ -413,3 +416,55 @@ def _check_address(address: str) -> None:
         f"not-authenticated: --cluster {address}: it shows its jobs to whoever asks, and would run anybody's "
         "programs. Start the cluster with RAY_AUTH_MODE=token"
     )
+
+
+# `lockstep train --cluster local|auto`: the ranks of a training run on a Ray cluster.
+
+
+def placement_of(config: ClusterConfig) -> Placement:
+    """The placement that [cluster] says."""
+    return Placement(
+        nodes=config.nodes,
+        per_node=config.per_node,
+        gpus=config.gpus > 0,
+        per_rank=config.layout().per_rank,
+    )
+
+
+def launch_train(
+    argv: Sequence[str],
+    config: ClusterConfig,
+    *,
+    provider: str,
+    log_dir: Path,
+    watch: float,
+    healing: HealingRules | None = None,
+) -> int:
+    """Run `python ARGV` as every rank that `config` says, and wait for all; their status.
+
+    Args:
+        watch: as of lockstep.ranks.launch.launch_ranks.
+        healing: None: a rank that dies ends the run.
+        provider: local: Ray is started on this machine for this run alone; auto: the one that runs.
+
+    Raises:
+        ConfigError: the cluster is not there, has no such place, or another Lockstep submitted the run.
+        ClusterError: it failed.
+    """
+    check_submitter()
+    if provider == "local" and config.nodes > 1:
+        raise ConfigError(
+            f"out-of-range: cluster.nodes = {config.nodes} with --cluster local, which is one node; set it "
+            "to 1, or join a cluster by --cluster auto"
+        )
+    with contextlib.ExitStack() as stack:
+        local = provider == "local"
+        address = stack.enter_context(local_cluster(config, ranks=config.ranks)) if local else "auto"
+        ray = stack.enter_context(contextlib.closing(RayProvider(address, config=config, log_dir=log_dir)))
+        placement = placement_of(config)
+        check_nodes(ray, placement)
+        if healing is not None:
+            return launch_healing_on(
+                ray, argv, placement=placement, log_dir=log_dir, watch=watch, rules=healing
+            )
+        return launch_on(ray, argv, placement=placement, log_dir=log_dir, graceful=True, watch=watch)
