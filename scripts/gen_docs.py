@@ -24,11 +24,10 @@ from pydantic_core import PydanticUndefined
 from lockstep.config.algorithm import PUBLISHED, GRPOConfig
 from lockstep.config.base import OneOf
 from lockstep.config.engine import HAS_EFFECT, EngineConfig
-from lockstep.config.load import recipes
+from lockstep.config.load import recipes, toml_value
 from lockstep.config.ppo import PPOConfig, PPORun
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.config.support import AXES, BATCH_INVARIANT, SETTINGS, support_rows
-from lockstep.config.toml import toml_value
 from lockstep.engine.sglang import translate as sglang
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm import translate as vllm

@@ -11,10 +11,9 @@ import pytest
 from raising import raises
 
 import lockstep
-from lockstep.config.backends import check_backend, check_own_settings
 from lockstep.config.declarations import backends, engines, read_declarations, rows_in_order
 from lockstep.config.engine import EngineConfig
-from lockstep.config.support import AXES
+from lockstep.config.support import AXES, check_backend, check_own_settings
 from lockstep.config.train import Execution, Layout, TrainConfig
 from lockstep.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.config.node_layout import NodeLayout
+from lockstep.config.cluster import NodeLayout
 
 
 @pytest.mark.parametrize(

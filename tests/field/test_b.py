@@ -38,8 +38,7 @@ from lockstep.cluster.rank_host import staying, travelling
 from lockstep.cluster.ray import check_token
 from lockstep.config.load import RUN_KINDS, load_run
 from lockstep.config.model import LINEAR, ModelConfig
-from lockstep.config.other_names import OTHER_NAMES, ours
-from lockstep.config.problems import tables
+from lockstep.config.problems import OTHER_NAMES, ours, tables
 from lockstep.data.sources import missing_column
 from lockstep.errors import (
     CheckpointError,

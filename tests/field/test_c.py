@@ -37,11 +37,11 @@ from lockstep.cli.main import main
 from lockstep.cluster.jobs import packed
 from lockstep.cluster.ray import _running_here, check_token
 from lockstep.cluster.ray_head import local_cluster
+from lockstep.config.base import read_secrets
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.load import dump_toml, load_run
 from lockstep.config.rollout import RewardConfig
-from lockstep.config.secrets import read_secrets
 from lockstep.engine.served import server as served
 from lockstep.engine.served.handler import bearer
 from lockstep.errors import ConfigError, DataError, EngineError, LockstepError, RewardError

@@ -19,10 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.config.base import Config
-from lockstep.config.load import RUN_KINDS, load_run, parse_value, recipes, to_values
+from lockstep.config.load import RUN_KINDS, load_run, parse_value, recipes, to_values, toml_value
 from lockstep.config.problems import Problem, model_of, near_settings, refusal, tables
 from lockstep.config.run import RunConfig
-from lockstep.config.toml import toml_value
 from lockstep.errors import ConfigError, nearest, unknown_name
 from lockstep.observe.files import path_problem
 

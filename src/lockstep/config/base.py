@@ -1,21 +1,26 @@
-"""The base of every config: frozen, unknown keys are errors, and every value is in a range that code can
-use."""
+"""The base of every config, and settings that name secrets."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from lockstep.config.secrets import check_no_secret
-from lockstep.errors import ConfigError, LockstepError, together, unknown_name
+from lockstep.errors import ConfigError, LockstepError, hide, names_secret, together, unknown_name
 from lockstep.observe.files import path_problem
 from lockstep.observe.text import printable
+from lockstep.observe.trust import read_own
+
+# The base of every config: frozen, unknown keys are errors, and every value is in a range that code can use.
+
 
 _SECRET_PLACES = ("secrets", "token_env")
 """Settings that say where a secret is; each has a check of its own."""
@@ -149,3 +154,140 @@ class Config(Record):
                     instead += ", and write where it is: secrets = {NAME = 'env:VARIABLE'} or 'file:/path'"
                 check_no_secret(name, value, instead=instead, by_name=name not in _OWN_WORDS)
         return self
+
+
+# Secrets among settings: a config is a file that everybody may read, so it names where a secret is.
+#
+# [engine.secrets] HF_TOKEN = "env:MY_HF_TOKEN"        # an environment variable of the run OTHER_KEY =
+# "file:/run/secrets/key"    # a file that only its owner can read (mode 0600)
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MOST_BYTES = 65536
+_NO_SECRETS = ("true", "false", "none", "null", "0", "1", "empty", "dummy", "unused", "not-needed")
+"""What is written where a client wants a key and the server asks for none: EMPTY in vLLM's examples."""
+_WELL_KNOWN = re.compile(
+    # With a digit in a run of letters: sk-SK-instructions is a data set in Slovak.
+    r"(?<![A-Za-z0-9_])(sk-[A-Za-z0-9_-]{0,200}?(?<![A-Za-z0-9])(?=[A-Za-z]{0,99}[0-9])[A-Za-z0-9]{16}"
+    r"|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|github_pat_[A-Za-z0-9_]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|AKIA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}"
+    r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY-----)"
+    # No English word follows: "the bearer certificates" is a prompt.
+    r"|(?i:\bbearer +(?:(?=[A-Za-z._~+/-]{0,99}[0-9])[A-Za-z0-9._~+/-]{8}|[A-Za-z0-9._~+/-]{24}))"
+)
+"""Beginnings that services give their keys, a token of JSON, a private key, a header."""
+
+
+def _check_reference(reference: str) -> str:
+    kind, _, place = reference.partition(":")
+    if (kind == "env" and _VARIABLE.fullmatch(place) and not _WELL_KNOWN.search(place)) or (
+        kind == "file" and Path(place).is_absolute() and "\0" not in place
+    ):
+        return reference
+    raise ConfigError(
+        "wrong-format: does not say where the secret is; write 'env:NAME' for an environment variable, or "
+        "'file:/absolute/path' for a file of mode 0600"
+    )
+
+
+def _check_variable(name: str) -> str:
+    if _VARIABLE.fullmatch(name) and not _WELL_KNOWN.search(name):
+        return name
+    raise ConfigError(
+        "wrong-format: is not the name of an environment variable (letters, digits and _); give the name of "
+        "the variable that holds the token, not the token"
+    )
+
+
+SecretPlace = Annotated[str, AfterValidator(_check_reference)]
+"""Where a secret is."""
+Variable = Annotated[str, AfterValidator(_check_variable)]
+"""The name of an environment variable."""
+
+
+def read_secrets(places: Mapping[str, str], *, setting: str) -> dict[str, str]:
+    """Return the secrets at `places`; they are taken out of every later text.
+
+    Raises:
+        ConfigError: a variable is not set, or a file is missing, or others than its owner can read it.
+    """
+    secrets = {}
+    for name, place in places.items():
+        kind, _, where = place.partition(":")
+        value = os.environ.get(where, "") if kind == "env" else _read_file(where, f"{setting}.{name}")
+        if not value:
+            problem = "that variable is not set" if kind == "env" else "that file is empty"
+            raise ConfigError(
+                f"wrong-environment: {setting}.{name} = {place!r}: {problem}; put the secret there",
+                setting=f"{setting}.{name}",
+            )
+        hide(value)
+        secrets[name] = value
+    return secrets
+
+
+def _read_file(path: str, setting: str) -> str:
+    raw = read_own(Path(path), ConfigError, secret=True, limit=_MOST_BYTES)
+    try:
+        return raw.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not-text: {setting}: {path} is not text", setting=setting) from error
+
+
+def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True) -> None:
+    """Check that neither the setting `name` nor anything in it is a secret.
+
+    Args:
+        instead: what to do with a secret of this table.
+        by_name: False: the keys of this table are the user's own words, and say nothing about the values.
+
+    Raises:
+        ConfigError: it is one; the text does not have it.
+    """
+    for path, text in _texts(name, value):
+        why = _why_secret(path.rpartition(".")[2] if by_name else "", text)
+        if why is not None:
+            hide(text)  # from the errors of other settings as well, which are told together
+            raise ConfigError(
+                f"secret-in-config: {printable(path)} {why}, and everybody who can read config.toml would "
+                f"have it; {instead}",
+                setting=path,
+            )
+
+
+def _texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(f"{path}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(path, item)
+
+
+def _why_secret(name: str, value: str) -> str | None:
+    if _WELL_KNOWN.search(value):
+        return "holds what looks like a key or a token"
+    if names_secret(name) and _like_a_secret(name, value):
+        return "has the name of a secret"
+    if "://" in value:
+        try:
+            parts = urlsplit(value)
+        except ValueError:
+            return None
+        if parts.password:
+            return "holds a password in a url"
+        if any(names_secret(key) and given for key, given in parse_qsl(parts.query)):
+            return "holds a secret in the query of a url"
+    return None
+
+
+def _like_a_secret(name: str, value: str) -> bool:
+    """Whether a value under a secret's name may be one: `end_token = "</answer>"` and paths are none."""
+    if not value or value.startswith(("/", "~/")):
+        return False
+    if re.search("token|auth$", name, re.IGNORECASE):
+        plain = re.fullmatch(r"[A-Za-z0-9._~+/=-]{12,}", value)
+        return plain is not None and any(character.isdigit() for character in value)
+    return value.lower() not in _NO_SECRETS

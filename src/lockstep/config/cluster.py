@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, field_validator
 
 from lockstep.config.base import Config, FilePath, NonNegativeInt, PositiveInt, check
-from lockstep.config.node_layout import NodeLayout
+from lockstep.config.engine import EngineConfig, kind
 from lockstep.errors import ConfigError
 
 POLICY = "policy"
@@ -242,4 +243,102 @@ def check_temp_dir(path: PurePath) -> None:
             f"characters (it has {len(str(path))}) their paths are longer than the system takes; set "
             "cluster.temp_dir, or LOCKSTEP_CACHE, to a shorter one",
             setting="cluster.temp_dir",
+        )
+
+
+# Which device of a node each process of a run computes on.
+#
+#     2 ranks, 2 worlds with GPUs of their own, 2 GPUs for the engine of each rank:
+#
+#     gpu 0, 1   ranks 0 and 1
+#     gpu 2, 3   the second world, beside rank 0 and beside rank 1
+#     gpu 4, 5   the third world
+#     gpu 6, 7   the engine of rank 0
+#     gpu 8, 9   the engine of rank 1
+#
+# Numbers count what the node's ranks see: entries of CUDA_VISIBLE_DEVICES where that is set, GPUs where it
+# is not. Ranks come first, so that local rank r has GPU r, and so a process of a world, among those of its
+# world.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLayout:
+    """Devices of one node; without GPUs its places on CPUs.
+
+    Example:
+        >>> layout = NodeLayout(ranks=2, worlds=2, engine=2)
+        >>> layout.total, layout.of_world(1), layout.of_engine(1)
+        (10, (4, 5), (8, 9))
+    """
+
+    ranks: int
+    """On this node."""
+    worlds: int = 0
+    """Worlds beside the policy's whose processes have devices of their own."""
+    engine: int = 0
+    """Devices of each rank's engine that nothing else is on."""
+
+    @property
+    def per_rank(self) -> int:
+        """Devices that there must be for each rank."""
+        return 1 + self.worlds + self.engine
+
+    @property
+    def total(self) -> int:
+        """Devices that there must be on the node."""
+        return self.ranks * self.per_rank
+
+    def of_world(self, number: int) -> tuple[int, ...]:
+        """The devices of a world, from 0, by local rank; the ranks' where it has none of its own."""
+        first = (number + 1) * self.ranks if self.worlds else 0
+        return tuple(range(first, first + self.ranks))
+
+    def of_engine(self, local_rank: int) -> tuple[int, ...]:
+        """The devices of the engine of one rank; none: it is on the rank's."""
+        first = (1 + self.worlds) * self.ranks + local_rank * self.engine
+        return tuple(range(first, first + self.engine))
+
+    def sums(self, kind: str) -> str:
+        """Say how the total comes about, for messages."""
+        others = ((self.worlds, "of each world beside it"), (self.engine, "of its engine"))
+        parts = ["1 of its own", *(f"{count} {what}" for count, what in others if count)]
+        return f"{self.total} {kind}, {self.per_rank} for each of {self.ranks} ranks ({', '.join(parts)})"
+
+
+def _check_engine_gpus(engine: EngineConfig, cluster: ClusterConfig) -> None:
+    """Refuse GPUs of its own for an engine that has none to choose, and GPUs that are asked for twice."""
+    gpus, needed = cluster.engine_gpus, engine.replicas * engine.tp
+    taken = sorted(set(engine.cuda_devices) & set(range(1, cluster.layout(ranks=1).total)))
+    if taken and not gpus:  # engine.cuda_devices is refused with several ranks
+        raise ConfigError(
+            f"duplicate: engine.cuda_devices = {list(engine.cuda_devices)} and cluster.world_gpus = 'own' "
+            f"both ask for GPU {taken[0]}; leave engine.cuda_devices out and set cluster.engine_gpus = "
+            f"{needed}"
+        )
+    if not gpus:
+        return
+    what = f"cluster.engine_gpus = {gpus}"
+    if not kind(engine).endswith(", started"):
+        raise ConfigError(
+            f"unsupported-combination: {what} with engine.name = {engine.name!r}, which is no server that "
+            "Lockstep starts: set engine.process = 'own' (native and hf) or engine.python (vllm and "
+            "sglang), or leave it out",
+            setting="cluster.engine_gpus",
+        )
+    if engine.cuda_devices:
+        raise ConfigError(
+            f"contradiction: {what} and engine.cuda_devices = {list(engine.cuda_devices)} both place the "
+            "engine; leave engine.cuda_devices out",
+            setting="engine.cuda_devices",
+        )
+    if gpus != needed:
+        raise ConfigError(
+            f"contradiction: {what}, and the engine of each rank is engine.replicas * engine.tp = "
+            f"{engine.replicas} * {engine.tp} = {needed} wide; set cluster.engine_gpus = {needed}",
+            setting="cluster.engine_gpus",
+        )
+    if engine.transfer == "ipc":
+        raise ConfigError(
+            f"contradiction: engine.transfer = 'ipc' with {what}: CUDA IPC needs a server on the GPU of its "
+            "rank; set 'auto' (NCCL) or 'disk'"
         )

@@ -7,9 +7,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seconds, check
+from lockstep.config.base import (
+    Config,
+    FilePath,
+    Name,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    SecretPlace,
+    Variable,
+    check,
+)
 from lockstep.config.declarations import engines
-from lockstep.config.secrets import SecretPlace, Variable
 from lockstep.errors import ConfigError
 
 _WHY = {

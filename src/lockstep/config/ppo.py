@@ -7,10 +7,10 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lockstep.config.algorithm import GRPOConfig, KLConfig
-from lockstep.config.backends import check_backend
 from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, check
 from lockstep.config.model import Dtype, LoraConfig, ModelConfig
 from lockstep.config.run import GRPORun, SleepingRole
+from lockstep.config.support import check_backend
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 

@@ -10,7 +10,6 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.other_names import ours
 from lockstep.errors import ConfigError, LockstepError, names_secret, nearest
 from lockstep.observe.text import printable
 
@@ -212,7 +211,7 @@ def _unknown(
 
 def near_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list[str]:
     """Return the settings that an unknown dotted name may mean: a slip of one in the same table, a name of
-    TRL, OpenRLHF or verl (lockstep.config.other_names), a slip of one in any table.
+    TRL, OpenRLHF or verl (lockstep.config.problems), a slip of one in any table.
 
     Args:
         sections: the tables of settings by their dotted paths, see `tables`.
@@ -282,3 +281,177 @@ def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
         elif current is None:
             break
     return path
+
+
+# The settings of TRL, OpenRLHF and verl by their names there, for the hints about unknown settings.
+#
+# docs/how-to/coming-from.md is the table for readers, with the conditions; a test holds the two together.
+
+
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    # TRL
+    "num_generations": ("rollout.group_size",),
+    "generation_batch_size": ("rollout.prompts_per_step", "rollout.group_size"),
+    "steps_per_generation": ("train.minibatches",),
+    "gradient_accumulation_steps": ("train.minibatches",),
+    "per_device_train_batch_size": ("train.token_budget",),
+    "num_iterations": ("train.epochs_per_batch",),
+    "max_completion_length": ("rollout.sampling.max_tokens",),
+    "reward_funcs": ("rewards",),
+    "loss_type": ("algorithm.aggregation", "algorithm.name"),
+    "scale_rewards": ("algorithm.advantage",),
+    "importance_sampling_level": ("algorithm.ratio",),
+    "epsilon": ("algorithm.clip_low",),
+    "epsilon_high": ("algorithm.clip_high",),
+    "delta": ("algorithm.dual_clip",),
+    "beta": ("algorithm.kl.coef", "algorithm.beta"),
+    "mask_truncated_completions": ("algorithm.mask_truncated",),
+    "use_vllm": ("engine.name",),
+    "vllm_mode": ("engine.name",),
+    "vllm_gpu_memory_utilization": ("engine.memory_fraction",),
+    "vllm_tensor_parallel_size": ("engine.tp",),
+    "vllm_enable_sleep_mode": ("engine.sleep",),
+    "vllm_max_model_length": ("engine.max_model_len",),
+    "learning_rate": ("train.lr",),
+    "lr_scheduler_type": ("train.schedule",),
+    "max_steps": ("steps",),
+    "save_steps": ("checkpoint.every",),
+    "save_total_limit": ("checkpoint.keep_last",),
+    "eval_steps": ("eval.every",),
+    "gradient_checkpointing": ("train.activation_checkpointing",),
+    "report_to": ("log.tensorboard", "log.wandb"),
+    "assistant_only_loss": ("data.train_on",),
+    "simpo_gamma": ("algorithm.margin",),
+    "center_rewards_coefficient": ("algorithm.center_coef",),
+    "sapo_temperature_pos": ("algorithm.tau_pos",),
+    "sapo_temperature_neg": ("algorithm.tau_neg",),
+    # OpenRLHF
+    "actor.model_name_or_path": ("model.name",),
+    "critic.model_name_or_path": ("value.name",),
+    "reward.model_name_or_path": ("reward_model.name",),
+    "critic.adam.lr": ("value.lr",),
+    "critic.value_clip": ("value.clip",),
+    "critic.freezing_steps": ("value.warmup_batches",),
+    "algo.advantage.estimator": ("algorithm.advantage", "algorithm.name"),
+    "algo.advantage.gamma": ("algorithm.gamma",),
+    "algo.advantage.lambd": ("algorithm.lam",),
+    "rollout.batch_size": ("rollout.prompts_per_step",),
+    "rollout.n_samples_per_prompt": ("rollout.group_size",),
+    "train.batch_size": ("train.minibatches",),
+    "train.micro_batch_size": ("train.token_budget",),
+    "train.max_tokens_per_gpu": ("train.token_budget",),
+    "train.max_epochs": ("train.epochs_per_batch",),
+    "train.num_episodes": ("steps",),
+    "data.max_samples": ("data.size",),
+    "data.prompt_dataset": ("data.source",),
+    "data.prompt_split": ("data.split",),
+    "data.input_key": ("data.prompt_column",),
+    "data.label_key": ("data.answer_column",),
+    "data.input_template": ("data.prompt_template",),
+    "data.max_len": ("data.max_prompt_tokens", "rollout.sampling.max_tokens"),
+    "rollout.max_new_tokens": ("rollout.sampling.max_tokens",),
+    "actor.eps_clip": ("algorithm.clip_low",),
+    "actor.eps_clip_low_high": ("algorithm.clip_low", "algorithm.clip_high"),
+    "actor.dual_clip": ("algorithm.dual_clip",),
+    "actor.policy_loss_type": ("algorithm.ratio",),
+    "algo.kl.init_coef": ("algorithm.kl.coef",),
+    "algo.dynamic_filtering_enable": ("algorithm.dynamic_sampling",),
+    "reward.overlong_buffer_len": ("algorithm.overlong.buffer_tokens",),
+    "ds.zero_stage": ("train.zero_stage",),
+    "ds.ring_attn_size": ("train.ring",),
+    "ds.tensor_parallel_size": ("train.tp",),
+    "ds.adam_offload": ("train.optimizer_device", "value.optimizer_device"),
+    "ds.lora.rank": ("model.lora.rank",),
+    "ds.lora.alpha": ("model.lora.alpha",),
+    "vllm.num_engines": ("engine.replicas",),
+    "vllm.tensor_parallel_size": ("engine.tp",),
+    "vllm.gpu_memory_utilization": ("engine.memory_fraction",),
+    "vllm.enable_sleep": ("engine.sleep",),
+    "vllm.enforce_eager": ("engine.eager",),
+    "vllm.enable_prefix_caching": ("engine.prefix_caching",),
+    "actor.gradient_checkpointing_enable": ("train.activation_checkpointing",),
+    "algo.kl.use_loss": ("algorithm.kl.estimator",),
+    "is_correction_threshold": ("algorithm.rollout_correction.low", "algorithm.rollout_correction.high"),
+    "reward.clip_range": ("algorithm.reward_clip",),
+    "reward.normalize_enable": ("algorithm.normalize_rewards",),
+    "ds.packing_samples": ("train.layout",),
+    "eval.steps": ("eval.every",),
+    "logger.wandb.key": ("log.wandb",),
+    "logger.tensorboard_dir": ("log.tensorboard",),
+    "critic.gradient_checkpointing_enable": ("value.activation_checkpointing",),
+    "ckpt.save_steps": ("checkpoint.every",),
+    "ckpt.max_num": ("checkpoint.keep_last",),
+    # verl
+    "actor_rollout_ref.model.path": ("model.name",),
+    "actor_rollout_ref.actor.loss_agg_mode": ("algorithm.aggregation",),
+    "actor_rollout_ref.actor.clip_ratio_c": ("algorithm.dual_clip",),
+    "actor_rollout_ref.actor.clip_ratio_low": ("algorithm.clip_low",),
+    "clip_ratio_high": ("algorithm.clip_high",),
+    "clip_ratio": ("algorithm.clip_low", "algorithm.clip_high"),
+    "algorithm.adv_estimator": ("algorithm.advantage", "algorithm.name"),
+    "critic.model.path": ("value.name",),
+    "critic.optim.lr": ("value.lr",),
+    "critic.cliprange_value": ("value.clip",),
+    "critic.ppo_epochs": ("value.epochs_per_batch",),
+    "critic.ppo_mini_batch_size": ("value.minibatches",),
+    "trainer.critic_warmup": ("value.warmup_batches",),
+    "data.train_files": ("data.source",),
+    "data.val_files": ("eval_data.source",),
+    "data.prompt_key": ("data.prompt_column",),
+    "data.train_batch_size": ("rollout.prompts_per_step",),
+    "actor_rollout_ref.rollout.n": ("rollout.group_size",),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": ("train.minibatches",),
+    "ppo_micro_batch_size_per_gpu": ("train.token_budget",),
+    "use_dynamic_bsz": ("train.token_budget",),
+    "ppo_max_token_len_per_gpu": ("train.token_budget",),
+    "actor_rollout_ref.actor.ppo_epochs": ("train.epochs_per_batch",),
+    "data.max_prompt_length": ("data.max_prompt_tokens",),
+    "data.max_response_length": ("rollout.sampling.max_tokens",),
+    "data.filter_overlong_prompts": ("data.overlong_prompts",),
+    "data.truncation": ("data.overlong_prompts",),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": ("engine.tp",),
+    "gpu_memory_utilization": ("engine.memory_fraction",),
+    "enforce_eager": ("engine.eager",),
+    "free_cache_engine": ("engine.sleep",),
+    "kl_loss_coef": ("algorithm.kl.coef",),
+    "kl_loss_type": ("algorithm.kl.estimator",),
+    "algorithm.kl_ctrl.kl_coef": ("algorithm.kl.place",),
+    "algorithm.filter_groups.enable": ("algorithm.dynamic_sampling",),
+    "actor_rollout_ref.actor.entropy_coeff": ("algorithm.entropy_coef",),
+    "custom_reward_function.path": ("rewards",),
+    "actor_rollout_ref.actor.optim.lr": ("train.lr",),
+    "lr_warmup_steps": ("train.warmup_steps",),
+    "warmup_style": ("train.schedule",),
+    "actor_rollout_ref.actor.grad_clip": ("train.max_grad_norm",),
+    "model.enable_gradient_checkpointing": ("train.activation_checkpointing",),
+    "actor.fsdp_config.optimizer_offload": ("train.optimizer_device",),
+    "actor.ulysses_sequence_parallel_size": ("train.ring",),
+    "actor_rollout_ref.actor.strategy": ("train.backend",),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": ("algorithm.ratio", "algorithm.objective"),
+    "critic.loss_agg_mode": ("value.aggregation",),
+    "model.use_remove_padding": ("train.layout",),
+    "trainer.total_epochs": ("steps",),
+    "trainer.save_freq": ("checkpoint.every",),
+    "trainer.test_freq": ("eval.every",),
+    "trainer.val_before_train": ("eval.before",),
+    "trainer.logger": ("log.tensorboard", "log.wandb"),
+}
+"""A dotted name there -> the settings here that decide the same."""
+
+
+def ours(name: str) -> list[str]:
+    """Return the settings that a name of TRL, OpenRLHF or verl stands for; also its last parts alone, or
+    under a table of ours, and with a letter wrong.
+
+    Example:
+        >>> ours("train.learning_rate"), ours("rollout.n")
+        (['train.lr'], ['rollout.group_size'])
+    """
+    asked = name.strip("-").replace("-", "_").split(".")
+    for shared in range(len(asked), 0, -1):
+        tail = asked[-shared:]
+        found = [names for other, names in OTHER_NAMES.items() if other.split(".")[-shared:] == tail]
+        if found:
+            return list(dict.fromkeys(each for names in found for each in names))
+    last = nearest(asked[-1], (other.rpartition(".")[2] for other in OTHER_NAMES), most=1)
+    return ours(last[0]) if last and len(asked[-1]) >= 6 else []

@@ -5,6 +5,7 @@ import re
 from pydantic import Field, field_validator
 
 from lockstep.config.base import Config, NonNegativeInt, PositiveInt, check
+from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 
 _EVERY = re.compile(r"every ([1-9]\d{0,8})", re.ASCII)
@@ -55,3 +56,17 @@ class RecordConfig(Config):
     def covers(self, step: int) -> bool:
         """Whether inputs of `step` are recorded."""
         return step >= self.first_step and (self.last_step is None or step <= self.last_step)
+
+
+def record_refusal(record: RecordConfig, train: TrainConfig, *, lora: bool) -> str | None:
+    """Say why a run whose backend shards weights between steps cannot be recorded as it is; None: it can."""
+    updates = train.minibatches * train.epochs_per_batch
+    if not record.enabled or (updates == 1 and not lora):
+        return None
+    what = "model.lora" if updates == 1 else f"{updates} optimizer steps per rollout batch"
+    return (
+        f"record.enabled = true with train.backend = {train.backend!r} and {what}: the weights "
+        "that inputs see are spread over ranks there, and are gathered whole only between rollout "
+        "batches. Set train.minibatches and train.epochs_per_batch to 1 and leave model.lora out, or "
+        "set train.backend = 'local', or 'deepspeed' with train.zero_stage below 3"
+    )

@@ -6,8 +6,17 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seconds, Temperature, check
-from lockstep.config.secrets import SecretPlace, Variable
+from lockstep.config.base import (
+    Config,
+    Name,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    SecretPlace,
+    Temperature,
+    Variable,
+    check,
+)
 from lockstep.errors import ConfigError
 
 

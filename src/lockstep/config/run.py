@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import field_validator
 
 from lockstep.config.algorithm import PER_GROUP, DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
-from lockstep.config.backends import check_backend, shards_weights
 from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seed, check
 from lockstep.config.batch import RewardRoleConfig
-from lockstep.config.cluster import ClusterConfig
+from lockstep.config.cluster import ClusterConfig, _check_engine_gpus
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
-from lockstep.config.engine import EngineConfig, has_own_weights, kind
+from lockstep.config.engine import EngineConfig, has_own_weights
 from lockstep.config.model import ModelConfig
-from lockstep.config.record import RecordConfig
+from lockstep.config.record import RecordConfig, record_refusal
 from lockstep.config.rollout import RewardConfig, RolloutConfig
-from lockstep.config.support import check_support
-from lockstep.config.train import CheckpointConfig, EvalConfig, LogConfig, TrainConfig, token_slots
+from lockstep.config.support import check_backend, check_support, shards_weights
+from lockstep.config.train import (
+    CheckpointConfig,
+    EvalConfig,
+    LogConfig,
+    TrainConfig,
+    _check_best,
+    token_slots,
+)
 from lockstep.errors import ConfigError
 
 
@@ -151,7 +157,11 @@ class RunConfig(Config):
 
     @check
     def _check_record(self) -> RunConfig:
-        refusal = record_refusal(self) if shards_weights(self.train) else None
+        refusal = (
+            record_refusal(self.record, self.train, lora=bool(self.model.lora))
+            if shards_weights(self.train)
+            else None
+        )
         if refusal is not None:
             raise ConfigError(refusal, code="unsupported-combination", setting="record.enabled")
         if self.record.enabled and self.record.first_step >= self.steps:
@@ -160,59 +170,6 @@ class RunConfig(Config):
                 f"{self.steps}, so nothing would be recorded; lower it, or raise steps (they count from 0)"
             )
         return self
-
-
-def _check_engine_gpus(engine: EngineConfig, cluster: ClusterConfig) -> None:
-    """Refuse GPUs of its own for an engine that has none to choose, and GPUs that are asked for twice."""
-    gpus, needed = cluster.engine_gpus, engine.replicas * engine.tp
-    taken = sorted(set(engine.cuda_devices) & set(range(1, cluster.layout(ranks=1).total)))
-    if taken and not gpus:  # engine.cuda_devices is refused with several ranks
-        raise ConfigError(
-            f"duplicate: engine.cuda_devices = {list(engine.cuda_devices)} and cluster.world_gpus = 'own' "
-            f"both ask for GPU {taken[0]}; leave engine.cuda_devices out and set cluster.engine_gpus = "
-            f"{needed}"
-        )
-    if not gpus:
-        return
-    what = f"cluster.engine_gpus = {gpus}"
-    if not kind(engine).endswith(", started"):
-        raise ConfigError(
-            f"unsupported-combination: {what} with engine.name = {engine.name!r}, which is no server that "
-            "Lockstep starts: set engine.process = 'own' (native and hf) or engine.python (vllm and "
-            "sglang), or leave it out",
-            setting="cluster.engine_gpus",
-        )
-    if engine.cuda_devices:
-        raise ConfigError(
-            f"contradiction: {what} and engine.cuda_devices = {list(engine.cuda_devices)} both place the "
-            "engine; leave engine.cuda_devices out",
-            setting="engine.cuda_devices",
-        )
-    if gpus != needed:
-        raise ConfigError(
-            f"contradiction: {what}, and the engine of each rank is engine.replicas * engine.tp = "
-            f"{engine.replicas} * {engine.tp} = {needed} wide; set cluster.engine_gpus = {needed}",
-            setting="cluster.engine_gpus",
-        )
-    if engine.transfer == "ipc":
-        raise ConfigError(
-            f"contradiction: engine.transfer = 'ipc' with {what}: CUDA IPC needs a server on the GPU of its "
-            "rank; set 'auto' (NCCL) or 'disk'"
-        )
-
-
-def record_refusal(run: RunConfig) -> str | None:
-    """Say why a run whose backend shards weights between steps cannot be recorded as it is; None: it can."""
-    updates = run.train.minibatches * run.train.epochs_per_batch
-    if not run.record.enabled or (updates == 1 and not run.model.lora):
-        return None
-    what = "model.lora" if updates == 1 else f"{updates} optimizer steps per rollout batch"
-    return (
-        f"record.enabled = true with train.backend = {run.train.backend!r} and {what}: the weights "
-        "that inputs see are spread over ranks there, and are gathered whole only between rollout "
-        "batches. Set train.minibatches and train.epochs_per_batch to 1 and leave model.lora out, or "
-        "set train.backend = 'local', or 'deepspeed' with train.zero_stage below 3"
-    )
 
 
 MAX_RANKS = 2**16
@@ -274,26 +231,6 @@ def _check_eval_tokens(run: GRPORun) -> None:
         raise ConfigError(
             f"contradiction: eval.max_tokens = {most} is below rollout.sampling.min_tokens = {least}, which "
             "evaluations have as well; raise eval.max_tokens or lower rollout.sampling.min_tokens"
-        )
-
-
-def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, ...]) -> None:
-    """Refuse keep_best without a metric to go by: it would silently keep nothing."""
-    if checkpoint.keep_best == 0:
-        return
-    names = [f"eval/{name}" for name in known]
-    if checkpoint.metric not in names:
-        raise ConfigError(
-            f"unsupported-combination: checkpoint.keep_best = {checkpoint.keep_best} goes by "
-            f"checkpoint.metric = {checkpoint.metric!r}, which this kind of run does not measure; set one "
-            f"of {', '.join(names)}",
-            setting="checkpoint.metric",
-        )
-    if checkpoint.every and (every == 0 or checkpoint.every % every):
-        raise ConfigError(
-            f"contradiction: checkpoint.keep_best = {checkpoint.keep_best} needs an evaluation wherever "
-            f"there is a checkpoint, but evaluations are every {every} steps and checkpoints every "
-            f"{checkpoint.every}; set both to the same number, or keep_best = 0"
         )
 
 

@@ -235,3 +235,23 @@ class LogConfig(Config):
     """auto: live in a terminal, one line per step elsewhere."""
     samples_per_step: NonNegativeInt = 1
     """Completions shown per step in the plain log."""
+
+
+def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, ...]) -> None:
+    """Refuse keep_best without a metric to go by: it would silently keep nothing."""
+    if checkpoint.keep_best == 0:
+        return
+    names = [f"eval/{name}" for name in known]
+    if checkpoint.metric not in names:
+        raise ConfigError(
+            f"unsupported-combination: checkpoint.keep_best = {checkpoint.keep_best} goes by "
+            f"checkpoint.metric = {checkpoint.metric!r}, which this kind of run does not measure; set one "
+            f"of {', '.join(names)}",
+            setting="checkpoint.metric",
+        )
+    if checkpoint.every and (every == 0 or checkpoint.every % every):
+        raise ConfigError(
+            f"contradiction: checkpoint.keep_best = {checkpoint.keep_best} needs an evaluation wherever "
+            f"there is a checkpoint, but evaluations are every {every} steps and checkpoints every "
+            f"{checkpoint.every}; set both to the same number, or keep_best = 0"
+        )

@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lockstep.config.backends import check_backend
 from lockstep.config.ppo import PPORun
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
+from lockstep.config.support import check_backend
 from lockstep.errors import ConfigError
 
 SAVED_TRAINING = 2.4e-15

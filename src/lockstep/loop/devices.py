@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from lockstep.config.node_layout import NodeLayout
+from lockstep.config.cluster import NodeLayout
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote.server import server_gpus
 from lockstep.ranks.context import RankContext, local_ranks

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.config.backends import shards_weights
 from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import WORLD_NUMBERS
 from lockstep.config.declarations import backends, engines
 from lockstep.config.ppo import PPORun, ValueConfig
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
+from lockstep.config.support import shards_weights
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
 from lockstep.loop.sleep import VALUE_PREFIX, sleeping_parts

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 
-from lockstep.config.backends import check_own_settings
 from lockstep.config.declarations import Entry, own_rows
-from lockstep.config.run import GRPORun, RunConfig, record_refusal
-from lockstep.config.support import SETTINGS
+from lockstep.config.record import record_refusal
+from lockstep.config.run import GRPORun, RunConfig
+from lockstep.config.support import SETTINGS, check_own_settings
 from lockstep.errors import ConfigError
 from lockstep.registry import load_object, require_call, require_members
 
@@ -53,7 +53,11 @@ def check_own_backend(run: RunConfig) -> None:
             reads=getattr(part, "reads", ()),
             refuses=getattr(part, "refuses", ()),
         )
-        refusal = record_refusal(run) if getattr(part, "shards_weights", False) else None
+        refusal = (
+            record_refusal(run.record, run.train, lora=bool(run.model.lora))
+            if getattr(part, "shards_weights", False)
+            else None
+        )
         if refusal is not None:
             raise ConfigError(refusal, code="unsupported-combination")
         copies = run.cluster is not None and run.cluster.peer_copy

@@ -53,7 +53,7 @@ class Placement:
     """Whether each rank has a GPU of its own; otherwise it has a CPU."""
     per_rank: int = 1
     """GPUs, or CPUs, that there are for each rank: its own, and those of what is beside it. Where the node's
-    are told apart, local rank r has number r (lockstep.config.node_layout)."""
+    are told apart, local rank r has number r (lockstep.config.cluster)."""
 
     @property
     def devices(self) -> int:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.base import read_secrets
 from lockstep.config.rollout import RewardConfig
-from lockstep.config.secrets import read_secrets
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo, printable, printable_lines
 from lockstep.processes.jobs import JobProcess, ProcessEnded, end

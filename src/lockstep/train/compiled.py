@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lockstep.config.backends import check_capacity
+from lockstep.config.support import check_capacity
 from lockstep.config.train import TrainConfig
 from lockstep.execution import CompileWatch, compile_blocks, install_joint, joint_of
 from lockstep.train.contract import compile_options

@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lockstep.config.backends import check_backend
 from lockstep.config.declarations import backends
 from lockstep.config.model import ModelConfig
 from lockstep.config.problems import first_data
 from lockstep.config.run import RunConfig
-from lockstep.config.support import check_support
+from lockstep.config.support import check_backend, check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.processes.child import Child, describe_status

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.backends import check_backend
 from lockstep.config.ppo import ValueConfig
-from lockstep.config.support import check_support
+from lockstep.config.support import check_backend, check_support
 from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.files import read_plain

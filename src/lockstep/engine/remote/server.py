@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from lockstep.config.base import read_secrets
 from lockstep.config.engine import EngineConfig
-from lockstep.config.secrets import read_secrets
 from lockstep.engine.remote.http import HttpClient
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError, hide, redacted
