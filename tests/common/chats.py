@@ -11,10 +11,9 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from lockstep.config.data import DataConfig
-from lockstep.data.preferences import load_preferences, load_scored_pairs
+from lockstep.data.preferences import load_preferences, load_scored_pairs, load_unpaired
 from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
-from lockstep.data.unpaired import load_unpaired
 from lockstep.models.bundled import bundled_folder
 
 Row = dict[str, Any]

@@ -2,7 +2,7 @@ from raising import raises
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, clean_messages, fill_template
-from lockstep.data.spans import text_document
+from lockstep.data.sft import text_document
 from lockstep.errors import ConfigError, DataError
 
 USER = [{"role": "user", "content": "a b"}]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from raising import raises
 
-from lockstep.data.order import batch_rows
+from lockstep.data.sources import batch_rows
 from lockstep.errors import DataError
 
 

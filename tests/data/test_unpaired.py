@@ -7,7 +7,7 @@ from typing import Any
 from raising import raises
 
 from lockstep.config.data import DataConfig
-from lockstep.data.unpaired import UnpairedSet, load_unpaired
+from lockstep.data.preferences import UnpairedSet, load_unpaired
 from lockstep.errors import DataError
 from lockstep.schema.batch import TrainSample, UnpairedSample
 

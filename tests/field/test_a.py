@@ -33,9 +33,8 @@ from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.load import load_run
 from lockstep.config.model import LoraConfig, ModelConfig
-from lockstep.data.preferences import load_preferences, load_scored_pairs
+from lockstep.data.preferences import load_preferences, load_scored_pairs, load_unpaired
 from lockstep.data.sft import load_sft
-from lockstep.data.unpaired import load_unpaired
 from lockstep.errors import DataError, ModelError
 from lockstep.loop.offline import train_offline
 from lockstep.models.causal_lm import causal_lm

@@ -15,10 +15,9 @@ from lockstep.cli.main import main
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.load import load_run
-from lockstep.data.preferences import load_preferences
+from lockstep.data.preferences import load_preferences, load_unpaired
 from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
-from lockstep.data.unpaired import load_unpaired
 from lockstep.errors import ConfigError, DataError
 from lockstep.loop.offline import train_offline
 from lockstep.models.reward import RewardModel

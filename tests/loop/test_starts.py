@@ -14,7 +14,7 @@ from lockstep.cli.main import main
 from lockstep.config.load import load_run
 from lockstep.config.rollout import RewardConfig
 from lockstep.config.run import GRPORun
-from lockstep.data.held_out import load_train_and_held_out
+from lockstep.data.prompts import load_train_and_held_out
 from lockstep.errors import ConfigError, LockstepError, RewardError
 from lockstep.loop.offline import train_offline
 from lockstep.loop.online import train_online

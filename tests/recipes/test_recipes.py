@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from lockstep.cli.main import main
 from lockstep.config.load import dump_toml, load_run, recipes
 from lockstep.config.run import GRPORun
-from lockstep.data.held_out import load_train_and_held_out
+from lockstep.data.prompts import load_train_and_held_out
 from lockstep.loop.online import train_online
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.rewards import RewardSet

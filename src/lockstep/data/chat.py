@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig
-from lockstep.data.columns import UNREAD, named_columns
-from lockstep.data.sources import column_names
+from lockstep.data.sources import UNREAD, column_names
+from lockstep.data.sources import configured_columns as named_columns
 from lockstep.errors import ConfigError, DataError, nearest
 from lockstep.observe.chat_template import ChatTemplate, row_columns, row_variables
 from lockstep.observe.files import file_errors, path_problem, read_plain

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.data import DataConfig
-from lockstep.data.columns import rendered_columns
-from lockstep.data.readers import (
-    check_surrogates,
-    foreign_errors,
-    opened_parquet,
-    parse_row,
-    parse_value,
-    restorer,
-)
-from lockstep.data.rows import PlacedRow, place
-from lockstep.errors import ConfigError, DataError, nearest
+from lockstep.errors import ConfigError, DataError, LockstepError, nearest
 from lockstep.observe.files import file_errors, path_problem
 from lockstep.observe.text import printable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from pyarrow.parquet import ParquetFile
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 _MEANINGS = (
@@ -280,3 +278,321 @@ def _rows(loaded: Any, what: str, config: DataConfig) -> Iterator[dict[str, Any]
         schema = loaded.features.arrow_schema
         restored = restorer(schema, rendered=rendered_columns(config), source=what, decoded=True)
         yield from map(restored, loaded)
+
+
+# Columns and keys that the formats of TRL, OpenAI and verl give a meaning.
+
+
+_TOKENS = "texts are tokenised here"
+_TEXT = "only text is read"
+_LOGPS = "the reference computes them here"
+UNREAD = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT),
+    **dict.fromkeys(
+        ("input_ids", "attention_mask", "position_ids", "seq_lengths", "labels", "loss_mask"), _TOKENS
+    ),
+    **dict.fromkeys(("assistant_masks", "completion_mask", "prompt_ids", "completion_ids"), _TOKENS),
+    **dict.fromkeys(("chosen_ids", "rejected_ids", "raw_prompt_ids"), _TOKENS),
+    **dict.fromkeys(("ref_chosen_logps", "ref_rejected_logps", "reference_chosen_logps"), _LOGPS),
+    "reference_rejected_logps": _LOGPS,
+    "completions": "a reward for each step of an answer is not supported",
+    "functions": "write it as tools = [{type = 'function', function = ...}]",
+    "function_call": "write it as tool_calls of a message",
+    "parallel_tool_calls": "samples are not limited to one call",
+    "response_format": "samples are free text",
+    "data_source": "the rewards of the config score every row; they see the column in `row`",
+    "agent_name": "a prompt has one answer; no agent loop is run",
+    "tools_kwargs": "no tools are run while sampling",
+    "interaction_kwargs": "no interaction is run while sampling",
+}
+"""Column to the reason for which it is ignored. Not in it: what has no effect in its own format."""
+
+
+def configured_columns(config: DataConfig) -> frozenset[str]:
+    """Return the columns that a setting names: they mean what the setting says."""
+    return frozenset(
+        {
+            config.prompt_column,
+            config.messages_column,
+            config.completion_column,
+            config.chosen_column,
+            config.rejected_column,
+            config.margin_column,
+            config.label_column,
+            config.text_column,
+            config.answer_column,
+            *config.columns,
+        }
+    )
+
+
+def rendered_columns(config: DataConfig) -> frozenset[str]:
+    """Return the columns, by their names in the source, whose values a chat template may get."""
+    names = {
+        config.prompt_column,
+        config.messages_column,
+        config.completion_column,
+        config.chosen_column,
+        config.rejected_column,
+        "tools",
+        "chat_template_kwargs",
+    }
+    return frozenset(config.columns.get(name, name) for name in names)
+
+
+# The rows of a batch: a pure function of (number of rows, step, batch size, seed), so there is no state to
+# save.
+
+
+def batch_rows(num_rows: int, *, step: int, n: int, seed: int, shuffle: bool = True) -> list[int]:
+    """Return the row numbers of batch `step`; all distinct.
+
+    Shuffled: an epoch is num_rows // n batches of a permutation drawn from (seed, epoch); its last num_rows
+    % n rows are left out, so that no batch holds a row twice. Not shuffled: rows in order, cyclically.
+
+    Raises:
+        DataError: n exceeds num_rows.
+
+    Example:
+        >>> batch_rows(5, step=2, n=2, seed=0, shuffle=False)
+        [4, 0]
+    """
+    if n > num_rows:
+        raise DataError(
+            f"not-enough: a batch of {n} needs {n} distinct rows, but the set has {num_rows}; take a "
+            "smaller batch",
+            needed=n,
+            rows=num_rows,
+        )
+    if not shuffle:
+        return [(step * n + i) % num_rows for i in range(n)]
+    epoch, batch = divmod(step, num_rows // n)
+    order = _permutation(num_rows, seed, epoch)
+    return [int(row) for row in order[batch * n : (batch + 1) * n]]
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    import numpy as np  # commands that only read rows load it not
+
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+# Readers of untrusted JSON lines and Parquet files: whatever they hold, the result is rows or a DataError.
+
+
+JSON_COLUMNS = b"lockstep.json_columns"
+"""Key in the metadata of Parquet files of ours: names of the columns that hold JSON."""
+ROW_DEPTH = 200
+"""Deepest nesting of lists and objects: functions that walk a row recurse once or twice a level."""
+
+
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """Parse one JSON object.
+
+    Raises:
+        DataError: it is no JSON, no object, or nested too deeply.
+    """
+    value = parse_value(line, where)
+    if not isinstance(value, dict):
+        raise DataError(
+            f"wrong-row: {where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}",
+            where=where,
+        )
+    return value
+
+
+def parse_value(text: bytes, where: str) -> Any:
+    """Parse any JSON value.
+
+    Raises:
+        DataError: it is no JSON, or nested too deeply.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # also bytes that are no text
+        raise DataError(
+            f"not-json: {where}: not valid JSON ({printable(str(error))}): {text[:80]!r}", where=where
+        ) from error
+    if text.count(b"[") + text.count(b"{") > ROW_DEPTH and _deeper(value, ROW_DEPTH):
+        raise DataError(
+            f"too-deep: {where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them",
+            where=where,
+        )
+    return value
+
+
+def check_surrogates(value: Any, where: str) -> None:
+    """Raise DataError for half a surrogate pair in a text of `value`: JSON may hold it, and no text may."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"not-text: {where}: holds half a surrogate pair ({error.object[error.start]!r}), which is not "
+            "text; correct or remove the row",
+            where=where,
+        ) from error
+
+
+@contextlib.contextmanager
+def opened_parquet(path: Path) -> Iterator[ParquetFile]:
+    """Open a Parquet file. Errors in the block count as errors of the file.
+
+    Raises:
+        ConfigError: pyarrow is missing.
+        DataError: the file cannot be read, or is damaged.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"missing-package: {path}: reading Parquet needs pyarrow; pip install pyarrow"
+        ) from error
+    errors = foreign_errors(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
+    with errors, pyarrow.parquet.ParquetFile(path) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def foreign_errors(what: str, *more: type[Exception]) -> Iterator[None]:
+    """Turn what a library raises over a damaged file into one DataError that begins with `what`.
+
+    Flipped bits in a Parquet file alone give OSError, UnicodeDecodeError and five kinds of ArrowException.
+    """
+    kinds: tuple[type[Exception], ...] = (OSError, ValueError, TypeError, AttributeError, LookupError)
+    kinds += (ArithmeticError, RuntimeError, MemoryError, *more)
+    try:
+        yield
+    except LockstepError:
+        raise
+    except kinds as error:
+        text = printable(str(error))[:300]
+        raise DataError(f"cannot-read: {what} ({type(error).__name__}: {text})") from error
+
+
+def restorer(
+    schema: Any, *, rendered: Collection[str], source: str, decoded: bool = False
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that makes of a row that Arrow kept what it was before: in the columns `rendered`
+    without the keys that Arrow adds, as nulls, because another row has them. Arrow does not tell those from
+    nulls that were written, so that these go, too; values of its type for JSON keep theirs, and become what
+    the JSON says. So do texts of columns that a Parquet file of ours says are JSON.
+
+    Args:
+        schema: the Arrow schema of the rows, which is read here once: for each row that would take longer
+            than the row.
+        decoded: values of Arrow's type for JSON are no text any more.
+
+    Raises:
+        DataError: a column that should hold JSON holds no text. The function raises it for a value that
+            should be JSON and is none.
+    """
+    import pyarrow.types as types
+
+    changes: dict[str, _Change] = {}
+    for field in schema:
+        how = _Kept(drop=field.name in rendered, decoded=decoded, where=f"{source}, {field.name}")
+        if (change := _change(field.type, how)) is not None:
+            changes[field.name] = change
+    for name in json.loads((schema.metadata or {}).get(JSON_COLUMNS, b"[]")):
+        if (position := schema.get_field_index(name)) < 0:
+            continue  # what selects columns of our files keeps their metadata
+        kind = schema.field(position).type
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)):
+            raise DataError(
+                f"cannot-read: {source} says that its column {name!r} holds JSON, but its values are {kind}, "
+                "not text"
+            )
+        changes[name] = _Kept(drop=False, decoded=False, where=f"{source}, {name}").parsed
+
+    def restored(row: dict[str, Any]) -> dict[str, Any]:
+        for name, change in changes.items():
+            if (value := row.get(name)) is not None:
+                row[name] = change(value)
+        return row
+
+    return restored
+
+
+_Change = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """How a column is restored."""
+
+    drop: bool
+    """Nulls of objects."""
+    decoded: bool
+    where: str
+
+    def parsed(self, value: Any) -> Any:
+        return parse_value(value.encode(), self.where) if isinstance(value, str) else value
+
+
+def _change(kind: Any, how: _Kept) -> _Change | None:
+    """What restores a value of this Arrow type that is not null; None: it is as it was."""
+    import pyarrow.types as types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return None if how.decoded else how.parsed
+    if types.is_struct(kind):
+        inside = {field.name: change for field in kind if (change := _change(field.type, how)) is not None}
+        return partial(_object, inside, drop=how.drop) if inside or how.drop else None
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        item = _change(kind.value_type, how)
+        return None if item is None else partial(_list, item)
+    return None
+
+
+def _object(inside: Mapping[str, _Change], value: Any, *, drop: bool) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: inside[name](item) if name in inside and item is not None else item
+        for name, item in value.items()
+        if not (drop and item is None)
+    }
+
+
+def _list(change: _Change, value: Any) -> Any:
+    return [None if item is None else change(item) for item in value] if isinstance(value, list) else value
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
+
+
+# Where a row of data stands, for messages: line N of a .jsonl file, row N of any other source, from 1.
+
+
+class PlacedRow(dict[str, Any]):
+    """A row that knows its place in its source."""
+
+    __slots__ = ("where",)
+
+    def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
+        super().__init__(values)
+        self.where = where
+        """Source and place, such as "problems.jsonl, line 31"."""
+
+
+def place(row: Mapping[str, Any], source: str, position: int) -> str:
+    """Return where a row stands: its own place, else by its `position` in `source`, from 0.
+
+    Example:
+        >>> place({"prompt": "1 + 1?"}, "problems.parquet", 30)
+        'problems.parquet, row 31'
+    """
+    return row.where if isinstance(row, PlacedRow) else f"{source}, row {position + 1}"

@@ -22,8 +22,7 @@ from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
 from lockstep.config.engine import kind
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig, SleepingRole
-from lockstep.data.held_out import evaluates, load_train_and_held_out
-from lockstep.data.prompts import FixedPrompts, PromptSet
+from lockstep.data.prompts import FixedPrompts, PromptSet, evaluates, load_train_and_held_out
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError, together
 from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train, total_device_bytes

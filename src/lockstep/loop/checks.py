@@ -16,7 +16,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.rollout import BUILTIN_REWARDS, RewardConfig
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, PairRun, RunConfig
 from lockstep.data.chat import fill_template
-from lockstep.data.held_out import evaluates, held_out_size, holds_out_rows, needed_rows
+from lockstep.data.prompts import evaluates, held_out_size, holds_out_rows, needed_rows
 from lockstep.data.sources import FILE_SUFFIXES, load_rows, missing_column
 from lockstep.errors import ConfigError, LockstepError, nearest, unknown_name
 from lockstep.rollout.reward_rows import check_row

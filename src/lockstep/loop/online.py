@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.run import GRPORun
-from lockstep.data.held_out import evaluates, holds_out_rows
+from lockstep.data.prompts import evaluates, holds_out_rows
 from lockstep.errors import ConfigError, EngineError, LockstepError, TrainError
 from lockstep.loop.axes import as_started
 from lockstep.loop.batch_invariance import batch_invariance_lines, batch_invariance_manifest, contract_change

@@ -14,9 +14,8 @@ from lockstep.algorithms.preferences import DPO, KTO, RewardModel, baseline, mis
 from lockstep.algorithms.sft import SFT
 from lockstep.config.data import DataConfig
 from lockstep.config.run import DPORun, OfflineRun, RewardModelRun, SFTRun
-from lockstep.data.preferences import load_preferences, load_scored_pairs
+from lockstep.data.preferences import UnpairedSet, load_preferences, load_scored_pairs, load_unpaired
 from lockstep.data.sft import load_sft
-from lockstep.data.unpaired import UnpairedSet, load_unpaired
 from lockstep.models.load import OpenedModel
 from lockstep.models.scalar import HeadKind
 from lockstep.packing import Planner

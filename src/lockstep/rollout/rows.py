@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.readers import parse_row
-from lockstep.data.rows import PlacedRow
+from lockstep.data.sources import PlacedRow, parse_row
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import check_writable, file_errors, read_json, sync_folder, write_json
 from lockstep.rollout.rows_parquet import read_parquet, write_parquet

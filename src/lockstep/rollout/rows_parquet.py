@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.readers import JSON_COLUMNS, opened_parquet, restorer
+from lockstep.data.sources import JSON_COLUMNS, opened_parquet, restorer
 from lockstep.errors import DataError
 
 _RENDERED = ("prompt", "messages", "tools", "chat_template_kwargs")

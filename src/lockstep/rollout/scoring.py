@@ -13,8 +13,7 @@ from itertools import islice
 from typing import Any, TypeGuard, get_args
 
 from lockstep.config.batch import ScoreConfig
-from lockstep.data.rows import place
-from lockstep.data.sources import column_names
+from lockstep.data.sources import column_names, place
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.reward import RewardModel
 from lockstep.protocols.reward import RewardInput

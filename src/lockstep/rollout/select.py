@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.rows import place
+from lockstep.data.sources import place
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.chat_template import row_columns
 
