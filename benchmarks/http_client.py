@@ -37,8 +37,8 @@ import httpx
 import httpx2
 import pydantic_core
 
+from lockstep.engine.remote.driver import EventStreams
 from lockstep.engine.remote.http import MAX_REPLY_BYTES, HttpClient, Reply
-from lockstep.engine.remote.stream import EventStreams
 
 SAMPLES, TOKENS = 256, 256
 WAVES, EVENT_TOKENS = 8, 8

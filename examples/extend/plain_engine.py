@@ -6,10 +6,10 @@ lockstep train grpo --recipe tiny --engine.name plain_engine:PlainEngine
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.requests import Decoding, RequestCheck, completion_text
+from lockstep.engine.embedded import copy_weights
 from lockstep.engine.sampling import Sampler, SampleState
+from lockstep.engine.spec import Decoding, RequestCheck, completion_text
 from lockstep.engine.streaming import Ended, Streaming, Turn
-from lockstep.engine.weights import copy_weights
 from lockstep.errors import EngineError
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.load import LoadedModel, share_parameters

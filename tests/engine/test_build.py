@@ -8,10 +8,9 @@ from raising import raises
 from sampled import engine_spec
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.build import cuda_index, is_external, make_engine
+from lockstep.engine.build import Dispatcher, DispatcherOfOwnWeights, cuda_index, is_external, make_engine
 from lockstep.engine.hf.engine import HFEngine
-from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights
-from lockstep.engine.vllm.choice import VLLM
+from lockstep.engine.vllm import VLLM
 from lockstep.errors import ConfigError, EngineError
 
 SPEC = engine_spec(max_model_len=640, device="cuda:1", shares_device=True)

@@ -8,9 +8,9 @@ from raising import raises
 from sampled import completion
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine import replicas as dispatch
+from lockstep.engine import build as dispatch
+from lockstep.engine.build import Dispatcher, DispatcherOfOwnWeights, assign, outstanding_tokens
 from lockstep.engine.hf.engine import HFEngine
-from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights, assign, outstanding_tokens
 from lockstep.engine.streaming import Streaming
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats

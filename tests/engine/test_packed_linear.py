@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.engine.hf.engine import HFEngine
-from lockstep.engine.hf.skeleton import PackedLinears, can_pack
+from lockstep.engine.hf.kv_cache import PackedLinears, can_pack
 from lockstep.models.load import load_model
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.schema.weights import WeightUpdate

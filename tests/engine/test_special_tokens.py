@@ -10,9 +10,8 @@ from lockstep.config.model import ModelConfig
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.engine.native.engine import NativeEngine
 from lockstep.engine.remote.driver import Job, Sample, check_sample
-from lockstep.engine.requests import Decoding, StopStrings, check_stop_strings
-from lockstep.engine.sglang.samples import Partial
-from lockstep.engine.spec import EngineSpec
+from lockstep.engine.sglang.translate import Partial
+from lockstep.engine.spec import Decoding, EngineSpec, StopStrings, check_stop_strings
 from lockstep.engine.vllm.translate import vllm_sampling
 from lockstep.errors import EngineError
 from lockstep.models.load import load_model

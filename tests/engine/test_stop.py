@@ -5,7 +5,7 @@ import pytest
 from raising import raises
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.engine.requests import Decoding, StopStrings, check_stop_strings, completion_text
+from lockstep.engine.spec import Decoding, StopStrings, check_stop_strings, completion_text
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import SamplingParams
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lockstep.engine.remote.driver import EventStreams
 from lockstep.engine.remote.http import BadReply, Reply, Unreachable
-from lockstep.engine.remote.stream import EventStreams
 
 from .test_http import answering, ok
 

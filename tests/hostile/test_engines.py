@@ -14,12 +14,12 @@ from raising import raises
 from sampled import engine_spec
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.remote import stall as silence
+from lockstep.engine.remote import driver as silence
 from lockstep.engine.remote.driver import Job, read_load
 from lockstep.engine.remote.http import BadReply, HttpClient, Reply
 from lockstep.engine.sglang.driver import SGLangDriver, check_server
 from lockstep.engine.sglang.engine import _Flow
-from lockstep.engine.sglang.samples import Partial, read_event
+from lockstep.engine.sglang.translate import Partial, read_event
 from lockstep.engine.vllm.server import VLLMDriver
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import GenerationRequest, SamplingParams

@@ -43,7 +43,7 @@ def test_a_finished_run_has_nothing_to_resume(lockstep, run):
 
 
 def test_more_steps_extend_a_run_as_if_they_had_been_asked_for_at_once(lockstep, straight, run):
-    killed = {"target": "lockstep.engine.hf.generation:Generation._step", "call": 2, "step": 5}
+    killed = {"target": "lockstep.engine.hf.engine:Generation._step", "call": 2, "step": 5}
     lockstep(
         "train", "--resume", run, "--steps", "6", cwd=run, signals=[killed | {"send": "SIGKILL"}], code=-9
     )

@@ -17,8 +17,8 @@ from starting import succeeds
 
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
+from lockstep.engine.remote.driver import EventStreams
 from lockstep.engine.remote.http import Unreachable
-from lockstep.engine.remote.stream import EventStreams
 from lockstep.loop.online import train_online
 from lockstep.observe.ledger import check_ledger
 from lockstep.observe.run_history import read_lines
@@ -140,7 +140,7 @@ import json, os, signal
 from pathlib import Path
 from lockstep.algorithms.policy_loss import clipped_objective as objective
 from lockstep.engine.remote.http import Unreachable
-from lockstep.engine.remote.stream import EventStreams
+from lockstep.engine.remote.driver import EventStreams
 
 poll, seen = EventStreams.poll, []
 

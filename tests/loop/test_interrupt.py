@@ -15,7 +15,7 @@ from starting import until, wait_for
 
 from lockstep.loop.interrupt import Interrupt
 
-GENERATE = "lockstep.engine.hf.generation:Generation._step"
+GENERATE = "lockstep.engine.hf.engine:Generation._step"
 
 Straight = Callable[..., dict[str, Any]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from loop_runs import FILE, FORWARD, OPTIMIZER, everything, kill
 
-GENERATE = "lockstep.engine.hf.generation:Generation._step"
+GENERATE = "lockstep.engine.hf.engine:Generation._step"
 PUT = "lockstep.loop.checkpoint:CheckpointManager._publish"
 METRICS = "lockstep.observe.metrics:JsonlWriter.write"
 ROLLOUTS = "lockstep.observe.run_dir:RunDir.write_rollouts"

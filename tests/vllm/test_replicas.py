@@ -14,8 +14,7 @@ from conformance import LONG, conformance_model, gaps, prompt, request, sharpen
 from inprocess import KV_BYTES, spec_of
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.build import make_engine
-from lockstep.engine.replicas import DispatcherOfOwnWeights
+from lockstep.engine.build import DispatcherOfOwnWeights, make_engine
 from lockstep.schema.weights import WeightUpdate
 from lockstep.transfer.choose import make_transfer
 

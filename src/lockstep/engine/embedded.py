@@ -7,19 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.base import Ending, ModelEngine
-from lockstep.engine.requests import Decoding, StopStrings
 from lockstep.engine.sampling import SampleState
-from lockstep.engine.streaming import Ended, OnToken, Turn
-from lockstep.engine.weights import copy_weights
+from lockstep.engine.spec import Decoding, StopStrings
+from lockstep.engine.streaming import Ended, Ending, ModelEngine, OnToken, Turn
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.schema.rollout import GenerationRequest
-from lockstep.schema.weights import WeightUpdate
+from lockstep.schema.weights import TensorSource, WeightUpdate
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -199,3 +197,51 @@ class EmbeddedEngine(ModelEngine):
         self._close_stream()
         self._give_back()
         self._state = "closed"
+
+
+# Taking named weights over into a module, all or nothing.
+
+
+def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> None:
+    """Copy every weight by its Hugging Face name; values are cast to the module's dtype.
+
+    Raises:
+        EngineError: a name is unknown, missing or duplicate, a shape differs, or two names of one tied
+            weight bring different values. Nothing was changed then.
+    """
+    own = dict(module.named_parameters(remove_duplicate=False))
+    new: dict[str, Tensor] = {}
+    for name, tensor in tensors():
+        if name in new:
+            raise EngineError(
+                f"duplicate: engine {engine}: the weight update brings {name!r} twice", name=name
+            )
+        new[name] = tensor
+    unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
+    if unknown or missing:
+        raise EngineError(
+            f"wrong-weights: engine {engine}: the weight update does not fit the model: {len(unknown)} "
+            f"unknown names {unknown[:5]}, {len(missing)} missing names {missing[:5]}; weights were left as "
+            "they are",
+            unknown=unknown,
+            missing=missing,
+        )
+    first_name: dict[int, str] = {}
+    for name, tensor in new.items():
+        parameter = own[name]
+        if tensor.shape != parameter.shape:
+            raise EngineError(
+                f"wrong-shape: engine {engine}: weight {name!r} has shape {list(tensor.shape)}, the model's "
+                f"is {list(parameter.shape)}; weights were left as they are",
+                name=name,
+            )
+        twin = first_name.setdefault(id(parameter), name)
+        if twin != name and not torch.equal(new[twin], tensor):
+            raise EngineError(
+                f"values-differ: engine {engine}: {twin!r} and {name!r} are one tied weight, but the update "
+                "brings two values",
+                name=name,
+            )
+    with torch.no_grad():
+        for name, tensor in new.items():
+            own[name].copy_(tensor)

@@ -94,7 +94,7 @@ def _checks(run: RunConfig) -> Iterator[Check]:
 
 def _check_engine(run: GRPORun) -> None:
     if ":" in run.engine.name:
-        from lockstep.engine.members import load_engine_class  # needs torch, as their engine does
+        from lockstep.engine.admission import load_engine_class  # needs torch, as their engine does
 
         load_engine_class(run.engine.name)
     elif run.engine.name not in (*ENGINES, "auto"):

@@ -1,6 +1,6 @@
 import random
 
-from lockstep.engine.native.kv_blocks import KVBlock, KVBlockAllocator
+from lockstep.engine.native.kv_cache import KVBlock, KVBlockAllocator
 
 
 def test_the_first_gap_that_is_large_enough_is_taken():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from raising import raises
 
-from lockstep.engine.native.generation import Counts, Generation, Mode
+from lockstep.engine.native.engine import Counts, Generation, Mode
 from lockstep.engine.native.kv_cache import KVCache, KVShape
 from lockstep.engine.native.runner import POSITION, SEED, SLOT, SOURCE, START, TOKEN, USED
 from lockstep.engine.native.scheduler import Sample, Scheduler

@@ -20,9 +20,15 @@ import pytest
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.sglang.package import SGLangPackage, check_version
-from lockstep.engine.sglang.samples import NOT_FINITE, request_body
-from lockstep.engine.sglang.translate import sglang_constructor, sglang_sampling, sglang_server_command
+from lockstep.engine.sglang.translate import (
+    NOT_FINITE,
+    SGLangPackage,
+    check_version,
+    request_body,
+    sglang_constructor,
+    sglang_sampling,
+    sglang_server_command,
+)
 from lockstep.engine.sglang.weights import tensor_payload
 from lockstep.schema.rollout import SamplingParams
 

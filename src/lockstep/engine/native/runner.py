@@ -11,6 +11,7 @@ this one left them; the host may launch it before it has read them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +19,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lockstep.engine.native.choose import choose, scaled
-from lockstep.engine.native.kv_cache import SCRATCH, KVCache, upload
-from lockstep.engine.native.layers import AttentionMetadata, Layers
-from lockstep.engine.sampling import SampleState, draw_logits
-from lockstep.models.heads import head_options
+from lockstep import invariant
+from lockstep.attention.cached import store_and_attend
+from lockstep.attention.varlen import enable_cpu_reference
+from lockstep.engine.native.kv_cache import SCRATCH, KVCache, KVShape, upload
+from lockstep.engine.sampling import BLOCK, ENTRY_COUNTER, SampleState, draw_logits, noise_keys, uniform
+from lockstep.execution import compile_blocks, decoder_layers
+from lockstep.invariant import row_ops
+from lockstep.models.causal_lm import causal_lm, text_config
+from lockstep.models.heads import head_of, head_options
+from lockstep.models.load import share_parameters
 from lockstep.ops.logprobs import HeadOptions, head_logits, row_stats
 
 SOURCE, TOKEN, POSITION, SLOT, START, USED, SEED = range(7)
@@ -331,3 +337,224 @@ def _sizes(most: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 def _fitting(sizes: Sequence[int], count: int) -> int:
     return next(size for size in sizes if size >= count)
+
+
+# The generation skeleton: the trainer's layers over the trainer's Parameters, attending to the KV cache.
+#
+# Shapes as in lockstep.schema.batch: T tokens, C hidden size, N query heads, K key/value heads, H head dim.
+
+
+IMPLEMENTATION = "lockstep_native"
+"""Name in transformers' AttentionInterface. It has no mask function, so transformers builds no masks for
+it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of a forward are in the KV cache: the arguments of lockstep.attention.cached besides
+    the caches."""
+
+    slots: Tensor
+    """[T] int64."""
+    cu_q: Tensor
+    """[D + 1] int32."""
+    starts: Tensor
+    """[D + 1] int32."""
+    used: Tensor
+    """[D] int32."""
+    max_q: int
+    max_k: int
+    decode: bool
+
+
+class Layers:
+    """Embedding, decoder layers and final norm of a causal LM."""
+
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype, compiled: bool) -> None:
+        _register()
+        self.module = share_parameters(module, attention=f"hf:{IMPLEMENTATION}")
+        self.invariant = invariant.is_converted(module)
+        if self.invariant:
+            invariant.convert(self.module)
+        self.layers = decoder_layers(self.module)
+        self._decoder: Any = causal_lm(self.module).get_decoder()
+        config = text_config(self.module)
+        # Gemma 3 has another rotation for each kind of layer
+        self._kinds: tuple[str, ...] | None = (
+            tuple(config.layer_types) if config.model_type == "gemma3_text" else None
+        )
+        self.weight = head_of(self.module).weight
+        self.vocab_size = self.weight.shape[0]
+        attention: Any = self.layers[0].self_attn
+        self.shape = KVShape(
+            layers=len(self.layers),
+            heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            dtype=dtype,
+            device=self.weight.device,
+        )
+        if self.shape.device.type == "cpu":
+            enable_cpu_reference()  # before any layer is traced: a compiled layer cannot register ops
+        if compiled:
+            options = invariant.inductor_options() if self.invariant else None
+            compile_blocks(self.module, options=options)
+
+    def run(
+        self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """[1, T, C] of [T] tokens, before the final norm; writes their keys and values into the cache."""
+        hidden: Tensor = self._decoder.embed_tokens(token_ids[None])
+        rotation = self._rotations(hidden, positions[None])
+        for index, layer in enumerate(self.layers):
+            # Not the decoder's forward: its keyword arguments are the same for all layers, and each layer has
+            # a part of the cache of its own.
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_embeddings=rotation[None if self._kinds is None else self._kinds[index]],
+                keys=kv_cache.keys[index],
+                values=kv_cache.values[index],
+                slots=metadata.slots,
+                cu_q=metadata.cu_q,
+                starts=metadata.starts,
+                used=metadata.used,
+                max_q=metadata.max_q,
+                max_k=metadata.max_k,
+                decode=metadata.decode,
+            )
+        return hidden
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm: [T, C] of `run`'s result, what the head is applied to."""
+        normed: Tensor = self._decoder.norm(hidden)
+        return normed[0]
+
+    def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str | None, tuple[Tensor, Tensor]]:
+        rotary = self._decoder.rotary_emb
+        if self._kinds is None:
+            return {None: rotary(hidden, positions)}
+        return {kind: rotary(hidden, positions, kind) for kind in dict.fromkeys(self._kinds)}
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+
+
+def _attention(  # signature: transformers' AttentionInterface
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    cu_q: Tensor,
+    starts: Tensor,
+    used: Tensor,
+    max_q: int,
+    max_k: int,
+    decode: bool,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, N, T, H], key and value [1, K, T, H] -> [1, T, N, H]; the rest is what `Layers.run` passes
+    on."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = store_and_attend(
+        q, k, v, keys, values, slots, cu_q, starts, used, max_q, max_k, scaling, sliding_window, decode
+    )
+    return out[None], None
+
+
+# The next token of each row, as tensor operations: what a CUDA graph can hold.
+#
+# The draw is `lockstep.engine.sampling`'s: Gumbel-max over blocks of the vocabulary, then inside of the
+# block. Here a block's mass stays a logarithm, so that the logits are read once and no copy of them in
+# float32 is written.
+#
+# R rows, V vocabulary, BLOCK entries of a block.
+
+
+def choose(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    head: HeadOptions,
+    *,
+    invariant: bool = False,
+    compiled: bool = False,
+) -> Tensor:
+    """Tokens [R] int64, drawn from softmax(scaled(logits)).
+
+    Args:
+        logits: [R, V], any floating dtype.
+        seeds: [R] int64, as of `noise_keys`.
+        positions: [R] int64, as of `noise_keys`.
+        invariant: the mass of blocks is bitwise that of a row alone, as logprobs are; on CUDA neither
+            ATen's sums nor a compiler's promise it.
+        compiled: the noise is made by one kernel and not by eighty; without `invariant`, the pass over the
+            logits goes through torch.compile as well.
+    """
+    mass = block_mass(logits, head, invariant=invariant, compiled=compiled)
+    hashed, noise = (_compiled(f, dynamic=True) if compiled else f for f in (noise_keys, uniform))
+    keys = hashed(seeds, positions)
+
+    def exponential(counters: Tensor) -> Tensor:
+        return noise(keys, counters).log_().neg_()
+
+    block = (mass - exponential(torch.arange(mass.shape[1], device=keys.device)).log()).argmax(
+        -1, keepdim=True
+    )
+    entries = block * BLOCK + torch.arange(BLOCK, device=keys.device)
+    last = logits.shape[1] - 1
+    # The last block may reach beyond the vocabulary; such entries are masked in the next line.
+    inner = scaled(logits.gather(-1, entries.clamp(max=last)), head)
+    inner = inner.masked_fill(entries > last, float("-inf"))
+    within = (inner - exponential(entries + ENTRY_COUNTER).log()).argmax(-1, keepdim=True)
+    return (block * BLOCK + within).squeeze(-1).clamp(max=last)  # NaN anywhere: still a token
+
+
+def block_mass(
+    logits: Tensor, head: HeadOptions, *, invariant: bool = False, compiled: bool = False
+) -> Tensor:
+    """[R, M] float32: the logarithm of each block's mass, before normalisation."""
+    if invariant:
+        mass: Tensor = row_ops.block_mass(logits, head.scale, head.cap, BLOCK)
+        return mass
+    if not compiled:
+        return _block_mass(logits, *_factors(head))
+    # tensors, as a compiler makes a graph for each number; filled, as a CUDA graph cannot copy from a host
+    factor, limit = (
+        None if x is None else torch.full((), x, dtype=torch.float32, device=logits.device)
+        for x in _factors(head)
+    )
+    return _compiled(_block_mass, dynamic=False)(logits, factor, limit)
+
+
+def scaled(logits: Tensor, head: HeadOptions) -> Tensor:
+    """The float32 argument of softmax, bitwise the trainer's."""
+    return _scaled(logits, *_factors(head))
+
+
+def _factors(head: HeadOptions) -> tuple[float, float | None]:
+    """The factor of the logits, and the soft cap of the product."""
+    return (head.scale, None) if head.cap is None else (head.scale / head.cap, head.cap)
+
+
+def _block_mass(logits: Tensor, factor: float | Tensor, cap: float | Tensor | None) -> Tensor:
+    return row_ops.log_mass(_scaled(logits, factor, cap), BLOCK)
+
+
+def _scaled(logits: Tensor, factor: float | Tensor, cap: float | Tensor | None) -> Tensor:
+    x = logits.float() * factor
+    return x if cap is None else torch.tanh(x) * cap
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor], *, dynamic: bool) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=dynamic, fullgraph=True)

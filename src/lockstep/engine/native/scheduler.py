@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.engine import embedded
-from lockstep.engine.native.kv_blocks import KVBlock, KVBlockAllocator
-from lockstep.engine.native.kv_cache import SCRATCH, KVCache, Move
+from lockstep.engine.native.kv_cache import SCRATCH, KVBlock, KVBlockAllocator, KVCache, Move
 from lockstep.engine.native.runner import (
     POSITION,
     SEED,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,11 +14,9 @@ import torch
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply
-from lockstep.engine.remote.reply_fields import number
+from lockstep.engine.remote.http import BadReply, Exchange, Exchanges, Head, HttpClient, HttpError, Reply
 from lockstep.engine.remote.server import ServerProcess, masked
-from lockstep.engine.requests import Decoding
-from lockstep.engine.spec import EngineSpec
+from lockstep.engine.spec import Decoding, EngineSpec
 from lockstep.engine.streaming import Turn
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import FinishReason, GenerationRequest
@@ -272,3 +271,194 @@ def tensor_from_hex(dtype: str, text: str) -> Tensor:
         raise ValueError(f"{dtype!r} is not a dtype of torch")
     # A bytearray, because torch warns about memory that cannot be written to.
     return torch.frombuffer(bytearray.fromhex(text), dtype=kind)
+
+
+# Typed, bounded fields of a server's reply: a server is not trusted to send what it should.
+#
+# Each function returns the field's value, or raises ValueError with the field's name. Callers add which
+# reply it was. `bool` is no number here, although it is one in Python, and 7.0 is no token id.
+
+
+MOST = 2**53
+"""Largest whole number in a reply: a float still holds it exactly."""
+
+
+def mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """Return a JSON object."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {_preview(value)}, not an object")
+    return value
+
+
+def whole(value: Any, name: str, *, least: int = 0, most: int = MOST) -> int:
+    """Return an integer from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {_preview(value)}, not a whole number from {least} to {most}")
+    return value
+
+
+def number(value: Any, name: str) -> float:
+    """Return a finite number as a float."""
+    try:
+        result = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
+        raise ValueError(f"{name} is {_preview(value)}, not a finite number")
+    return result
+
+
+def token_ids(value: Any, name: str) -> list[int]:
+    """Return a list of integers of at least 0; `check_sample` compares them with the vocabulary."""
+    if not isinstance(value, list) or set(map(type, value)) - {int} or (value and min(value) < 0):
+        raise ValueError(f"{name} is {_preview(value)}, not a list of token ids")
+    return value
+
+
+def logprobs(value: Any, name: str) -> list[float]:
+    """Return a list of floats; null, which JSON has for what is not finite, is NaN."""
+    if not isinstance(value, list) or set(map(type, value)) - {int, float, type(None)}:
+        raise ValueError(f"{name} is {_preview(value)}, not a list of numbers")
+    try:
+        return [math.nan if entry is None else float(entry) for entry in value]
+    except OverflowError as error:
+        raise ValueError(f"{name} holds a number that is too large for a float") from error
+
+
+def _preview(value: Any) -> str:
+    text = ascii(value)  # a lone surrogate must not reach a terminal
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+# Server-sent events of several POSTs at once, in one thread.
+#
+#     with EventStreams(client) as streams:
+#         streams.open("wave 0", "/generate", body)
+#         for key, event in streams.poll(0.1): ...
+#
+#     event = Message    the text of one event, JSON
+#           | Reply      the server answered with something else than events, such as an error
+#           | HttpError  the connection broke
+#           | None       the server said that this was all
+#
+# Deadlines are up to the caller, who knows what silence means.
+
+
+Event = bytes | Reply | HttpError | None
+
+_DATA, _DONE = b"data: ", b"[DONE]"
+
+
+class EventStreams(Exchanges[bytes | Reply | None]):
+    """The open streams; not thread-safe."""
+
+    def open(self, key: Hashable, path: str, body: bytes) -> None:
+        """Queue a POST; `poll` sends it. A failure to connect is an event."""
+        self._start(_Stream, key, path, body)
+
+    def poll(self, seconds: float) -> list[tuple[Hashable, Event]]:
+        """Return the events so far, in order within each stream; waits up to `seconds` for the first."""
+        return self._turn(seconds)
+
+
+class _Stream(Exchange[bytes | Reply | None]):
+    """A request that events answer."""
+
+    def _answers(self, head: Head) -> Iterator[bytes | Reply | None]:
+        if head.status == 200 and head.content_type.startswith("text/event-stream"):
+            yield from self._split_events()
+            if self._complete and not self.ended:
+                raise self._broken()
+        elif self._complete:
+            self.ended = True
+            yield self._reply(head)
+
+    def _split_events(self) -> Iterator[bytes | None]:
+        *events, rest = bytes(self._body).split(b"\n\n")
+        if events:
+            self._body = bytearray(rest)
+        for event in events:
+            if not event.startswith(_DATA):
+                continue  # a comment, by which some proxies keep a connection alive
+            text = event[len(_DATA) :]
+            if text == _DONE:
+                self.ended = True
+                yield None
+                return
+            yield text
+
+
+# Stall detector: whether a server that generates has made no progress for too long.
+
+
+_FIRST_LOOK_SECONDS, _LOOK_SECONDS = 1.0, 5.0
+"""Seconds between requests for a generating server's progress and the use of its KV cache."""
+_RECOMPUTED = 4
+"""A server that runs out of KV cache recomputes tokens; recomputing more than this many times all of them is
+no progress."""
+
+
+class Watched(Protocol):
+    """What the detector needs of an engine."""
+
+    name: str
+    request_seconds: float
+    max_model_len: int
+
+    def note_load(self, *, seconds: float) -> float | None:
+        """The server's own count of tokens; None: it has none."""
+        ...
+
+    def stalled(self, reason: str) -> EngineError:
+        """Handle a stall; returns the error to raise."""
+        ...
+
+
+class StallDetector:
+    """Time since the last progress of a server that generates.
+
+    Progress is a sample that finished, new tokens of one, or growth of the server's own count of tokens, if
+    that is finite and no more than the samples could need: a count that runs on by itself, or is NaN, keeps
+    nobody waiting.
+    """
+
+    def __init__(self, engine: Watched) -> None:
+        self._engine = engine
+        self._limit = engine.request_seconds
+        self._last = self._last_look = time.monotonic()
+        self._wait = min(_FIRST_LOOK_SECONDS, self._limit / 4)
+        self._counted: float | None = None
+        self._grown = 0.0
+
+    def news(self) -> None:
+        """Note that a sample has finished, or that new tokens of one have come."""
+        self._last = time.monotonic()
+        self._grown = 0.0
+
+    def check(self, missing: int) -> None:
+        """Raise EngineError after request_seconds without progress; `missing` samples have not finished."""
+        now = time.monotonic()
+        left = self._last + self._limit - now
+        if left > 0 and now - self._last_look < self._wait:
+            return
+        self._last_look, self._wait = now, min(_LOOK_SECONDS, self._limit / 4)
+        if self._look(missing, seconds=min(_LOOK_SECONDS, max(left, 1.0))):
+            self._last = time.monotonic()
+        elif left <= 0:
+            raise self._engine.stalled(
+                f"engine {self._engine.name} sent nothing new and made no progress for "
+                f"engine.request_seconds = {self._limit:g}; {missing} samples are missing"
+            )
+
+    def _look(self, missing: int, *, seconds: float) -> bool:
+        """Ask the server for its count of tokens; True if it grew by no more than the samples explain."""
+        before, count = self._counted, None
+        with contextlib.suppress(HttpError):  # no answer is no progress
+            count = self._engine.note_load(seconds=seconds)
+        if count is None:
+            return False
+        self._counted = count
+        if before is None or count <= before:
+            return False
+        self._grown += count - before
+        return self._grown <= _RECOMPUTED * missing * self._engine.max_model_len

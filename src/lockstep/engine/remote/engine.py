@@ -23,13 +23,19 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.base import ReceivingEngine
-from lockstep.engine.remote.driver import Driver, Job, Sample, bad_status, check_sample, seconds_left
+from lockstep.engine.remote.driver import (
+    Driver,
+    Job,
+    Sample,
+    StallDetector,
+    bad_status,
+    check_sample,
+    seconds_left,
+)
 from lockstep.engine.remote.http import HttpClient, HttpError, Reply, Unreachable
 from lockstep.engine.remote.server import ServerProcess
-from lockstep.engine.remote.stall import StallDetector
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.streaming import Ended, Turn
+from lockstep.engine.streaming import Ended, ReceivingEngine, Turn
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion

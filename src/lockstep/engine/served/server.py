@@ -11,29 +11,30 @@ It listens on loopback, and answers only who sends its token (LOCKSTEP_SERVER_TO
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import select
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from lockstep import invariant
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.engine.admission import admit_decoding
-from lockstep.engine.members import load_engine_class
+from lockstep.engine.admission import admit_decoding, load_engine_class
 from lockstep.engine.remote.server import LOOPBACK
 from lockstep.engine.served.handler import TokenHandler, bearer
-from lockstep.engine.served.host import Host, Weights
-from lockstep.errors import LockstepError
+from lockstep.errors import EngineError, LockstepError
 from lockstep.models.load import (
     LoadedModel,
     attention_implementation,
@@ -43,9 +44,339 @@ from lockstep.models.load import (
 )
 from lockstep.models.source import module_without_weights
 from lockstep.processes.supervisor import name_process
-from lockstep.protocols.engine import SharesWeights
+from lockstep.protocols.engine import Finished, Handle, SharesWeights
+from lockstep.schema.rollout import GenerationRequest, SamplingParams
+from lockstep.schema.weights import WeightUpdate
 from lockstep.version import __version__
+from lockstep.wire.buckets import HEAD_VALUES, WireError, dtype_name
+from lockstep.wire.receive import Receiver
 from lockstep.wire.server_token import TOKEN
+
+# The engine inside of the server: its samples, and its weights as they come in buckets.
+#
+#     HTTP threads ──► generate ─► engine.submit ─┐
+#                  ──► begin, call ─► tasks ──────┴─► work(), the main thread ──► events of each stream
+#
+# The engine computes in the main thread alone, task after task: weights never change under a running sample.
+
+
+Result = TypeVar("Result")
+Event = dict[str, Any] | None
+"""What a stream says: a sample, an error; None: that was all."""
+
+_STOP_SECONDS = 60.0
+"""Deadline of the step in which samples that nobody waits for are running."""
+
+
+class Stream:
+    """The samples of one POST, and what is to be said of them."""
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._left = set(ids)
+
+    def say(self, id: str, event: dict[str, Any]) -> None:
+        """Add a sample; the last one ends the stream."""
+        self._left.discard(id)
+        self.events.put(event)
+        if not self._left:
+            self.events.put(None)
+
+
+class Host:
+    """Runs one engine for one client, which calls from any thread.
+
+    A *flow* is all that the client asks for until it gives up, over one or more streams. With the first
+    request of another flow, and with an update, the samples of the flow before are dropped: nobody waits for
+    them.
+    """
+
+    def __init__(self, engine: SharesWeights, weights: Weights, *, dirty: bool) -> None:
+        self.engine, self.weights = engine, weights
+        self.tokens = 0
+        """Sampled since the start."""
+        self._dirty = dirty
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle = threading.Condition()
+        """Guards what follows; notified when a run of the engine has ended."""
+        self._flow = ""
+        self._runs = 0
+        self._streams: dict[Handle, tuple[Stream, dict[int, str]]] = {}
+        """Of each request with samples that have not ended: its stream, and their ids."""
+        engine.on_token = self._count  # type: ignore[attr-defined]
+
+    def work(self) -> None:
+        """Do what comes, in this thread, for ever."""
+        while True:
+            self._tasks.get()()
+
+    def call(self, task: Callable[[], Result], *, seconds: float) -> Result:
+        """Run `task` in the working thread, between samples.
+
+        Raises:
+            EngineError: not done in time, or an error of the task.
+        """
+        done: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put(task())
+            except Exception as error:
+                done.put(error)
+
+        self._tasks.put(run)
+        try:
+            result = done.get(timeout=seconds)
+        except queue.Empty:
+            raise EngineError(f"deadline: the engine's process was busy for {seconds:g} s") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    # samples
+
+    def generate(self, flow: str, groups: Sequence[Mapping[str, Any]]) -> Stream:
+        """Submit requests, see `request_json`. Raises EngineError: one of them is impossible, or there are no
+        weights yet."""
+        stream = Stream([id for group in groups for id in group["ids"]])
+        with self._idle:
+            if self._dirty:
+                raise EngineError(
+                    "wrong-state: the engine has no whole version of the weights", state="dirty"
+                )
+            if flow != self._flow:
+                self._drop()
+                self._flow = flow
+            impossible: EngineError | None = None
+            try:
+                for group in groups:
+                    handle = self.engine.submit(_request(group))
+                    self._streams[handle] = (stream, dict(enumerate(group["ids"])))
+            except EngineError as error:
+                impossible = error
+            # Counted here and not when the task begins: `_drop` must wait for one that is still in the queue.
+            self._runs += 1
+            self._tasks.put(self._run)
+            if impossible is not None:
+                self._drop()
+                raise impossible
+        return stream
+
+    def abort(self, flow: str) -> None:
+        """End the samples of a flow; they still come."""
+        with self._idle:
+            if flow == self._flow and self._streams:
+                self.engine.abort()
+
+    def leave(self, flow: str) -> None:
+        """The client of a flow is gone."""
+        with self._idle:
+            if flow == self._flow:
+                self._drop()
+
+    def _drop(self) -> None:
+        """End every sample, for nobody; `_idle` is held."""
+        self._flow = ""
+        if self._streams:
+            self._streams.clear()
+            self.engine.abort()
+        if not self._idle.wait_for(lambda: not self._runs, _STOP_SECONDS):
+            raise EngineError(
+                f"deadline: the samples of an earlier request did not end within {_STOP_SECONDS:g} s"
+            )
+
+    def _run(self) -> None:
+        """Sample until nothing is left."""
+        error: Exception | None = None
+        try:
+            for done in self.engine.finished():
+                self._deliver(done)
+        except Exception as raised:  # the client shall read it, whatever it is
+            error = raised
+            traceback.print_exc()  # to the server's log
+        with self._idle:
+            if error is not None:
+                text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+                for stream in {id(s): s for s, _ in self._streams.values()}.values():
+                    stream.events.put({"error": text})
+                self._streams.clear()
+            self._runs -= 1
+            self._idle.notify_all()
+
+    def _deliver(self, done: Finished) -> None:
+        with self._idle:
+            if done.handle not in self._streams:
+                return
+            stream, ids = self._streams[done.handle]
+            id = ids.pop(done.sample)
+            if not ids:
+                del self._streams[done.handle]
+        completion = done.completion
+        event = {
+            "id": id,
+            "token_ids": completion.token_ids,
+            # JSON has no infinity and no NaN.
+            "logprobs": [x if math.isfinite(x) else None for x in completion.logprobs],
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "cached_tokens": completion.cached_tokens,
+            "policy_version": completion.policy_version,
+        }
+        stream.say(id, event)
+
+    def _count(self, request: int, sample: int, token_ids: Sequence[int]) -> None:
+        self.tokens += 1
+
+    def sleep(self, *, seconds: float) -> None:
+        """Free the engine's memory; the weights stay."""
+        with self._idle:
+            self._drop()
+        self.call(self.engine.sleep, seconds=seconds)
+
+    # weights
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """Open a session; one that is open is given up, and so are samples that run."""
+        with self._idle:
+            self._drop()
+            self._dirty = True
+        self.call(lambda: self.weights.begin(about), seconds=_STOP_SECONDS)
+
+    def finish(self, about: Mapping[str, Any], *, seconds: float) -> None:
+        """Adopt the version of a session that has brought all weights."""
+
+        def adopt() -> None:
+            module = self.weights.finish(about)
+            version = about["policy_version"]
+            self.engine.update_weights(
+                WeightUpdate(policy_version=version, tensors=lambda: iter(()), shared_module=module)
+            )
+
+        self.call(adopt, seconds=seconds)
+        with self._idle:
+            self._dirty = False
+
+
+class Weights:
+    """The Parameters of a module, written to in place by sessions.
+
+    Args:
+        module: of the engine.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._own = dict(module.named_parameters(remove_duplicate=False))
+        self._receiver = Receiver(device)
+        self._session: Mapping[str, Any] | None = None
+        self._received: set[str] = set()
+        self._first: dict[int, str] = {}
+        """id of a Parameter, which may have several names -> the one that came first."""
+        self._next = 0
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """Open a session: {"policy_version", "run_id"}."""
+        self._session, self._received, self._first, self._next = about, set(), {}, 0
+
+    def receive(self, about: Mapping[str, Any], bucket: Mapping[str, Any], *, seconds: float) -> None:
+        """Copy one bucket; afterwards its memory may be reused.
+
+        Raises:
+            EngineError: it is not the session's next bucket, or its tensors are not the model's.
+        """
+        self._check(about)
+        if bucket["index"] != self._next:
+            raise EngineError(f"out-of-order: bucket {bucket['index']} came where {self._next} was expected")
+        try:
+            with torch.no_grad():
+                for name, tensor in self._receiver.tensors(bucket, deadline=time.monotonic() + seconds):
+                    self._take(name, tensor)
+        except WireError as error:
+            raise EngineError(str(error), code="transfer-failed") from error
+        # Before the answer: with it the sender fills the bucket's memory again.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._next += 1
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        parameter = self._own.get(name)
+        if parameter is None or parameter.shape != tensor.shape or name in self._received:
+            has = "no such weight" if parameter is None else f"shape {list(parameter.shape)}"
+            again = ", once in a session" if name in self._received else ""
+            raise EngineError(
+                f"{name} came with shape {list(tensor.shape)}; the model has {has}{again}",
+                code="wrong-weights" if parameter is None else "wrong-shape",
+                name=name,
+            )
+        first = self._first.setdefault(id(parameter), name)
+        if first != name and not torch.equal(parameter, tensor.to(parameter)):
+            raise EngineError(
+                f"values-differ: {first} and {name} are one tied weight, and came with two values"
+            )
+        # In place: CUDA graphs and compiled layers have captured the Parameter's address.
+        parameter.copy_(tensor)
+        self._received.add(name)
+
+    def finish(self, about: Mapping[str, Any]) -> torch.nn.Module:
+        """Close the session. Raises EngineError, and leaves it open, when weights are missing."""
+        self._check(about)
+        missing = sorted(self._own.keys() - self._received)
+        if missing:
+            raise EngineError(
+                f"wrong-weights: the session ended without {len(missing)} weights: {', '.join(missing[:5])}",
+                missing=missing,
+            )
+        self._session = None
+        return self._module
+
+    def fail(self) -> None:
+        """Give the session up, and release what was shared for it."""
+        self._session = None
+        self._receiver.close()
+
+    def read(self, names: Sequence[str]) -> dict[str, dict[str, str]]:
+        """The first values of each weight, as {"dtype", "hex": bytes}."""
+        heads = {}
+        for name in names:
+            if name in self._own:
+                first = self._own[name].detach().flatten()[:HEAD_VALUES].cpu()
+                data = bytes(first.view(torch.uint8).tolist())
+                heads[name] = {"dtype": dtype_name(first.dtype), "hex": data.hex()}
+        return heads
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all Parameters."""
+        return sum(p.numel() * p.element_size() for p in self._module.parameters())
+
+    def _check(self, about: Mapping[str, Any]) -> None:
+        if self._session is None or dict(self._session) != dict(about):
+            raise EngineError(
+                f"wrong-state: no session of weights {dict(about)} is open here", state="no-update"
+            )
+
+
+def request_json(request: GenerationRequest, *, ids: Sequence[str], samples: Sequence[int]) -> dict[str, Any]:
+    """A request and the ids of those of its samples that are asked for, for `Host.generate`."""
+    sampling = {name: getattr(request.sampling, name) for name in SamplingParams.__dataclass_fields__}
+    return {
+        "ids": list(ids),
+        "prompt_token_ids": list(request.prompt_token_ids),
+        "sampling": sampling,
+        "seeds": [request.seeds[sample] for sample in samples],
+    }
+
+
+def _request(group: Mapping[str, Any]) -> GenerationRequest:
+    sampling: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in group["sampling"].items()
+    }
+    return GenerationRequest(
+        prompt_token_ids=tuple(group["prompt_token_ids"]),
+        sampling=SamplingParams(**sampling),
+        seeds=tuple(group["seeds"]),
+    )
+
 
 _LOOK_SECONDS = 0.5
 """How often a stream without news looks whether its client is still there."""

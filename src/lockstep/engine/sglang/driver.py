@@ -28,13 +28,19 @@ import torch
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, ServerDriver, read_load
+from lockstep.engine.remote.driver import (
+    SHORT_SECONDS,
+    Job,
+    Load,
+    Sample,
+    ServerDriver,
+    number,
+    read_load,
+    whole,
+)
 from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Silent, reply_errors
-from lockstep.engine.remote.reply_fields import number, whole
 from lockstep.engine.remote.server import ServerProcess
-from lockstep.engine.sglang.package import check_version
-from lockstep.engine.sglang.samples import Partial
-from lockstep.engine.sglang.translate import SPARE_CONTEXT, sglang_sampling
+from lockstep.engine.sglang.translate import SPARE_CONTEXT, Partial, check_version, sglang_sampling
 from lockstep.engine.sglang.weights import (
     LOAD_FORMAT,
     READ_VALUES,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.remote.driver import Job, Sample
+from lockstep.engine.remote.driver import EventStreams, Job, Sample, StallDetector
 from lockstep.engine.remote.engine import RemoteEngine, no_tokens
 from lockstep.engine.remote.http import BadReply, HttpError, Reply
 from lockstep.engine.remote.server import (
@@ -36,14 +36,17 @@ from lockstep.engine.remote.server import (
     server_client,
     server_environment,
 )
-from lockstep.engine.remote.stall import StallDetector
-from lockstep.engine.remote.stream import EventStreams
-from lockstep.engine.requests import StopStrings
 from lockstep.engine.sglang.driver import NAME, SGLangDriver
-from lockstep.engine.sglang.package import find_package
-from lockstep.engine.sglang.samples import Partial, read_event, request_body, rid
-from lockstep.engine.sglang.translate import sglang_environment, sglang_server_command
-from lockstep.engine.spec import EngineSpec
+from lockstep.engine.sglang.translate import (
+    Partial,
+    find_package,
+    read_event,
+    request_body,
+    rid,
+    sglang_environment,
+    sglang_server_command,
+)
+from lockstep.engine.spec import EngineSpec, StopStrings
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 

@@ -190,7 +190,7 @@ def claim(owner: object, environment: dict[str, str]) -> None:
     global: one engine at a time, all of them with the environment that vLLM was imported with.
 
     Args:
-        environment: of lockstep.engine.translate.vllm_environment.
+        environment: of lockstep.engine.spec.vllm_environment.
 
     Raises:
         EngineError: another engine is open, or vLLM was imported with other values.

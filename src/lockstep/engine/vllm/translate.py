@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.spec import EngineSpec
-from lockstep.engine.translate import (
+from lockstep.engine.spec import (
+    EngineSpec,
     check_common,
     checked_options,
     command_flags,
