@@ -11,7 +11,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import CompileWatch, compile_cache, use_compile_cache
-from lockstep.execution.watch import log_build
+from lockstep.execution.regions import log_build
 
 
 @pytest.fixture(autouse=True)

@@ -21,24 +21,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from lockstep.errors import ConfigError
-from lockstep.execution.cache import use_compile_cache
-from lockstep.execution.compilers import GraphCompiler
+from lockstep.errors import ConfigError, ModelError, unknown_name
 from lockstep.execution.cuda_graph import GraphPool, RecordedStep
-from lockstep.execution.graph_break import broken
-from lockstep.execution.regions import decoder, decoder_layers
-from lockstep.execution.shards import refuse_inner_shards, whole, whole_parameters
-from lockstep.execution.watch import log_build
+from lockstep.execution.regions import decoder, decoder_layers, log_build, use_compile_cache
 from lockstep.processes.garbage import no_search_for_garbage
 
 
@@ -326,3 +324,222 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         yield
+
+
+# Explain why a module could not be captured as one graph, with the module and the line.
+
+
+def broken(error: Exception, base: nn.Module) -> ModelError:
+    """Return the error about a decoder whose capture raised `error` (of torch's compiler)."""
+    # Where Dynamo (torch 2.11 to 2.13) keeps the frames of the code that it traced; it is no public
+    # attribute.
+    stack = list(getattr(error, "real_stack", None) or [])
+    reason = str(error).strip().partition("\n")[0].strip()
+    detail = next(
+        (line.strip() for line in str(error).splitlines() if line.strip().startswith("Explanation:")), ""
+    ).removeprefix("Explanation:")
+    text = f"train.execution = 'joint' needs {type(base).__name__} as one graph, and it breaks"
+    module = _module_of(stack, base)
+    if module:
+        text += f" in {module}"
+    where: dict[str, Any] = {"module": module}
+    if stack:
+        frame = stack[-1]
+        where |= {"path": frame.filename, "line": frame.lineno}
+        text += f" at {frame.filename}:{frame.lineno} ({(frame.line or frame.name).strip()})"
+    text += f": {reason}{' -' + detail if detail else ''}"
+    text = f"{text.rstrip('.')}. Change that line, or set train.execution = 'compile' or 'eager'"
+    return ModelError(text, code="unsupported-model", setting="train.execution", **where)
+
+
+def _module_of(stack: list[Any], base: nn.Module) -> str:
+    """The module whose forward is innermost in the stack, such as "layers.1.mlp (LlamaMLP)"."""
+    codes = [(name, module, _code(module)) for name, module in base.named_modules() if name]
+    for frame in reversed(stack):
+        modules = [(name, module) for name, module, code in codes if code and _holds(code, frame)]
+        if modules:
+            name, module = modules[0]
+            others = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+            return f"{name} ({type(module).__name__}{others})"
+    return ""
+
+
+def _code(module: nn.Module) -> CodeType | None:
+    function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
+    return getattr(function, "__code__", None)
+
+
+def _holds(code: CodeType, frame: Any) -> bool:
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return bool(code.co_filename == frame.filename and min(lines) <= frame.lineno <= max(lines))
+
+
+# Sharded weights of a joint graph, which are gathered before it runs.
+
+
+def whole(weight: Tensor) -> Tensor:
+    """Return a weight as a plain tensor: a DTensor is gathered over its mesh, and its gradient is reduced
+    over the mesh and sharded again; any other tensor is returned as it is."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return weight
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    if not isinstance(weight, DTensor):
+        return weight
+    mesh = weight.device_mesh
+    gathered = weight.redistribute(placements=[Replicate()] * mesh.ndim)
+    # Partial: each rank's gradient is of its own tokens, so redistribute's backward has to add them up.
+    return gathered.to_local(grad_placements=[Partial()] * mesh.ndim)
+
+
+@contextlib.contextmanager
+def whole_parameters(base: nn.Module, like: nn.Module) -> Iterator[None]:
+    """Replace DTensors by plain Parameters while a graph is captured.
+
+    Args:
+        like: `base` itself, or the module of the same architecture that is about to run the graph. Its
+            weights are taken then, with the requires_grad of `base`: those of `base` may be sharded just now,
+            in the dtype of the masters.
+    """
+    swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    whole_of: dict[int, nn.Parameter] = {}
+    of = dict(like.named_modules(remove_duplicate=False))
+    for path, module in base.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            source = of[path]._parameters[name]
+            assert source is not None
+            plain = whole(source)
+            if plain is parameter:
+                continue
+            if id(parameter) not in whole_of:
+                whole_of[id(parameter)] = nn.Parameter(plain.detach(), requires_grad=parameter.requires_grad)
+            swapped.append((module._parameters, name, parameter))
+    for owner, name, parameter in swapped:
+        owner[name] = whole_of[id(parameter)]
+    try:
+        yield
+    finally:
+        for owner, name, parameter in swapped:
+            owner[name] = parameter
+
+
+def refuse_inner_shards(base: nn.Module) -> None:
+    """Refuse inner modules with shards: FSDP2 gathers a module's weights in its hooks, and no module inside
+    the graph runs hooks.
+
+    Raises:
+        ConfigError: a module inside of the decoder is sharded on its own.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for name, module in base.named_modules():
+        if name and isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"unsupported-combination: {name} ({type(module).__name__}) is sharded on its own by "
+                "fully_shard, and train.execution = 'joint' runs the whole decoder as one graph, without "
+                "hooks inside; call fully_shard on the model alone, or set train.execution = 'compile'",
+                setting="train.execution",
+                name=name,
+            )
+
+
+# The compilers of joint graphs: the partitioner and the compilers of the two halves.
+
+
+COMPILERS: tuple[str, ...] = ("inductor", "aot_eager")
+
+
+class GraphCompiler:
+    """Two calls around the export of a joint graph.
+
+    inductor    what torch.compile does with the graph of a whole model: its decompositions, joint passes,
+                min-cut partitioner and code generator. A second process finds the code in the FX graph cache.
+    aot_eager   the graph's aten operators one by one: bitwise the numbers of eager code, the default
+                partitioner, no C++ compiler.
+
+    Args:
+        options: inductor settings that hold while the graph is compiled.
+
+    Raises:
+        ConfigError: an unknown name, or options for a compiler that has none.
+    """
+
+    def __init__(self, name: str, *, options: Mapping[str, Any] | None = None) -> None:
+        if name not in COMPILERS:
+            raise ConfigError(
+                f"unknown-name: compiler: {unknown_name('compiler of joint graphs', name, COMPILERS)}",
+                name=name,
+            )
+        if options and name != "inductor":
+            raise ConfigError(
+                f"unknown-setting: compiler {name!r} has no options, got {sorted(options)}; set 'inductor'",
+                name=name,
+            )
+        self.name, self._options = name, dict(options or {})
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """Apply the compiler's settings, from export to the end of compilation."""
+        if self.name == "aot_eager":
+            yield
+            return
+        import torch._inductor.config
+
+        with torch._inductor.config.patch(self._options):
+            yield
+
+    def export_options(self) -> dict[str, Any]:
+        """Return keyword arguments of aot_export_joint_with_descriptors."""
+        if self.name == "aot_eager":
+            return {}
+        from torch._inductor.decomposition import select_decomp_table
+
+        # torch.compile passes inductor's decompositions itself; an export has none unless it is given them.
+        return {"decompositions": select_decomp_table()}
+
+    def compile_options(self, *, num_weights: int) -> dict[str, Any]:
+        """Return keyword arguments of aot_compile_joint_with_descriptors.
+
+        Args:
+            num_weights: how many inputs of the forward, the first ones, stay where they are in memory.
+        """
+        if self.name == "aot_eager":
+            return {}
+        from torch._inductor.compile_fx import partition_fn
+
+        return {
+            "partition_fn": partition_fn,
+            "fw_compiler": _forward_compiler(num_weights),
+            "bw_compiler": _backward_compiler,
+        }
+
+
+def _forward_compiler(num_weights: int) -> Callable[[GraphModule, Sequence[Any]], Any]:
+    def compile_forward(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        # The first output is the caller's, with the strides that it has in eager code; the others are saved
+        # for backward and may be laid out freely.
+        graph.graph.output_node().meta["user_visible_output_idxs"] = [0]
+        return _inductor(graph, inputs, static_input_idxs=range(min(num_weights, len(inputs))))
+
+    return compile_forward
+
+
+def _backward_compiler(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+    from torch._inductor.utils import count_tangents
+
+    graph.graph.output_node().meta["user_visible_output_idxs"] = []
+    return _inductor(graph, inputs, static_input_idxs=range(count_tangents(graph)), is_backward=True)
+
+
+def _inductor(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    # Private, in torch 2.11 to 2.13. compile_fx, which torch.compile calls, takes a graph of forward alone
+    # and makes and partitions the joint one itself; here both halves are there already.
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    # CUDA graphs of our own (execution/cuda_graph.py), not inductor's.
+    return compile_fx_inner(graph, inputs, cudagraphs=BoxedBool(False), **options)

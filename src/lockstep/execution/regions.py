@@ -8,15 +8,22 @@ there are few of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import compilation_time_metrics, counters, get_compilation_metrics
 
-from lockstep.errors import ModelError
-from lockstep.execution.cache import use_compile_cache
-from lockstep.execution.watch import CompileWatch
+from lockstep.errors import ConfigError, ModelError, TrainError
+from lockstep.observe.cache import cache_root
+from lockstep.schema.compile_report import CompileReport
 
 # Graphs of one code object: buckets x kinds of layer x (with and without gradients). torch's default of 8 is
 # too few.
@@ -81,3 +88,190 @@ def decoder_layers(module: nn.Module) -> Sequence[nn.Module]:
             f"unsupported-model: {type(module).__name__} has no list of decoder layers at .model.layers"
         )
     return list(layers)
+
+
+# Counters of the compilers' work in this process, as metrics, and a limit on recompiles.
+
+
+# The newest: a run that compiles in every step must not fill the host's memory.
+_REASONS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counts:
+    graphs: int = 0
+    breaks: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: _Counts) -> _Counts:
+        return _Counts(
+            graphs=self.graphs + other.graphs,
+            breaks=self.breaks + other.breaks,
+            seconds=self.seconds + other.seconds,
+        )
+
+    def since(self, start: _Counts) -> _Counts:
+        return _Counts(
+            graphs=self.graphs - start.graphs,
+            breaks=self.breaks - start.breaks,
+            seconds=self.seconds - start.seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Build:
+    """One joint graph; torch's own log of compilations does not know why it was made."""
+
+    started_us: int
+    seconds: float
+    reason: str
+
+
+_builds: deque[_Build] = deque(maxlen=_REASONS)
+_build_seconds = 0.0
+
+
+def log_build(*, started_us: int, seconds: float, reason: str) -> None:
+    """Count a graph that was not made by torch.compile. `reason` is empty for the first one."""
+    global _build_seconds
+    _builds.append(_Build(started_us=started_us, seconds=seconds, reason=reason))
+    _build_seconds += seconds
+
+
+class CompileWatch:
+    """Counts graphs, and stops a run that keeps recompiling.
+
+    torch's counters are global. So a watch that must not see the graphs of others (a compiled engine in the
+    same process) counts only inside `counting()`; a watch on which it was never called always counts.
+    """
+
+    def __init__(self, *, max_recompiles: int | None = None) -> None:
+        self.max_recompiles = max_recompiles
+        self._start, self._start_us = _now(), _now_us()
+        self._sections = False
+        self._depth = 0
+        self._counted = _Counts()
+        self._reasons: deque[str] = deque(maxlen=_REASONS)
+        self._warm: int | None = None
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is compiled inside; after the first use, compilations elsewhere do not count."""
+        self._sections = True
+        self._depth += 1
+        if self._depth == 1:
+            self._start, self._start_us = _now(), _now_us()
+        try:
+            yield
+        finally:
+            if self._depth == 1:
+                self._counted = self._total()
+                self._reasons.extend(_reasons_since(self._start_us))
+            self._depth -= 1
+
+    def mark_warm(self) -> None:
+        """Count every new graph from here on as a recompile. Only the first call has an effect."""
+        if self._warm is None:
+            self._warm = self._total().graphs
+
+    def report(self) -> CompileReport:
+        """Return the counts so far."""
+        total = self._total()
+        new = _reasons_since(self._start_us) if self._open else []
+        return CompileReport(
+            graphs=total.graphs,
+            graph_breaks=total.breaks,
+            recompiles=0 if self._warm is None else total.graphs - self._warm,
+            seconds=total.seconds,
+            reasons=tuple([*self._reasons, *new][-_REASONS:]),
+        )
+
+    def check(self) -> None:
+        """Raise TrainError when there were more than max_recompiles since `mark_warm`."""
+        if self.max_recompiles is None:
+            return
+        report = self.report()
+        if report.recompiles > self.max_recompiles:
+            reason = report.reasons[-1] if report.reasons else "torch gave no reason"
+            raise TrainError(
+                f"too-many-recompiles: {report.recompiles} recompiles after the first step exceed "
+                f"train.max_recompiles = {self.max_recompiles}; the last one because: {reason}. Set "
+                "train.static_capacity = true so that packs come in few shapes, or raise "
+                "train.max_recompiles",
+                setting="train.max_recompiles",
+                recompiles=report.recompiles,
+            )
+
+    @property
+    def _open(self) -> bool:
+        return self._depth > 0 or not self._sections
+
+    def _total(self) -> _Counts:
+        return self._counted + _now().since(self._start) if self._open else self._counted
+
+
+def _now() -> _Counts:
+    return _Counts(
+        # Not public, in torch 2.11 to 2.13: torch has no other count of graphs, and reasons only in its log
+        # of compilations.
+        graphs=int(counters["stats"].get("unique_graphs", 0)),
+        breaks=sum(counters["graph_break"].values()),
+        seconds=float(sum(compilation_time_metrics.get("_compile.compile_inner", []))) + _build_seconds,
+    )
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def _reasons_since(start_us: int) -> list[str]:
+    """The reasons for graphs made since then, oldest first."""
+    reasons = [(b.started_us, b.reason) for b in _builds if b.started_us >= start_us and b.reason]
+    for metrics in get_compilation_metrics():
+        started = metrics.start_time_us or 0
+        if started >= start_us and metrics.recompile_reason:
+            # The first line is the guard that failed; torch's hint and a stack trace follow.
+            text = metrics.recompile_reason.partition("\n")[0].partition(" (HINT")[0]
+            reasons.append((started, text))
+    return [reason for _, reason in sorted(reasons)]
+
+
+# The cache of compiled code, which processes share.
+
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_cache() -> Path:
+    """Return $TORCHINDUCTOR_CACHE_DIR, else inductor/ in the cache of Lockstep."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    own = os.environ.get(_VARIABLE)
+    # torch writes its own choice, below the temporary folder, into the variable when it first needs one.
+    if own and own != os.path.abspath(default_cache_dir()):
+        return Path(own)
+    return cache_root() / "inductor"
+
+
+def use_compile_cache() -> Path:
+    """Make inductor keep its kernels and graphs in `compile_cache()`, so that the next start finds them; to
+    be called before a compiler is. A second call does nothing.
+
+    The keys are torch's own: graph, shapes, settings, torch's version and hardware. FX graph cache and AOT
+    autograd cache are on unless the user turned them off (TORCHINDUCTOR_FX_GRAPH_CACHE,
+    TORCHINDUCTOR_AUTOGRAD_CACHE).
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+    folder = compile_cache()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot-write: the compile cache {folder} cannot be made ({error}); set {_VARIABLE} to a folder "
+            "that can"
+        ) from error
+    # The environment is the only thing that inductor reads, and its compile workers inherit it.
+    os.environ[_VARIABLE] = str(folder)
+    return folder
