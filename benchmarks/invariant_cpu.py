@@ -87,7 +87,7 @@ def seconds(side: Callable[[], Any], repeats: int) -> float:
 
 
 def linears(number: int) -> list[dict[str, Any]]:
-    from lockstep.invariant.linear import linear
+    from lockstep.invariant.row_ops import linear
     from lockstep.invariant.selftest import equal_tiles
 
     rows = []

@@ -19,10 +19,8 @@ from invariant_models import ROW_WISE, hidden_of, row_wise
 from lockstep import invariant
 from lockstep.execution import compile_blocks
 from lockstep.invariant import dependence
-from lockstep.invariant.head import head_kernels
-from lockstep.invariant.linear import TILES, bmm, linear
-from lockstep.invariant.modules import InvariantLinear
-from lockstep.invariant.row_ops import mean, rms_norm, token_stats
+from lockstep.invariant.modules import InvariantLinear, head_kernels
+from lockstep.invariant.row_ops import TILES, bmm, linear, mean, rms_norm, token_stats
 from lockstep.models.shapes import random_model
 
 pytestmark = pytest.mark.skipif(

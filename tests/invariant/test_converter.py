@@ -11,8 +11,8 @@ from torch import nn
 from lockstep import invariant
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ModelError
-from lockstep.invariant.linear import TILES
 from lockstep.invariant.modules import STOCK, InvariantLinear, InvariantMLP, InvariantNorm, InvariantRotary
+from lockstep.invariant.row_ops import TILES
 from lockstep.invariant.selftest import _apply
 from lockstep.models.architectures import SUPPORTED
 from lockstep.models.lora import add_lora, without_lora

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from invariant_models import normal
 
 from lockstep.invariant import dependence
-from lockstep.invariant.linear import TILES, bmm, linear, spans
+from lockstep.invariant.row_ops import TILES, bmm, linear, spans
 from lockstep.invariant.selftest import equal_tiles
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -11,9 +11,9 @@ from raising import raises
 
 from lockstep import invariant
 from lockstep.errors import ModelError
-from lockstep.invariant import linear as linear_ops
 from lockstep.invariant import row_ops, selftest
-from lockstep.invariant.checks import dependence
+from lockstep.invariant import row_ops as linear_ops
+from lockstep.invariant.settings import dependence
 
 
 @pytest.fixture(autouse=True)

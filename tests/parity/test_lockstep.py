@@ -16,7 +16,7 @@ from starting import succeeds
 from lockstep.attention import varlen
 from lockstep.errors import TrainError
 from lockstep.execution import is_compiled
-from lockstep.invariant import head, linear, row_ops
+from lockstep.invariant import modules, row_ops
 from lockstep.observe.run_history import read_lines
 
 MODELS = [("tiny-llama", "float32"), ("tiny-qwen3", "bfloat16"), ("tiny-gemma3", "float32")]
@@ -144,8 +144,8 @@ def _linear(monkeypatch, product):
         result = product(x, weight, bias)
         return result if out is None else out.copy_(result)
 
-    monkeypatch.setattr(linear, "tiled_product", into)
-    monkeypatch.setattr(head, "tiled_product", into)
+    monkeypatch.setattr(row_ops, "tiled_product", into)
+    monkeypatch.setattr(modules, "tiled_product", into)
 
 
 def _needs_own_linears(parts):

@@ -5,11 +5,10 @@ keeps stock ops where they pass. Then a token's logprob is bitwise the same whet
 training pack, in a prefill, or one token at a time.
 """
 
-from lockstep.invariant.checks import dependence
 from lockstep.invariant.converter import Report, convert, is_converted, kernels_of
-from lockstep.invariant.head import head_kernels
+from lockstep.invariant.modules import head_kernels
 from lockstep.invariant.selftest import Verdict, self_test
-from lockstep.invariant.settings import configure_cuda, configured, inductor_options
+from lockstep.invariant.settings import configure_cuda, configured, dependence, inductor_options
 
 __all__ = [
     "Report",

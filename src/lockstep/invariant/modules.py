@@ -10,11 +10,21 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.invariant.linear import TILES, linear
-from lockstep.invariant.row_ops import gelu_and_mul, rms_norm, rotary, silu_and_mul
+from lockstep.invariant.row_ops import (
+    TILES,
+    gelu_and_mul,
+    linear,
+    rms_norm,
+    rotary,
+    silu_and_mul,
+    tiled_product,
+    token_stats,
+)
+from lockstep.ops.logprobs import HeadKernels
 
 STOCK = "stock"
 
@@ -169,3 +179,32 @@ def _swap(part: nn.Module, mixin: type, **attributes: Any) -> None:
     part.__class__ = converted_class(mixin, type(part))  # type: ignore[arg-type]
     for name, value in attributes.items():
         setattr(part, name, value)
+
+
+# Logits and token figures of a converted head, for lockstep.ops.logprobs and for engines.
+
+
+def head_kernels(linear: nn.Linear) -> HeadKernels | None:
+    """Return the kernels of a language-model head; None: it is not converted."""
+    if not isinstance(linear, InvariantLinear):
+        return None
+    tiles, stock = linear.tiles, linear.stock
+
+    def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        if stock:
+            if bias is None:
+                return torch.mm(hidden, weight.t(), out=out)
+            return torch.addmm(bias, hidden, weight.t(), out=out)
+        if hidden.is_cuda:
+            from lockstep.invariant import triton_kernels
+
+            return triton_kernels.matmul(hidden, weight.t(), bias, out=out)
+        return tiled_product(hidden, weight, bias, tiles=tiles, out=out)
+
+    def stats(
+        logits: Tensor, labels: Tensor, scale: float, cap: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        figures: tuple[Tensor, Tensor, Tensor] = token_stats(logits, labels, scale, cap)
+        return figures
+
+    return HeadKernels(logits=logits, stats=stats)

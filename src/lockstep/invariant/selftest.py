@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
-from lockstep.invariant import linear as linear_ops
 from lockstep.invariant import modules as parts
 from lockstep.invariant import row_ops
-from lockstep.invariant.checks import NUM_ROWS, RowOp, dependence
-from lockstep.invariant.settings import cuda_settings
+from lockstep.invariant import row_ops as linear_ops
+from lockstep.invariant.settings import NUM_ROWS, RowOp, cuda_settings, dependence
 from lockstep.observe.cache import cache_root
 
 log = logging.getLogger(__name__)

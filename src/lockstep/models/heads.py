@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
-from lockstep.invariant.head import head_kernels
+from lockstep.invariant.modules import head_kernels
 from lockstep.models.architectures import option
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.ops.logprobs import HeadOptions
