@@ -40,7 +40,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.build import make_engine
 from lockstep.engine.spec import EngineSpec
-from lockstep.loop.engine_spec import write_model_folder
+from lockstep.loop.engines import write_model_folder
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.observe.files import write_json

@@ -11,7 +11,7 @@ from sampled import engine_spec
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import make_engine
 from lockstep.engine.spec import EngineSpec
-from lockstep.loop.engine_spec import write_model_folder
+from lockstep.loop.engines import write_model_folder
 from lockstep.models.load import LoadedModel
 from lockstep.schema.weights import WeightUpdate
 from lockstep.transfer import make_transfer

@@ -64,7 +64,7 @@ def subject(request, tmp_path_factory):
     from lockstep.config.engine import EngineConfig
     from lockstep.engine.build import make_engine
     from lockstep.engine.spec import EngineSpec
-    from lockstep.loop.engine_spec import write_model_folder
+    from lockstep.loop.engines import write_model_folder
     from lockstep.transfer import make_transfer
 
     settings = json.loads(Path(SETTINGS).read_text())

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
-from lockstep.loop.checkpoint import CheckpointManager, verify
+from lockstep.loop.checkpoint import CheckpointManager
+from lockstep.loop.checkpoint_files import verify
 from lockstep.loop.roles import ALGORITHM, Roles
 from lockstep.processes.garbage import search_rarely
 from lockstep.protocols.train import FinishSave

@@ -10,8 +10,7 @@ import torch
 from lockstep.config.load import load_run
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.loop.auto_budget import MARGIN, SIZES, choose_token_budget
-from lockstep.loop.axes import planned_run
+from lockstep.loop.axes import MARGIN, SIZES, choose_token_budget, planned_run
 from lockstep.loop.memory_plan import plan_memory
 from lockstep.models.memory import GIB
 

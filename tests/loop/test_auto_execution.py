@@ -13,16 +13,19 @@ from raising import raises
 from lockstep.config.load import load_run
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.loop.auto_execution import (
+from lockstep.loop.axes import (
     COMPILE_SECONDS,
     SAVED_SAMPLING,
     SAVED_TRAINING,
+    as_started,
     choose_execution,
+    resolve_axes,
+    resolve_execution,
+    resolved_train,
     seconds_saved_per_step,
     steps_to_pay,
     tokens_per_step,
 )
-from lockstep.loop.axes import as_started, resolve_axes, resolve_execution, resolved_train
 
 BILLION = 10**9
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "execution-modes.md"

@@ -11,7 +11,7 @@ from raising import raises
 from sampled import completion, group, rollout
 
 from lockstep.errors import ConfigError, TrainError
-from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
+from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.batch import policy_samples, rollout_samples
 from lockstep.schema.contract import KernelContract

@@ -19,7 +19,8 @@ from selected import exhaustive
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
 from lockstep.loop import checkpoint as module_under_test
-from lockstep.loop.checkpoint import CheckpointManager, verify
+from lockstep.loop.checkpoint import CheckpointManager
+from lockstep.loop.checkpoint_files import verify
 from lockstep.protocols.train import FinishSave
 from lockstep.train.state.parts import Layout, LiveTensors
 from lockstep.train.state.save_load import load_state, save_state

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from lockstep.cli.common_model import read_checkpoint
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import CheckpointConfig, TrainConfig
-from lockstep.loop.checkpoint import CheckpointManager, verify
+from lockstep.loop.checkpoint import CheckpointManager
+from lockstep.loop.checkpoint_files import verify
 from lockstep.models.load import load_model
 from lockstep.ranks.launch import launch_command
 from lockstep.train.local import LocalBackend

@@ -25,10 +25,9 @@ from starting import until
 
 from lockstep.engine.served.handler import bearer
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.loop import copy_keeper, copy_ring, peer_copy
+from lockstep.loop import copy_keeper, peer_copy
 from lockstep.loop.copy_keeper import CopyKeeper
-from lockstep.loop.copy_ring import CopyRing, Keeper
-from lockstep.loop.peer_copy import PeerCopies
+from lockstep.loop.peer_copy import CopyRing, Keeper, PeerCopies
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
 from lockstep.ranks.copy_folder import part_files, whole_parts
@@ -136,13 +135,13 @@ def test_what_a_node_does_not_take_is_an_error_and_no_part(nodes, monkeypatch):
 
 
 def test_a_file_that_changes_on_its_way_is_no_part(nodes, monkeypatch):
-    path, write_piece = write(nodes[0], 0), copy_ring._Request.write
+    path, write_piece = write(nodes[0], 0), peer_copy._Request.write
 
-    def damaged(self: copy_ring._Request, data: memoryview) -> None:
+    def damaged(self: peer_copy._Request, data: memoryview) -> None:
         write_piece(self, bytes([data[0] ^ 1]) + bytes(data[1:]))
 
     with monkeypatch.context() as patch, raises(CheckpointError, "hash-differs"):
-        patch.setattr(copy_ring._Request, "write", damaged)
+        patch.setattr(peer_copy._Request, "write", damaged)
         ring(nodes, 0).send(path, names(0))
     assert whole_parts(nodes[1].folder, 3) == {1: []}
 
@@ -407,7 +406,7 @@ def test_all_parts_are_fetched_within_one_deadline(nodes, monkeypatch):
         fetch_file(*args, **how)
 
     monkeypatch.setattr(CopyRing, "_fetch_file", slow)
-    monkeypatch.setattr(copy_ring, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(peer_copy, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with raises(CheckpointError, "unreachable", rank=2):
         ring(nodes, 1).fetch(nodes[1].folder / STEP, [[0, 2], [], [1, 2]])
 

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.loop.compile_meter import CompileMeter
+from lockstep.loop.metrics import CompileMeter
 from lockstep.ranks.context import RankContext
 from lockstep.schema.compile_report import CompileReport
 

@@ -13,7 +13,7 @@ from raising import raises
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
-from lockstep.loop import devices
+from lockstep.loop import world as devices
 from lockstep.loop.axes import resolve_axes
 from lockstep.loop.build import build_online
 from lockstep.loop.world import World

@@ -26,7 +26,7 @@ from lockstep.config.load import load_run  # noqa: E402
 from lockstep.config.run import GRPORun  # noqa: E402
 from lockstep.errors import ConfigError, EngineError  # noqa: E402
 from lockstep.loop.axes import resolve_axes  # noqa: E402
-from lockstep.loop.engine_spec import external_engine_spec, max_model_len  # noqa: E402
+from lockstep.loop.engines import external_engine_spec, max_model_len  # noqa: E402
 from lockstep.loop.online import train_online  # noqa: E402
 from lockstep.models.load import load_model  # noqa: E402
 

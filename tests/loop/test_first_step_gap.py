@@ -4,7 +4,7 @@ import pytest
 from raising import raises
 
 from lockstep.errors import EngineError
-from lockstep.loop.first_step_gap import gap_complaint
+from lockstep.loop.gap_check import gap_complaint
 from lockstep.loop.metrics import combine
 
 

@@ -18,7 +18,7 @@ from lockstep.config.run import GRPORun, SFTRun
 from lockstep.engine.native import NativeEngine
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.loop.axes import resolve_axes
-from lockstep.loop.batch_invariance import (
+from lockstep.loop.determinism import (
     batch_invariance_lines,
     batch_invariance_manifest,
     contract_change,

@@ -12,9 +12,8 @@ from lockstep.cli.main import main
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, RewardError, TrainError
-from lockstep.loop.checks import check_attribute
 from lockstep.loop.metrics import rollout_metrics
-from lockstep.loop.own_parts import check_own_attention
+from lockstep.loop.preflight import check_attribute, check_own_attention
 from lockstep.ops.advantages import group_mean_std
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.rewards import RewardSet

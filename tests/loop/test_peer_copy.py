@@ -17,8 +17,8 @@ from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.online import OnlineTrainer, train_online
-from lockstep.loop.own_parts import check_own_backend
 from lockstep.loop.peer_copy import PeerCopies
+from lockstep.loop.preflight import check_own_backend
 from lockstep.observe.metrics import MetricsLog
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext

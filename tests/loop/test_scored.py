@@ -26,8 +26,7 @@ from lockstep.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from lockstep.config.train import TrainConfig
-from lockstep.loop.online import OnlineTrainer, train_online
-from lockstep.loop.scored import scored_indices, scores_all, with_signal
+from lockstep.loop.online import OnlineTrainer, scored_indices, scores_all, train_online, with_signal
 from lockstep.schema.batch import policy_samples, rollout_samples
 
 RATIOS = list(typing.get_args(typing.get_args(GRPOConfig.model_fields["ratio"].annotation)[0]))

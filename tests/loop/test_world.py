@@ -20,16 +20,15 @@ from lockstep.config.run import GRPORun
 from lockstep.engine.remote.http import HttpClient, Reply, Silent, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.errors import ModelError, TrainError
+from lockstep.loop import world as world_messages
 from lockstep.loop import world as world_module
-from lockstep.loop import world_messages, world_server
+from lockstep.loop import world_server
 from lockstep.loop.axes import resolve_axes
 from lockstep.loop.build import build_online
 from lockstep.loop.online import train_online
-from lockstep.loop.world import World
-from lockstep.loop.world_host import RoleHost
-from lockstep.loop.world_messages import packed, unpacked
+from lockstep.loop.world import World, packed, unpacked
 from lockstep.loop.world_roles import WorldScorer, WorldValue
-from lockstep.loop.world_server import Calls, serving
+from lockstep.loop.world_server import Calls, RoleHost, serving
 from lockstep.packing import Planner
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext

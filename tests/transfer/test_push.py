@@ -18,7 +18,7 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.errors import EngineError
-from lockstep.loop.engine_spec import write_model_folder
+from lockstep.loop.engines import write_model_folder
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.train.local import LocalBackend

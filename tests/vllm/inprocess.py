@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm.engine import VLLMEngine
-from lockstep.loop.engine_spec import write_model_folder
+from lockstep.loop.engines import write_model_folder
 from lockstep.models.load import LoadedModel
 from lockstep.schema.weights import UpdateSession, WeightBucket
 from lockstep.wire.buckets import Layout, pack

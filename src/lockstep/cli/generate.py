@@ -180,7 +180,7 @@ def generate(command: Command, interrupt: Interrupt) -> dict[str, Any]:
 
 def with_engine(command: Command, weights: Weights) -> Command:
     """The same with the engine that "auto" is here."""
-    from lockstep.loop.standalone_engine import standalone_config
+    from lockstep.loop.engines import standalone_config
 
     engine = standalone_config(command.config.engine, weights.model)
     return replace(command, config=command.config.model_copy(update={"engine": engine}))
@@ -240,7 +240,7 @@ def _result(rows: RowFile, totals: Totals, *, before: int, seconds: float) -> di
 
 def _open(command: Command, weights: Weights, run: _Run) -> Any:
     from lockstep.cli.common_model import read_checkpoint
-    from lockstep.loop.standalone_engine import EngineRequest, open_engine
+    from lockstep.loop.engines import EngineRequest, open_engine
 
     assert command.out is not None
     checkpoint = weights.checkpoint

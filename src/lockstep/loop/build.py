@@ -26,22 +26,20 @@ from lockstep.data.prompts import FixedPrompts, PromptSet, evaluates, load_train
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError, together
 from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train, total_device_bytes
-from lockstep.loop.batch_invariance import (
+from lockstep.loop.determinism import (
     BatchInvariance,
     convert_copy,
     make_invariant,
     prepare_kernels,
 )
-from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
-from lockstep.loop.checks import faults
-from lockstep.loop.devices import check_devices, with_own_gpus
 from lockstep.loop.distributed import mesh_coordinates
-from lockstep.loop.engine_spec import external_engine_spec
+from lockstep.loop.engines import external_engine_spec
+from lockstep.loop.gap_check import BitwiseCheck, shared_contract
+from lockstep.loop.memory_plan import put_to_sleep
 from lockstep.loop.positions import check_positions
-from lockstep.loop.roles import Roles
-from lockstep.loop.sleep import put_to_sleep
-from lockstep.loop.value_role import ValueRole, policy_steps
-from lockstep.loop.world import World
+from lockstep.loop.preflight import faults
+from lockstep.loop.roles import Roles, ValueRole, policy_steps
+from lockstep.loop.world import World, check_devices, with_own_gpus
 from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, OpenedModel, load_model, open_model

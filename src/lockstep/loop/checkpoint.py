@@ -34,46 +34,35 @@ from pydantic import JsonValue
 
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
-from lockstep.observe.files import check_inside, file_errors, jsonable, sync_folder
-from lockstep.observe.text import printable
+from lockstep.loop.checkpoint_files import (
+    _NAME,
+    COMPLETE,
+    RUN_STATE,
+    _Entry,
+    _entry,
+    _read_complete,
+    _sort_key,
+    read_run_state,
+    verify,
+    without_nan,
+)
+from lockstep.observe.files import file_errors, sync_folder
 from lockstep.protocols.train import FinishSave, Saved
 from lockstep.ranks.context import RankContext
 from lockstep.ranks.node_folders import NodeFolders
 from lockstep.train.state.files import (
     FileRecord,
-    check_record,
-    is_count,
     is_out_of_space,
-    read_json,
-    read_record,
     sha256_of,
     write_json,
 )
-from lockstep.train.state.index import STATE, StateIndex, rank_file, read_index
-from lockstep.train.state.save_load import share_out
+from lockstep.train.state.index import STATE, read_index
 
-COMPLETE = "complete.json"
-RUN_STATE = "run_state.json"
 _STALLED_SECONDS = 900.0
 """A save of which nothing reaches the disk for so long is given up by whoever waits for it."""
 _SAY_SECONDS = 3.0
 """A wait that is longer is shown."""
-_NAME = re.compile(r"step-(\d{6,})")
 _HIDDEN = re.compile(r"\.(saving|replaced|removing)-(step-\d{6,})-[0-9a-f]{8}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
-    """One checkpoint on the disk."""
-
-    path: Path
-    step: int
-    sequence: int
-    """Counts saves of the run: after going back to an older checkpoint, a later save may have a smaller
-    step. -1: unknown, complete.json cannot be read."""
-    metric: float | None
-    damage: str | None
-    """The damage that names and sizes show; None: none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -518,77 +507,6 @@ class CheckpointManager:
         )
 
 
-def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
-    """Compare every file of a checkpoint with complete.json, contents included, and the files with each
-    other.
-
-    Args:
-        part, of: of several ranks each compares a share.
-
-    Raises:
-        CheckpointError: names the first file that is missing or differs.
-    """
-    complete = _read_complete(path)
-    records = {name: FileRecord(**record) for name, record in complete["files"].items()}
-    owners = share_out({name: record.bytes for name, record in records.items()}, of)
-    for name, record in records.items():
-        check_record(path / name, record, contents=owners[name] == part)
-    _check_step(path, "the folder's name", _step_of(path.name), complete)
-    _check_step(path, RUN_STATE, read_run_state(path).get("step"), complete)
-    if STATE in records or (path / STATE).exists():
-        _check_state(path, read_index(path), complete)
-    for role in sorted({name.partition("/")[0] for name in records if name.endswith(f"/{STATE}")}):
-        _check_state(path, read_index(path / role), complete, role=role)
-
-
-def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any]) -> None:
-    if step is not None and step != complete["step"]:
-        raise CheckpointError(
-            f"mixed-files: {path}: {COMPLETE} is of step {complete['step']}, {source} of step {step!r:.40}; "
-            "files of two checkpoints are mixed",
-            name="step",
-        )
-
-
-def _check_state(
-    path: Path, index: StateIndex, complete: Mapping[str, Any], *, role: str | None = None
-) -> None:
-    """Raise CheckpointError unless complete.json lists every file of the train state; `role`: of the model in
-    that folder of the checkpoint."""
-    listed = complete["files"]
-    lists = [
-        rank_file("files", "json", rank=rank, size=index.world_size) for rank in range(1, index.world_size)
-    ]
-    folder = "" if role is None else f"{role}/"
-    for own in (STATE, *lists, *index.files, *(() if role else (RUN_STATE,))):
-        name = f"{folder}{own}"
-        if name not in listed:
-            raise CheckpointError(
-                f"wrong-field: {path / COMPLETE}: field 'files' lacks {name!r}, which the state needs",
-                name="files",
-                file=name,
-            )
-        record = index.files.get(own)
-        if record is not None and asdict(record) != listed[name]:
-            raise CheckpointError(
-                f"mixed-files: {path}: {COMPLETE} and {folder}{STATE} differ in what {name!r} must be; "
-                "files of two checkpoints are mixed",
-                name=name,
-            )
-    recorded, steps = complete.get("optimizer_steps"), index.progress.get("step")
-    if role is None and recorded not in (None, steps):  # checkpoints of earlier versions do not have it
-        raise CheckpointError(
-            f"mixed-files: {path}: {COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}; "
-            "files of two checkpoints are mixed",
-            name="optimizer steps",
-        )
-
-
-def _step_of(name: str) -> int | None:
-    match = _NAME.fullmatch(name)
-    return None if match is None else int(match[1])
-
-
 def _size_of(folder: Path) -> int:
     """Bytes in a folder to which others are writing."""
     size = 0
@@ -601,93 +519,3 @@ def _size_of(folder: Path) -> int:
 def _alive(thread: threading.Thread, seconds: float) -> bool:
     thread.join(seconds)
     return thread.is_alive()
-
-
-def read_run_state(path: Path) -> dict[str, Any]:
-    """Return what the loop saved. Raises CheckpointError."""
-    value = read_json(path / RUN_STATE)
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"damaged-file: {path / RUN_STATE} holds no run state; it is damaged", path=path / RUN_STATE
-        )
-    return {name: _with_nan(each) for name, each in value.items()}
-
-
-def without_nan(value: Any) -> Any:
-    """The same with "NaN", "Infinity" and "-Infinity" for numbers that JSON has no text for."""
-    if isinstance(value, dict):
-        return {name: without_nan(each) for name, each in value.items()}
-    return jsonable(value) if isinstance(value, float) else value
-
-
-def _with_nan(value: Any) -> Any:
-    """The inverse."""
-    if isinstance(value, dict):
-        return {name: _with_nan(each) for name, each in value.items()}
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
-
-
-def _sort_key(entry: _Entry, known: Sequence[_Entry]) -> float:
-    if entry.sequence >= 0:
-        return entry.sequence
-    return max((other.sequence for other in known if other.step < entry.step), default=-1) + 0.5
-
-
-def _entry(path: Path, step: int) -> _Entry:
-    """Read a checkpoint's entry; checks names and sizes, not contents."""
-    try:
-        check_inside(path, CheckpointError, root=path.parent)
-        complete = _read_complete(path)
-    except CheckpointError as error:
-        return _Entry(path=path, step=step, sequence=-1, metric=None, damage=str(error))
-    damage = None
-    try:
-        for name, record in complete["files"].items():
-            check_record(path / name, FileRecord(**record), contents=False)
-        _check_step(path, "the folder's name", step, complete)
-    except CheckpointError as error:
-        damage = str(error)
-    return _Entry(
-        path=path, step=step, sequence=complete["sequence"], metric=complete["metric"], damage=damage
-    )
-
-
-def _read_complete(path: Path) -> dict[str, Any]:
-    """complete.json, its fields checked. Raises CheckpointError."""
-    file = path / COMPLETE
-    value: Any = read_json(file)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"damaged-file: {file} holds no JSON object; it is damaged", path=file)
-    # Absent from checkpoints of earlier versions.
-    value.setdefault("optimizer_steps", None)
-    fields = {
-        "step": is_count(value.get("step")),
-        "sequence": is_count(value.get("sequence")),
-        "metric": value.get("metric") is None or _is_number(value["metric"]),
-        "optimizer_steps": value["optimizer_steps"] is None or is_count(value["optimizer_steps"]),
-        "files": isinstance(value.get("files"), dict),
-    }
-    for name, good in fields.items():
-        if not good:
-            raise CheckpointError(
-                f"wrong-field: {file}: field {name!r} is missing or of the wrong type; it is damaged",
-                name=name,
-            )
-    for name, record in value["files"].items():
-        read_record(file, name, record)
-        if printable(name) != name or not name:
-            raise CheckpointError(
-                f"wrong-field: {file}: field 'files' names '{printable(name)}', which is not a file name",
-                name="files",
-                file=name,
-            )
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(
-                f"leads-out-of-folder: {file}: field 'files' names {name!r}, which is outside the checkpoint",
-                file=name,
-            )
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

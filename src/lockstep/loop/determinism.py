@@ -6,17 +6,23 @@ It holds for the same run on the same machine: the same device, number of ranks,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor
 
+from lockstep import invariant
 from lockstep.config.train import TrainConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ModelError
+from lockstep.loop.axes import Axes
+from lockstep.models.load import LoadedModel
 from lockstep.protocols import TrainBackend
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
+from lockstep.schema.contract import KernelContract
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_VALUES = (":16:8", ":4096:8")
@@ -80,3 +86,120 @@ def weights_hash(backend: TrainBackend) -> str:
     if update.shared_module is not None:
         return fingerprint(module_tensors(update.shared_module).items())
     return fingerprint(update.tensors())
+
+
+# train.batch_invariant: kernels and modules of a run whose rows do not depend on their batch.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchInvariance:
+    """The parts that were made batch-invariant, for the manifest."""
+
+    replaced: Mapping[str, int] = field(default_factory=dict)
+    """Parts that the converter swapped, by kind."""
+    stock: Mapping[str, int] = field(default_factory=dict)
+    """Parts that it left to torch, by class."""
+    self_test: Mapping[str, Any] = field(default_factory=dict)
+    """By op and weight shape: the implementation whose rows do not depend on their batch, and the rejected
+    ones."""
+    refused: str | None = None
+    """Why the mode is off although it would be on by default here; None: it is on."""
+
+
+def prepare_kernels(axes: Axes) -> Callable[[], None]:
+    """Configure CUDA's libraries for the rest of the process, before the model is loaded.
+
+    Returns:
+        A function that undoes the settings of batch-invariance, should the mode turn out to be off.
+
+    Raises:
+        ConfigError: the environment sets cuBLAS to what a deterministic run cannot use.
+    """
+    if axes.device.startswith("cuda"):
+        if axes.deterministic:
+            prepare_cublas()
+        if axes.batch_invariant:
+            return invariant.configure_cuda()
+    return lambda: None
+
+
+def make_invariant(model: LoadedModel, *, axes: Axes, required: bool | None) -> BatchInvariance:
+    """Convert the policy in place and test its kernels.
+
+    Args:
+        required: train.batch_invariant; None: a model that cannot be batch-invariant is no error, and the
+            result's `refused` says why.
+
+    Raises:
+        ModelError: the model has a module that is not known to be batch-invariant, or mixed dtypes; or a
+            kernel failed its test, and the model is of no use any more.
+    """
+    device = torch.device(axes.device)
+    try:
+        conversion = invariant.convert(model.module, device=device, dtype=model.dtype)
+    except ModelError as error:
+        if required:
+            raise
+        return BatchInvariance(refused=str(error))
+    return BatchInvariance(
+        replaced=conversion.replaced,
+        stock=conversion.stock,
+        self_test={name: dataclasses.asdict(verdict) for name, verdict in conversion.verdicts.items()},
+    )
+
+
+def convert_copy(model: LoadedModel) -> LoadedModel:
+    """Convert a second copy of the policy in place, without testing its kernels again, and return it.
+
+    Raises:
+        ModelError: the module cannot be converted.
+    """
+    invariant.convert(model.module)
+    return model
+
+
+def batch_invariance_manifest(
+    result: BatchInvariance | None, contract: KernelContract | None
+) -> dict[str, Any]:
+    """The fields of manifest.json: the contract that trainer and engine keep, or the trainer alone."""
+    if result is None:  # written too: a resumed run may have kept one before
+        return {"batch_invariant": None, "contract": None}
+    written = None if contract is None else contract.as_json()
+    return {"batch_invariant": dataclasses.asdict(result), "contract": written}
+
+
+def batch_invariance_lines(result: BatchInvariance | None, contract: KernelContract | None) -> list[str]:
+    """The lines for the display."""
+    if result is None:
+        return []
+    if result.refused is not None:
+        return [f"train.batch_invariant is off: {result.refused}"]
+    if contract is None:
+        return [
+            "batch-invariant forward; the engine shares no kernel contract: logprob_gap is measured and need "
+            "not be 0"
+        ]
+    return [f"trainer and engine keep kernel contract {contract.hash[:12]}: logprob_gap must be exactly 0"]
+
+
+def contract_change(before: Mapping[str, Any] | None, contract: KernelContract | None) -> list[str]:
+    """The lines for the display of a resumed run: what has changed since its manifest was written.
+
+    Args:
+        before: "contract" of the manifest; None: a new run, or it kept none.
+    """
+    if before is None or (contract is not None and before.get("hash") == contract.hash):
+        return []
+    if contract is None:
+        return [
+            f"the run was started with kernel contract {str(before.get('hash'))[:12]} and goes on without "
+            "one: its logprob_gap was 0 and is only measured from here on"
+        ]
+    now = contract.as_json()
+    other = [
+        f"{k} {before.get(k)!r}, now {v!r}" for k, v in now.items() if k != "hash" and before.get(k) != v
+    ]
+    return [
+        f"the run was started with another kernel contract ({'; '.join(other)}): its numbers may differ from "
+        "those of a run that was not interrupted"
+    ]

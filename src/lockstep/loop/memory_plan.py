@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -19,15 +20,16 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import WORLD_NUMBERS
 from lockstep.config.declarations import backends, engines
 from lockstep.config.ppo import PPORun, ValueConfig
-from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
+from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig, SleepingRole
 from lockstep.config.support import shards_weights
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
-from lockstep.loop.sleep import VALUE_PREFIX, sleeping_parts
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import GIB, phase_totals, planned_shape
-from lockstep.models.memory_shape import MemoryPart, ModelShape, either
+from lockstep.models.memory_shape import MemoryPart, ModelShape, Phase, either
 from lockstep.models.reward import reward_model_parameters
+from lockstep.protocols import TrainBackend
+from lockstep.protocols.train import RestingBackend, RestPart
 from lockstep.registry import load_object
 from lockstep.train.memory import Parallelism, StepSize, state_bytes
 
@@ -366,3 +368,62 @@ def _is_static(train: TrainConfig) -> bool:
         if train.static_capacity is None
         else train.static_capacity
     )
+
+
+# Which role's memory is on the device in which part of a step: one table for the run and for its plan.
+#
+#     policy          optimizer's states    in its update
+#     ref             weights               while it scores
+#     value           weights               while it scores and is trained
+#                     optimizer's states    in its update
+#     reward_model    weights               while it scores, beside generation
+#
+# Roles that do not sleep are there all the time. Parts in host memory come back for the calls that use them:
+# see lockstep.models.rest.
+
+
+AWAKE: Mapping[tuple[SleepingRole, RestPart], tuple[Phase, ...]] = {
+    ("policy", "states"): ("update",),
+    ("ref", "ref"): ("train",),
+    ("value", "weights"): ("train", "update"),
+    ("value", "states"): ("update",),
+    ("reward_model", "weights"): ("generate",),
+}
+"""Of each part that can sleep, the phases of the memory plan in which it is on the device."""
+VALUE_PREFIX = "value model: "
+"""What names of the value model's parts begin with in a plan."""
+_PARTS: Mapping[str, RestPart] = {
+    "parameters": "weights",
+    "parameters, this rank's": "weights",
+    "reward model: parameters": "weights",
+    "reward models: parameters": "weights",
+    "float32 master weights": "states",
+    "optimizer states": "states",
+    "reference model": "ref",
+    "reference model, this rank's": "ref",
+}
+"""Names of a memory plan. A part of another name counts as always there."""
+
+
+def put_to_sleep(run: GRPORun, *roles: SleepingRole, backend: TrainBackend) -> None:
+    """Begin the schedule for those of `roles`, all of one backend, that sleep in this run. Called as soon as
+    they are built: the next one to be loaded has their memory."""
+    parts = [part for role, part in AWAKE if role in roles and role in run.sleep]
+    if parts:
+        cast(RestingBackend, backend).rest(*parts)
+
+
+def sleeping_parts(parts: Sequence[MemoryPart], run: GRPORun) -> Iterator[MemoryPart]:
+    """The plan of a run on a GPU with what sleeps in the phases in which it is awake, and in host memory."""
+    for part in parts:
+        kind = _PARTS.get(part.name.removeprefix(VALUE_PREFIX))
+        role = cast(SleepingRole, "ref" if kind == "ref" else part.role)
+        phases = AWAKE.get((role, kind)) if kind is not None and part.phase == "always" else None
+        if phases is None:
+            yield part
+        elif role not in run.sleep:
+            yield dataclasses.replace(part, setting=f"{part.setting} or sleep = ['{role}', ...]")
+        else:
+            for phase in phases:
+                yield dataclasses.replace(part, role=role, phase=phase)
+            yield dataclasses.replace(part, role=role, phase="host", name=f"{part.name}, asleep")

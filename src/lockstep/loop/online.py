@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,17 +18,23 @@ import torch
 from torch import Tensor
 
 from lockstep.config.run import GRPORun
+from lockstep.config.train import TrainConfig
 from lockstep.data.prompts import evaluates, holds_out_rows
 from lockstep.errors import ConfigError, EngineError, LockstepError, TrainError
 from lockstep.loop.axes import as_started
-from lockstep.loop.batch_invariance import batch_invariance_lines, batch_invariance_manifest, contract_change
 from lockstep.loop.build import OnlineParts, build_online, recording_header
-from lockstep.loop.compile_meter import CompileMeter
-from lockstep.loop.determinism import deterministic, weights_hash
+from lockstep.loop.determinism import (
+    batch_invariance_lines,
+    batch_invariance_manifest,
+    contract_change,
+    deterministic,
+    weights_hash,
+)
 from lockstep.loop.distributed import connect_ranks
-from lockstep.loop.engine_report import engine_report, report_lines
+from lockstep.loop.engines import engine_report, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.metrics import (
+    CompileMeter,
     combine,
     engine_metrics,
     rollout_metrics,
@@ -37,11 +43,9 @@ from lockstep.loop.metrics import (
     world_metrics,
 )
 from lockstep.loop.preflight import preflight
-from lockstep.loop.reward_role import describe_reward_models
+from lockstep.loop.roles import ValueRole, describe_reward_models
 from lockstep.loop.rollout_rows import rollout_rows
-from lockstep.loop.scored import scored_indices, scored_metrics, scores_all, with_signal
 from lockstep.loop.session import Session
-from lockstep.loop.value_role import ValueRole
 from lockstep.observe.spans import Spans
 from lockstep.protocols import TokenLoss, ValueAlgorithm
 from lockstep.ranks.context import RankContext
@@ -521,3 +525,68 @@ def explain_out_of_memory(side: Literal["engine", "trainer"], parts: OnlineParts
         )
         kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
         raise kind(f"out-of-memory: {error}\n{text}") from error
+
+
+# Which samples of a step go through forward and backward. A group whose advantages are all zero has no
+# gradient where the loss has nothing else to go by, so it is left out; the normaliser of the step counts it.
+
+
+def scores_all(
+    train: TrainConfig, step: int, *, loss: TokenLoss, recorded: bool, static_capacity: bool
+) -> bool:
+    """Return whether every sample of `step` is scored.
+
+    Args:
+        loss: one that does not say `zero_without_advantages` needs all samples.
+        recorded: whether the run is recorded: a recording holds everything.
+        static_capacity: whether packs have static capacities. Fewer samples may be the first to need a small
+            one, whose graph counts as a recompile: under train.max_recompiles that could end the run.
+    """
+    bounded = static_capacity and train.max_recompiles is not None
+    declared = bool(getattr(loss, "zero_without_advantages", False))
+    return step % train.score_all_every == 0 or recorded or bounded or not declared
+
+
+def with_signal(groups: Sequence[RolloutGroup], samples: Sequence[PolicySample]) -> frozenset[int]:
+    """Return the sample_ids of the groups that have an advantage which is not zero.
+
+    Args:
+        samples: the rollouts of all groups, in order.
+    """
+    found: set[int] = set()
+    rest = iter(samples)
+    for group in groups:
+        members = [next(rest) for _ in group.rollouts]
+        if any(bool(member.advantages.any()) for member in members):
+            found.update(member.sample_id for member in members)
+    return frozenset(found)
+
+
+def scored_indices(samples: Sequence[PolicySample], scored: Collection[int]) -> list[int]:
+    """Return the indices of the samples of one optimizer step that are scored.
+
+    Where that is none, the shortest of those that train anything stands for all: its gradient is zero, so
+    every rank and every kind of backend goes through the step as through any other.
+
+    Args:
+        scored: sample_ids.
+    """
+    kept = [index for index, sample in enumerate(samples) if sample.sample_id in scored]
+    if any(samples[index].num_trained for index in kept):
+        return kept
+    trained = [index for index, sample in enumerate(samples) if sample.num_trained]
+    return [min(trained, key=lambda index: len(samples[index]))] if trained else list(range(len(samples)))
+
+
+def scored_metrics(samples: Sequence[PolicySample], *, trained_tokens: float) -> dict[str, float]:
+    """Return scored_share, and rollout/tokens: prompt and completion tokens of the step, scored or not.
+
+    Args:
+        samples: of the whole step.
+        trained_tokens: of those that were scored.
+    """
+    of_all = sum(sample.num_trained for sample in samples)
+    return {
+        "scored_share": trained_tokens / of_all if of_all else 1.0,
+        "rollout/tokens": float(sum(map(len, samples))),
+    }

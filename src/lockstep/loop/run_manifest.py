@@ -12,8 +12,8 @@ from lockstep import attention
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.loop.axes import Axes
+from lockstep.loop.checkpoint_files import algorithm_notes
 from lockstep.loop.distributed import manifest, mesh_coordinates, resume_flags
-from lockstep.loop.run_state import algorithm_notes
 from lockstep.models.load import LoadedModel
 from lockstep.observe.run_dir import RunDir
 from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, check_against_ledger, rollout_gaps

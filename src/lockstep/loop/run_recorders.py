@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lockstep.config.run import RunConfig
 from lockstep.errors import CheckpointError
+from lockstep.loop.checkpoint_files import seen_field
 from lockstep.loop.distributed import mesh_coordinates
-from lockstep.loop.run_state import seen_field
 from lockstep.models.load import LoadedModel
 from lockstep.observe.spans import Spans
 from lockstep.protocols import TrainBackend

@@ -16,8 +16,8 @@ import torch
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.loop.axes import Axes
-from lockstep.loop.boundary import Boundary
 from lockstep.loop.checkpoint import CheckpointManager
+from lockstep.loop.checkpoint_files import Boundary, checked_run_state, seen_field
 from lockstep.loop.distributed import (
     compare_settings,
     log_header,
@@ -25,13 +25,12 @@ from lockstep.loop.distributed import (
     resume_command,
     saying_how_to_go_on,
 )
-from lockstep.loop.first_step_gap import gap_complaint
+from lockstep.loop.gap_check import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.loop.peer_copy import PeerCopies
 from lockstep.loop.rollout_rows import RolloutLog, ledger_rows
 from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_settings
 from lockstep.loop.run_recorders import RunRecorders
-from lockstep.loop.run_state import checked_run_state, seen_field
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display
@@ -427,7 +426,7 @@ class Session:
             was not interrupted); nothing without a logprob_gap_mean.
 
         Raises:
-            EngineError: they do not agree at all, see loop/first_step_gap.py.
+            EngineError: they do not agree at all, see loop/gap_check.py.
         """
         if "logprob_gap_mean" not in metrics or self._axes is None:
             return {}

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lockstep.config.cluster import ClusterConfig
+from lockstep.config.cluster import ClusterConfig, NodeLayout
 from lockstep.config.load import dump_toml
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote import http
@@ -45,17 +46,19 @@ from lockstep.engine.remote.server import (
     new_token,
     own_program,
     server_environment,
+    server_gpus,
 )
 from lockstep.errors import EngineError, TrainError, from_another_process
 from lockstep.loop.axes import Axes
-from lockstep.loop.devices import gpus_of_world
 from lockstep.loop.distributed import resume_command
-from lockstep.loop.world_messages import packed, unpacked
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import printable_lines
+from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext, local_ranks
 from lockstep.ranks.environment import LAUNCHER_PID, SECRET
 from lockstep.ranks.rendezvous import host_store
+from lockstep.schema.batch import PackedBatch, PolicyBatch, RolloutSample, SharedRows
+from lockstep.wire import buckets
 from lockstep.wire.server_token import TOKEN
 
 log = logging.getLogger(__name__)
@@ -406,3 +409,132 @@ def _server(name: str, config: ClusterConfig, work_dir: Path, *, gpus: dict[str,
             token=token,
         )
     )
+
+
+# What trainer and role world say to each other: records, numbers and tensors as bytes, never pickles.
+#
+# bytes     4           n       the tensors, one after the other (lockstep.wire.buckets) content   n, little
+# JSON    name, dtype, shape and place of each are in the JSON
+#
+#     {"value": ..., "tensors": [TensorSpec, ...]}
+#
+# In `value` a tensor is {"tensor": index}, a record {"record": class, "fields": {...}}, a dict {"dict":
+# {...}}; lists come back as tuples. Records are those of RECORDS and no others.
+
+
+MOST_BYTES = 2**30
+"""Of one message."""
+RECORDS: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (PackedBatch, PolicyBatch, RolloutSample, SharedRows, RewardInput)
+}
+_HEAD = 4
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def packed(value: Any) -> bytes:
+    """Return the bytes of plain values, tensors and records, nested in dicts and sequences.
+
+    Raises:
+        TrainError: there are more than MOST_BYTES of them.
+    """
+    tensors: list[Tensor] = []
+    said = _said(value, tensors)
+    layout = buckets.Layout(MOST_BYTES)
+    for index, tensor in enumerate(tensors):
+        if layout.place(str(index), tensor) is None or layout.num_bytes > MOST_BYTES:
+            raise _too_large()
+    data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    if tensors:
+        buckets.pack(data, layout.specs, tensors)
+    head = json.dumps({"value": said, "tensors": buckets.specs_to_json(layout.specs)}).encode()
+    if _HEAD + len(head) + len(data) > MOST_BYTES:
+        raise _too_large()
+    return len(head).to_bytes(_HEAD, "little") + head + data.numpy().tobytes()
+
+
+def unpacked(message: bytes) -> Any:
+    """The inverse of `packed`. Raises TrainError: the bytes are no message."""
+    try:
+        size = int.from_bytes(message[:_HEAD], "little")
+        head = json.loads(message[_HEAD : _HEAD + size])
+        rest = bytearray(message[_HEAD + size :])
+        data = torch.frombuffer(rest, dtype=torch.uint8) if rest else torch.empty(0, dtype=torch.uint8)
+        specs = buckets.specs_from_json(head["tensors"])
+        # Copies: a kernel may ask for an alignment that a place in a message has not.
+        return _meant(head["value"], [tensor.clone() for _, tensor in buckets.unpack(data, specs)])
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError) as error:
+        raise TrainError(
+            f"bad-reply: what came from another world is no message: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _too_large() -> TrainError:
+    return TrainError(
+        f"too-large: a message between the worlds of roles has more than {MOST_BYTES} bytes; lower "
+        "rollout.prompts_per_step or rollout.group_size",
+        setting="rollout.prompts_per_step",
+    )
+
+
+def _said(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu())
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, Mapping):
+        return {"dict": {str(key): _said(each, tensors) for key, each in value.items()}}
+    if isinstance(value, Sequence):
+        return [_said(each, tensors) for each in value]
+    if RECORDS.get(type(value).__name__) is type(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        told = {name: _said(each, tensors) for name, each in fields.items()}
+        return {"record": type(value).__name__, "fields": told}
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another world")
+
+
+def _meant(said: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(said, list):
+        return tuple(_meant(each, tensors) for each in said)
+    if not isinstance(said, dict):
+        return said
+    if "tensor" in said:
+        return tensors[said["tensor"]]
+    if "dict" in said:
+        return {key: _meant(each, tensors) for key, each in said["dict"].items()}
+    fields = {name: _meant(each, tensors) for name, each in said["fields"].items()}
+    return RECORDS[said["record"]](**fields)
+
+
+# GPUs of their own for worlds and engines, as this rank gives them to the processes beside it.
+
+
+def layout_here(run: GRPORun, ranks: RankContext) -> NodeLayout:
+    """Which device of this node is whose, however its ranks were started."""
+    local = 1 if ranks.world_size == 1 else local_ranks(os.environ) or ranks.world_size
+    return NodeLayout(ranks=local) if run.cluster is None else run.cluster.layout(local)
+
+
+def check_devices(run: GRPORun, *, ranks: RankContext) -> None:
+    """Raise ConfigError if this node shows fewer GPUs than the run's processes are to have."""
+    if run.cluster is not None and run.train.device != "cpu" and torch.cuda.is_available():
+        run.cluster.check_devices(layout_here(run, ranks), there=torch.cuda.device_count())
+
+
+def gpus_of_world(run: GRPORun, number: int, *, ranks: RankContext) -> dict[str, str]:
+    """The environment that shows a process of a world beside the policy's, counted from 0, its GPU: all of
+    its world on this node, of which it takes that of its local rank, so that NCCL works among them. Empty: it
+    sees what its rank sees."""
+    layout = layout_here(run, ranks)
+    if not layout.worlds:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": server_gpus(layout.of_world(number), device="cuda", visible=visible)}
+
+
+def with_own_gpus(run: GRPORun, device: str, *, ranks: RankContext) -> GRPORun:
+    """The run with the GPUs that this rank's engine has for itself as engine.cuda_devices."""
+    devices = layout_here(run, ranks).of_engine(ranks.local_rank)
+    if not devices or not device.startswith("cuda"):
+        return run
+    return run.model_copy(update={"engine": run.engine.model_copy(update={"cuda_devices": devices})})

@@ -15,9 +15,8 @@ from lockstep.config.ppo import PPORun, ValueConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import TrainError
 from lockstep.loop.axes import Axes
-from lockstep.loop.reward_role import build_reward_models
-from lockstep.loop.sleep import put_to_sleep
-from lockstep.loop.value_role import ValueRole, build_value
+from lockstep.loop.memory_plan import put_to_sleep
+from lockstep.loop.roles import ValueRole, build_reward_models, build_value
 from lockstep.loop.world import World
 from lockstep.models.load import LoadedModel
 from lockstep.observe.owned_folder import OwnedFolder

@@ -103,7 +103,7 @@ class Trainer:
 def make_engine_spec(job: EnginesJob, model: LoadedModel, *, device: torch.device) -> EngineSpec:
     """A folder with the model's config and tokenizer; with its weights, where the engine is to load them
     itself."""
-    from lockstep.loop.engine_spec import write_model_folder
+    from lockstep.loop.engines import write_model_folder
     from lockstep.models.export import export_hf
 
     work_dir = job.out / "engine"

@@ -1,0 +1,194 @@
+"""Engines as a run makes them: what they serve, one without a trainer, and what is reported of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.engine import EngineConfig, resolved
+from lockstep.config.model import ModelConfig
+from lockstep.config.run import GRPORun
+from lockstep.engine.build import cuda_index, is_external, make_engine
+from lockstep.engine.spec import EngineSpec
+from lockstep.errors import ConfigError
+from lockstep.loop.axes import Axes, is_native
+from lockstep.models.causal_lm import causal_lm, hf_config, text_config
+from lockstep.models.exported import export_model, exported_folder
+from lockstep.models.load import LoadedModel, load_model
+from lockstep.models.quiet import quiet_transformers
+from lockstep.protocols.engine import InferenceEngine, receives_weights
+from lockstep.protocols.transfer import WeightTransfer
+
+# The spec of an engine with its own weights: a folder of the run's model without weights, its dtype, lengths
+# and device.
+
+
+def external_engine_spec(run: GRPORun, axes: Axes, model: LoadedModel, *, work_dir: Path) -> EngineSpec:
+    """Build the spec of `run`'s engine; writes `work_dir`/model.
+
+    Raises:
+        ConfigError: engine.max_model_len is too short for the run.
+    """
+    device = _numbered(axes.device)
+    engine = run.engine
+    elsewhere = engine.url is not None or (
+        bool(engine.cuda_devices) and cuda_index(device) not in engine.cuda_devices
+    )
+    work_dir = work_dir.absolute()
+    return EngineSpec(
+        folder=write_model_folder(model, work_dir / "model"),
+        weights="pushed",
+        model_name=model.name,
+        dtype=axes.dtype,
+        vocab_size=text_config(model.module).vocab_size,
+        max_model_len=max_model_len(run, max_positions=model.max_positions),
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=model.tokenizer,
+        device=device,
+        shares_device=device != "cpu" and not elsewhere,
+        temperatures=frozenset({run.rollout.sampling.temperature, run.eval.temperature}),
+        work_dir=work_dir,
+        seed=run.seed,
+        batch_invariant=axes.batch_invariant,
+        execution=model.execution,
+        threads=torch.get_num_threads(),
+    )
+
+
+def max_model_len(run: GRPORun, *, max_positions: int) -> int:
+    """Return the longest prompt and completion of training and evaluations, at most the model's positions.
+
+    Raises:
+        ConfigError: engine.max_model_len is below what training needs.
+    """
+    trained = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    own = run.engine.max_model_len
+    if own is not None and own < trained:
+        raise ConfigError(
+            f"contradiction: engine.max_model_len = {own} is below data.max_prompt_tokens + "
+            f"rollout.sampling.max_tokens = {trained}; raise it, or leave it out"
+        )
+    return min(own or run.longest_sequence, max_positions)
+
+
+def write_model_folder(model: LoadedModel, folder: Path) -> Path:
+    """Write config, generation config and tokenizer as transformers saves them, without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    module = causal_lm(model.module)
+    config = copy.deepcopy(hf_config(model.module))
+    config.architectures = [type(module).__name__]
+    config.dtype = model.dtype
+    with quiet_transformers():
+        config.save_pretrained(folder)
+        if module.generation_config is not None:
+            module.generation_config.save_pretrained(folder)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _numbered(device: str) -> str:
+    """cuda -> cuda:N."""
+    parsed = torch.device(device)
+    if parsed.type == "cuda" and parsed.index is None:
+        return f"cuda:{torch.cuda.current_device()}"
+    return device
+
+
+# An engine for a model that is not being trained, for `lockstep generate`.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRequest:
+    """The model to sample from, and the sampling it must allow."""
+
+    model: ModelConfig
+    adjust: Callable[[LoadedModel], None] | None
+    """Copies other weights into the loaded model, such as a checkpoint's. None: the model as it is."""
+    longest: int
+    """Longest prompt and completion together, in tokens."""
+    temperatures: frozenset[float]
+    work_dir: Path
+    """For the logs of a started server, and for a folder of weights where it needs one. Made when used."""
+    seed: int = 0
+
+
+def standalone_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Return `config` with "auto" resolved for a model that is only sampled from. Raises ConfigError."""
+    return resolved(config, native=is_native(model, _device()))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def open_engine(config: EngineConfig, request: EngineRequest) -> InferenceEngine:
+    """Start the engine, ready to generate; the caller closes it.
+
+    Raises:
+        ConfigError: the engine cannot run like this here.
+        ModelError: the model cannot be loaded.
+        EngineError: it did not start.
+    """
+    device = _device()
+    config = standalone_config(config, request.model)
+    if not is_external(config):
+        model = load_model(request.model, attention="sdpa", device=device)
+        if request.adjust is not None:
+            request.adjust(model)
+        return make_engine(config, model=model)
+    return make_engine(config, spec=_external_spec(config, request, device))
+
+
+def _external_spec(config: EngineConfig, request: EngineRequest, device: torch.device) -> EngineSpec:
+    """The spec of an external engine whose folder has the weights: none are sent to it."""
+    work_dir = request.work_dir.absolute()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    if request.adjust is not None:
+        model = load_model(request.model, attention="sdpa", device=torch.device("cpu"))
+        request.adjust(model)
+        exported = export_model(model, work_dir=work_dir)
+    else:
+        exported = exported_folder(request.model, device=device, work_dir=work_dir)
+    return EngineSpec(
+        folder=exported.folder.absolute(),
+        weights="folder",
+        model_name=request.model.name,
+        dtype=exported.dtype,
+        vocab_size=exported.vocab_size,
+        max_model_len=config.max_model_len or request.longest,
+        eos_token_ids=exported.eos_token_ids,
+        tokenizer=exported.tokenizer,
+        device="cpu" if device.type == "cpu" else f"cuda:{torch.cuda.current_device()}",
+        shares_device=False,
+        temperatures=request.temperatures,
+        work_dir=work_dir,
+        seed=request.seed,
+    )
+
+
+# What the manifest and the display of a run say of its engine.
+
+
+def engine_report(engine: InferenceEngine, transfer: WeightTransfer) -> dict[str, Any]:
+    """Return the manifest's fields: the weight transport and, for an external engine, its version, command
+    and environment."""
+    described = engine.describe() if receives_weights(engine) else {}
+    return {"transport": transfer.transport, **described}
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return the report as lines for the display; none for an engine inside this process."""
+    if set(report) == {"transport"}:
+        return []
+    scalars = [f"{key} {value}" for key, value in report.items() if not isinstance(value, Mapping | list)]
+    lines = ["engine: " + ", ".join(scalars)]
+    environment = report.get("environment")
+    if isinstance(environment, Mapping) and environment:
+        lines.append("engine environment: " + " ".join(f"{k}={v}" for k, v in sorted(environment.items())))
+    return lines
