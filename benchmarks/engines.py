@@ -41,7 +41,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.engine.build import make_engine
 from lockstep.engine.spec import EngineSpec
 from lockstep.loop.engines import write_model_folder
-from lockstep.models.causal_lm import text_config
+from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.observe.files import write_json
 from lockstep.packing import PackLimits, plan_micro_batches

@@ -33,8 +33,8 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.load import load_run
 from lockstep.engine.build import make_engine
 from lockstep.loop.build import OnlineParts, build_online
-from lockstep.models.causal_lm import text_config
-from lockstep.models.flops import peak_flops, training_flops
+from lockstep.models.architectures import text_config
+from lockstep.models.shapes import peak_flops, training_flops
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.batch import PolicySample, policy_samples, rollout_samples
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams, Trajectory

@@ -11,7 +11,7 @@ from lockstep.engine.sampling import Sampler, SampleState
 from lockstep.engine.spec import Decoding, RequestCheck, completion_text
 from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.errors import EngineError
-from lockstep.models.causal_lm import causal_lm, text_config
+from lockstep.models.architectures import causal_lm, text_config
 from lockstep.models.load import LoadedModel, share_parameters
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion, FinishReason

@@ -37,8 +37,8 @@ from lockstep.data.preferences import load_preferences, load_scored_pairs, load_
 from lockstep.data.sft import load_sft
 from lockstep.errors import DataError, ModelError
 from lockstep.loop.offline import train_offline
-from lockstep.models.causal_lm import causal_lm
-from lockstep.models.exported import exported_folder, weights_fingerprint
+from lockstep.models.architectures import causal_lm
+from lockstep.models.export import exported_folder, weights_fingerprint
 from lockstep.models.load import load_model
 from lockstep.models.reward import RewardModel
 from lockstep.observe.flight import FlightRecorder

@@ -25,7 +25,7 @@ from lockstep.data.chat import ChatFormat
 from lockstep.errors import ConfigError, DataError, LockstepError, ModelError
 from lockstep.loop.offline import train_offline
 from lockstep.models import reward
-from lockstep.models.exported import model_facts
+from lockstep.models.export import model_facts
 from lockstep.models.folder import READ
 from lockstep.models.load import _HUB_FILES, load_model, meta_module
 from lockstep.models.reward import RewardModel

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.model import ModelConfig
-from lockstep.models.causal_lm import text_config
+from lockstep.models.architectures import text_config
 from lockstep.models.load import meta_module
 from lockstep.train.local import LocalBackend
 from lockstep_lab.train_parity import check as parity_check

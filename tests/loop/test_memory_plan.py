@@ -21,8 +21,7 @@ from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.train import CheckpointConfig, TrainConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.loop.memory_plan import MemoryPlan, peak_of, plan_memory
-from lockstep.models.memory import GIB, planned_shape
-from lockstep.models.memory_shape import MemoryPart
+from lockstep.models.memory import GIB, MemoryPart, planned_shape
 
 CPU = torch.device("cpu")
 SMALL_LLAMA: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lockstep.models.adapter_files import copy_without_adapter
+from lockstep.models.folder import copy_without_adapter
 
 
 def test_subfolders_are_linked_too_and_a_second_start_finds_its_place(tmp_path: Path) -> None:

@@ -11,10 +11,20 @@ from lockstep.config.model import ModelConfig
 from lockstep.engine.admission import EMBEDDED, decoded_gap, decoding_proof
 from lockstep.errors import ModelError
 from lockstep.models import admission, architectures, heads
-from lockstep.models.admission import TOLERANCE, check_proof, forward_gaps, proof_key
+from lockstep.models.admission import (
+    LENGTHS,
+    POSITIONS,
+    TOLERANCE,
+    WINDOW,
+    check_proof,
+    documents,
+    forward_gaps,
+    miniature,
+    proof_key,
+    random_miniature,
+)
 from lockstep.models.bundled import bundled_config
 from lockstep.models.load import load_model
-from lockstep.models.miniature import LENGTHS, POSITIONS, WINDOW, documents, miniature, random_miniature
 from lockstep.models.shape_table import SHAPES
 
 PUBLISHED = {

@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from lockstep.models.flops import peak_flops, training_flops, utilisation
+from lockstep.models.shapes import peak_flops, training_flops, utilisation
 
 
 def test_flops_by_hand() -> None:

@@ -11,8 +11,7 @@ from torch import nn
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import dtypes
-from lockstep.models.export import export_hf
-from lockstep.models.exported import model_facts
+from lockstep.models.export import export_hf, model_facts
 from lockstep.models.load import LoadedModel, load_model, prepared_config, share_parameters
 
 CPU = torch.device("cpu")

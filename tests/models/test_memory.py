@@ -7,8 +7,7 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.models import memory
 from lockstep.models.forward import hidden_states
 from lockstep.models.load import load_model
-from lockstep.models.memory import GIB, explain_oom, module_shape, planned_shape
-from lockstep.models.memory_shape import MemoryPart
+from lockstep.models.memory import GIB, MemoryPart, explain_oom, module_shape, planned_shape
 from lockstep.packing import pack
 from lockstep.schema.batch import PackedBatch, TrainSample
 

@@ -16,8 +16,8 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ModelError
 from lockstep.models.export import export_hf
+from lockstep.models.heads import linear_values, scalar_head
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.scalar import linear_values, scalar_head
 from lockstep.packing import Planner
 from lockstep.protocols.train import LossOutput, StepStats
 from lockstep.schema.batch import PackedBatch, TrainSample

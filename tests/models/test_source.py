@@ -16,8 +16,8 @@ from torch import nn
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models.export import export_hf
+from lockstep.models.heads import HeadKind
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.scalar import HeadKind
 from lockstep.models.source import kept_buffers
 
 CPU = torch.device("cpu")

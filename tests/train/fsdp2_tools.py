@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.algorithms.ppo import ValueLoss
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
+from lockstep.models.heads import HeadKind
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.scalar import HeadKind
 from lockstep.packing.packs import Bucket, repack
 from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import PackedBatch, ValueBatch

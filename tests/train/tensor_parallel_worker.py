@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from lockstep.errors import ModelError
 from lockstep.execution import compile_blocks
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.architectures import causal_lm
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import head_of, hidden_states
 from lockstep.models.load import attention_implementation

@@ -189,7 +189,7 @@ def check_heads(run: RunConfig) -> None:
         return
     import torch
 
-    from lockstep.models.causal_lm import text_config
+    from lockstep.models.architectures import text_config
     from lockstep.models.load import meta_module
     from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
 

@@ -138,7 +138,7 @@ def generate(command: Command, interrupt: Interrupt) -> dict[str, Any]:
     """Sample what is missing; the result."""
     from lockstep.data.prompts import PromptMaker, load_prompts
     from lockstep.data.sources import check_source
-    from lockstep.models.exported import model_facts
+    from lockstep.models.export import model_facts
     from lockstep.rollout.batch import check_prompts, prompt_batches
     from lockstep.rollout.rows import RowFile, check_out
 
@@ -301,7 +301,7 @@ def identity(config: GenerateConfig, weights: Weights, batches: list[list[Prompt
     import torch
 
     from lockstep.models.dtypes import resolve_dtype
-    from lockstep.models.exported import weights_fingerprint
+    from lockstep.models.export import weights_fingerprint
     from lockstep.rollout.row_values import encoded
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lockstep.loop.memory_plan import MemoryPlan
-    from lockstep.models.memory_shape import MemoryPart
+    from lockstep.models.memory import MemoryPart
 
 USAGE = """usage: lockstep plan RUN.toml [OPTIONS]
        lockstep plan grpo|ppo|sft|dpo|rm [OPTIONS]

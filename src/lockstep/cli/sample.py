@@ -20,7 +20,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
-from lockstep.models.causal_lm import text_config
+from lockstep.models.architectures import text_config
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 

@@ -187,7 +187,7 @@ def identity(config: ScoreConfig, data: Path) -> dict[str, Any]:
     same."""
     weights = None
     if config.reward_model is not None:
-        from lockstep.models.exported import weights_fingerprint
+        from lockstep.models.export import weights_fingerprint
 
         name, revision = config.reward_model.name, config.reward_model.revision
         weights = weights_fingerprint(ModelConfig(name=name, revision=revision))

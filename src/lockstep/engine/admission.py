@@ -13,10 +13,17 @@ from lockstep.config.declarations import engines
 from lockstep.config.engine import EngineConfig
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError
-from lockstep.models.admission import PROVEN, Gap, check_proof, eager_logprobs, largest_gap
-from lockstep.models.causal_lm import text_config
+from lockstep.models.admission import (
+    PROVEN,
+    Gap,
+    check_proof,
+    documents,
+    eager_logprobs,
+    largest_gap,
+    random_miniature,
+)
+from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel, attention_implementation
-from lockstep.models.miniature import documents, random_miniature
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, SharesWeights
 from lockstep.registry import require_call, require_members
 from lockstep.schema.rollout import GenerationRequest, SamplingParams

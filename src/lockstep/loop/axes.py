@@ -31,8 +31,7 @@ from lockstep.errors import ConfigError
 from lockstep.loop.memory_plan import plan_memory
 from lockstep.loop.preflight import own_support
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.memory import gib, module_shape, planned_shape
-from lockstep.models.memory_shape import ModelShape
+from lockstep.models.memory import ModelShape, gib, module_shape, planned_shape
 from lockstep.ranks.context import RankContext, local_ranks
 
 Run = TypeVar("Run", bound=RunConfig)

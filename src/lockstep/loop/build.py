@@ -36,13 +36,12 @@ from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engines import external_engine_spec
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.loop.memory_plan import put_to_sleep
-from lockstep.loop.positions import check_positions
 from lockstep.loop.preflight import faults
 from lockstep.loop.roles import Roles, ValueRole, policy_steps
 from lockstep.loop.world import World, check_devices, with_own_gpus
 from lockstep.loop.world_roles import WorldValue, build_others
-from lockstep.models.causal_lm import text_config
-from lockstep.models.load import LoadedModel, OpenedModel, load_model, open_model
+from lockstep.models.architectures import text_config
+from lockstep.models.load import LoadedModel, OpenedModel, check_positions, load_model, open_model
 from lockstep.observe.owned_folder import OwnedFolder
 from lockstep.packing import Planner
 from lockstep.protocols import (

@@ -17,10 +17,9 @@ from lockstep.engine.build import cuda_index, is_external, make_engine
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, is_native
-from lockstep.models.causal_lm import causal_lm, hf_config, text_config
-from lockstep.models.exported import export_model, exported_folder
+from lockstep.models.architectures import causal_lm, hf_config, quiet_transformers, text_config
+from lockstep.models.export import export_model, exported_folder
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.quiet import quiet_transformers
 from lockstep.protocols.engine import InferenceEngine, receives_weights
 from lockstep.protocols.transfer import WeightTransfer
 

@@ -25,8 +25,7 @@ from lockstep.config.support import shards_weights
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.memory import GIB, phase_totals, planned_shape
-from lockstep.models.memory_shape import MemoryPart, ModelShape, Phase, either
+from lockstep.models.memory import GIB, MemoryPart, ModelShape, Phase, either, phase_totals, planned_shape
 from lockstep.models.reward import reward_model_parameters
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.train import RestingBackend, RestPart

@@ -33,11 +33,10 @@ from lockstep.loop.build import (
 from lockstep.loop.determinism import batch_invariance_manifest, deterministic, weights_hash
 from lockstep.loop.distributed import connect_ranks
 from lockstep.loop.metrics import CompileMeter, shape_metrics
-from lockstep.loop.positions import check_positions
 from lockstep.loop.preflight import faults, preflight
 from lockstep.loop.session import Session
-from lockstep.models.load import OpenedModel, open_model
-from lockstep.models.scalar import HeadKind
+from lockstep.models.heads import HeadKind
+from lockstep.models.load import OpenedModel, check_positions, open_model
 from lockstep.observe.display import Display
 from lockstep.packing import Planner
 from lockstep.protocols import TokenLoss, TrainBackend

@@ -19,11 +19,10 @@ from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, ModelError
 from lockstep.loop.axes import Axes, resolved_train
 from lockstep.loop.metrics import combine, split_samples
-from lockstep.loop.positions import check_positions
 from lockstep.loop.session import Session
-from lockstep.models.causal_lm import text_config
-from lockstep.models.exported import weights_fingerprint
-from lockstep.models.load import LoadedModel, load_model
+from lockstep.models.architectures import text_config
+from lockstep.models.export import weights_fingerprint
+from lockstep.models.load import LoadedModel, check_positions, load_model
 from lockstep.observe.spans import Spans
 from lockstep.ops.losses import loss_weights
 from lockstep.ops.values import explained_variance

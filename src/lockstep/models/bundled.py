@@ -174,7 +174,7 @@ def _write_model(source: Path, folder: Path) -> None:
     """
     from transformers import AutoTokenizer, GenerationConfig
 
-    from lockstep.models.quiet import quiet_transformers
+    from lockstep.models.architectures import quiet_transformers
 
     with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)

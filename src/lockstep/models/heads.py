@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from lockstep.errors import ModelError
 from lockstep.invariant.modules import head_kernels
-from lockstep.models.architectures import option
-from lockstep.models.causal_lm import causal_lm, text_config
+from lockstep.models.architectures import causal_lm, option, text_config
 from lockstep.ops.logprobs import HeadOptions
 from lockstep.ops.vocab_parallel import VocabShard
 
@@ -88,3 +90,55 @@ def head_options(
         vocab=vocab,
         kernels=kernels,
     )
+
+
+# Models whose head gives one number per token: value models, and reward models that are trained.
+#
+# They are transformers' sequence classifiers with one label: the decoder under `model`, the head, a linear
+# without bias, under `score`. So a reward model's folder is a value model's, and what is exported loads with
+# AutoModelForSequenceClassification. transformers reads the score of a document at its last token; the
+# trainer reads it wherever a batch says (`loss_mask`).
+
+
+HeadKind = Literal["logits", "scalar"]
+"""logits: a causal LM's head, [V] per token. scalar: one number per token."""
+SCORE = "score"
+SCORE_WEIGHT = "score.weight"
+
+
+def auto_class(head: HeadKind) -> Any:
+    """Return transformers' class that builds a module with this head."""
+    return AutoModelForCausalLM if head == "logits" else AutoModelForSequenceClassification
+
+
+def scalar_head(module: nn.Module) -> nn.Linear | None:
+    """Return the head of a model with a scalar head; None: the model is a causal LM."""
+    head = getattr(module, SCORE, None)
+    return head if isinstance(head, nn.Linear) else None
+
+
+def with_one_label(config: PretrainedConfig) -> PretrainedConfig:
+    """Set, in place, that the model has one label; the name transformers gives it says nothing."""
+    config.num_labels = 1
+    config.id2label, config.label2id = {0: "score"}, {"score": 0}
+    return config
+
+
+def head_std(config: PretrainedConfig) -> float:
+    """Standard deviation of a fresh head's weights: 1 / (hidden_size + 1), so that first values are small
+    beside rewards of size 1 (OpenRLHF, openrlhf/models/model.py, `value_head.weight.data.normal_`)."""
+    return float(1.0 / (config.get_text_config().hidden_size + 1))
+
+
+def linear_values(hidden: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    """Compute the head's output, [R] float32, 0 where mask is False: such rows may hold anything.
+
+    Args:
+        hidden: [R, C], any float dtype.
+        weight: [1, C].
+        mask: [R] bool.
+    """
+    # Masked before the product too: a NaN times a gradient of 0 would reach the weight's gradient.
+    kept = hidden.masked_fill(~mask[:, None], 0.0)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return torch.where(mask, (kept.to(wide) @ weight.to(wide).T)[:, 0], 0.0)

@@ -16,11 +16,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
 
 from lockstep.config.model import ModelConfig
-from lockstep.errors import ModelError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.models import bundled, lora, shapes
-from lockstep.models.adapter_files import without_adapter
-from lockstep.models.architectures import SUPPORTED, check_architecture
-from lockstep.models.causal_lm import causal_lm, text_config
+from lockstep.models.architectures import (
+    SUPPORTED,
+    causal_lm,
+    check_architecture,
+    quiet_transformers,
+    text_config,
+)
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import (
     READ,
@@ -30,9 +34,9 @@ from lockstep.models.folder import (
     check_sizes,
     tensor_files,
     weight_errors,
+    without_adapter,
 )
-from lockstep.models.quiet import quiet_transformers
-from lockstep.models.scalar import SCORE_WEIGHT, HeadKind, auto_class, with_one_label
+from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, with_one_label
 from lockstep.models.source import (
     WeightSource,
     folder_source,
@@ -157,7 +161,7 @@ def load_model(
         attention: a kernel of lockstep.attention (sdpa, varlen, flex, hf:NAME); "auto" was resolved before.
         materialize: False leaves the Parameters on the meta device; `LoadedModel.source` reads them. Buffers
             are on `device` either way.
-        head: scalar puts one number per token in the place of the logits (lockstep.models.scalar): the
+        head: scalar puts one number per token in the place of the logits (lockstep.models.heads): the
             folder's own head, or a fresh one, drawn from `config.seed`, where the folder is a causal LM's.
         opened: `open_model` of the same config, if it was called already; its head counts.
 
@@ -544,3 +548,30 @@ def _pad_token_id(hf_config: PretrainedConfig, tokenizer: Tokenizer | None, eos:
         *eos[:1],
     )
     return next((i for i in candidates if i is not None and 0 <= i < text.vocab_size), 0)
+
+
+# Whether documents fit a model's position encoding.
+
+
+def check_positions(
+    model: LoadedModel | OpenedModel, longest: int, *, setting: str, subject: str | None = None
+) -> None:
+    """Refuse documents of more tokens than the model has positions.
+
+    Args:
+        longest: tokens of the longest document that the run has or may have.
+        setting: which settings make it that long.
+        subject: the beginning of the message; None: the settings allow it.
+
+    Raises:
+        ConfigError: the numbers, and what to lower.
+    """
+    if longest > model.max_positions:
+        subject = subject or f"{setting} allows documents of {longest} tokens"
+        raise ConfigError(
+            f"too-long: {subject}, which exceeds the {model.max_positions} positions of {model.name} "
+            f"(max_position_embeddings); lower {setting} to {model.max_positions}",
+            setting=setting,
+            tokens=longest,
+            limit=model.max_positions,
+        )

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lockstep.config.model import ALL_LINEAR, LoraConfig
 from lockstep.errors import ConfigError
-from lockstep.models.causal_lm import causal_lm
-from lockstep.models.scalar import scalar_head
+from lockstep.models.architectures import causal_lm
+from lockstep.models.heads import scalar_head
 from lockstep.models.source import WeightSource
 
 if TYPE_CHECKING:

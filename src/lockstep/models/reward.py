@@ -31,13 +31,10 @@ from transformers.initialization import no_init_weights
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.model import ModelConfig
 from lockstep.errors import DataError, ModelError
-from lockstep.models.adapter_files import without_adapter
-from lockstep.models.architectures import check_rope
-from lockstep.models.causal_lm import text_config
+from lockstep.models.architectures import check_rope, quiet_transformers, text_config
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.folder import INDEX, WEIGHTS, check_fit, check_total
+from lockstep.models.folder import INDEX, WEIGHTS, check_fit, check_total, without_adapter
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
-from lockstep.models.quiet import quiet_transformers
 from lockstep.models.rest import Rest
 from lockstep.observe.chat_template import ChatTemplate, row_variables
 from lockstep.observe.token_ids import check_known, kept_at_end

@@ -25,9 +25,9 @@ from transformers.initialization import no_init_weights
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import shapes
-from lockstep.models.causal_lm import causal_lm, hf_config
+from lockstep.models.architectures import causal_lm, hf_config
 from lockstep.models.folder import check_fit, tensor_files, weight_errors
-from lockstep.models.scalar import SCORE_WEIGHT, HeadKind, auto_class, scalar_head
+from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, scalar_head
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from lockstep import invariant
 from lockstep.attention import kernel_of
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.models.causal_lm import causal_lm
-from lockstep.models.contract import kernel_contract
+from lockstep.models.architectures import causal_lm
+from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.schema.contract import KernelContract
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.config.train import TrainConfig, outside_of_runs
 from lockstep.errors import ConfigError
 from lockstep.execution import is_compiled
-from lockstep.models.causal_lm import checkpoint_activations
+from lockstep.models.architectures import checkpoint_activations
 from lockstep.models.export import export_hf
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import merged_state_dict

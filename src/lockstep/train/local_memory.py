@@ -5,15 +5,17 @@ from __future__ import annotations
 from torch import nn
 
 from lockstep.config.train import TrainConfig
-from lockstep.models.memory import explain_oom, gib, module_shape
-from lockstep.models.memory_shape import (
+from lockstep.models.memory import (
     BUCKET_ELEMENTS,
     MemoryPart,
     ModelShape,
     Phase,
     either,
+    explain_oom,
     forward_sizes,
+    gib,
     joint_gradients,
+    module_shape,
 )
 from lockstep.packing.packs import MAX_BUCKETS
 from lockstep.train.memory import StepSize, as_parts, state_bytes

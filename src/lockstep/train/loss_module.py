@@ -1,7 +1,7 @@
 """Decoder, head and loss as one module: the forward pass of every backend, and which slots of a pack its head
 sees.
 
-The head of a policy gives logprobs of the labels. A scalar head (lockstep.models.scalar) gives one number per
+The head of a policy gives logprobs of the labels. A scalar head (lockstep.models.heads) gives one number per
 slot, and it takes the place of the logprob everywhere: in the loss, in `StepStats` and in what `logprobs`
 returns.
 """
@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import TrainError
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.architectures import causal_lm
 from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, run_decoder
-from lockstep.models.heads import head_of, head_options
-from lockstep.models.scalar import SCORE, linear_values, scalar_head
+from lockstep.models.heads import SCORE, head_of, head_options, linear_values, scalar_head
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.ops.vocab_parallel import VocabShard
 from lockstep.protocols.train import StepStats, TokenLoss

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lockstep.config.train import TrainConfig
-from lockstep.models.memory_shape import MemoryPart, ModelShape, Phase, forward_sizes, joint_gradients
+from lockstep.models.memory import MemoryPart, ModelShape, Phase, forward_sizes, joint_gradients
 
 MORE_RANKS = "more ranks (--ranks)"
 Sizes = Iterable[tuple[str, float, Phase, str]]

@@ -20,7 +20,7 @@ from torch.optim.sgd import sgd
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.models.memory_shape import BUCKET_ELEMENTS
+from lockstep.models.memory import BUCKET_ELEMENTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lockstep.config.train import Layout
 from lockstep.execution import decoder_layers, is_compiled
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.architectures import causal_lm
 from lockstep.models.forward import dense_shape
 from lockstep.schema.batch import PackedBatch
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.execution import decoder_layers
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.architectures import causal_lm
 from lockstep.schema.batch import PackedBatch
 from lockstep_lab.bisect.arms import (
     NOISE_FACTOR,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
 from lockstep.execution import decoder_layers, is_compiled
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.architectures import causal_lm
 from lockstep.models.forward import head_of
 from lockstep.observe.files import jsonable, write_atomic
 from lockstep.observe.tensor_file import save_tensors

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parsed = {name: _replay_args(name, text, shared) for name, text in (("a", args.a), ("b", args.b))}
     check_writable(args.json)
     out = _fresh(args.out)
-    from lockstep.models.quiet import quiet_transformers
+    from lockstep.models.architectures import quiet_transformers
     from lockstep.recording import Recording
     from lockstep_lab.suite.run import make_folder
 

@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, RecordingError, ModelError: before the first forward.
     """
     args = parser().parse_args(list(argv))
-    from lockstep.models.quiet import quiet_transformers
+    from lockstep.models.architectures import quiet_transformers
     from lockstep_lab.replay.results import ReplayFiles, check_fresh
 
     check_writable(args.json)

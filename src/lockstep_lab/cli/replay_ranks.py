@@ -26,7 +26,7 @@ def main(
     if options.cell.ranks > 1 and not options.simulate:
         command = ["replay", *argv, "--out", str(out)]
         return launch_ranks(command, ranks=options.cell.ranks, timeout=None, log_dir=out / "logs")
-    from lockstep.models.quiet import quiet_transformers
+    from lockstep.models.architectures import quiet_transformers
     from lockstep_lab.replay.ranks import replay_simulated
     from lockstep_lab.replay.results import ReplayFiles
 
@@ -42,7 +42,7 @@ def main(
 
 
 def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:
-    from lockstep.models.quiet import quiet_transformers
+    from lockstep.models.architectures import quiet_transformers
     from lockstep.ranks.context import init_ranks
     from lockstep_lab.replay.ranks import RankSetup, agree_on_directory, replay_ranks, waiting_seconds
 

@@ -64,7 +64,7 @@ def make_prompts(
     import torch
 
     from lockstep.data.prompts import load_prompts
-    from lockstep.models.causal_lm import text_config
+    from lockstep.models.architectures import text_config
     from lockstep.models.load import load_tokenizer, meta_module
 
     tokenizer = load_tokenizer(model)

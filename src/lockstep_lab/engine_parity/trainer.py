@@ -11,7 +11,7 @@ import torch
 
 from lockstep.config.train import TrainConfig
 from lockstep.engine.spec import EngineSpec
-from lockstep.models.causal_lm import text_config
+from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.batch import rollout_samples

@@ -13,8 +13,7 @@ import torch
 
 from lockstep.errors import ConfigError, RecordingError
 from lockstep.models.forward import dense_shape
-from lockstep.models.memory import gib, total_bytes
-from lockstep.models.memory_shape import ModelShape, forward_sizes
+from lockstep.models.memory import ModelShape, forward_sizes, gib, total_bytes
 from lockstep.packing import Bucket, buckets_for, repack, share, share_in_few_shapes
 from lockstep.recording.replayable import recorded_axes
 from lockstep.recording.storage.format import MAX_DOCUMENT_SLOTS

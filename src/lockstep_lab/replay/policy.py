@@ -16,12 +16,11 @@ from lockstep import invariant
 from lockstep.config.model import ModelConfig
 from lockstep.errors import RecordingError
 from lockstep.execution import joint_of
-from lockstep.models.causal_lm import text_config
+from lockstep.models.architectures import text_config
 from lockstep.models.dtypes import DTYPES
+from lockstep.models.heads import HeadKind
 from lockstep.models.load import LoadedModel, load_model, meta_module
-from lockstep.models.memory import module_shape
-from lockstep.models.memory_shape import ModelShape
-from lockstep.models.scalar import HeadKind
+from lockstep.models.memory import ModelShape, module_shape
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.recording.replayable import recorded_axes, recorded_model

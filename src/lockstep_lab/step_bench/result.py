@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.models.flops import utilisation
+from lockstep.models.shapes import utilisation
 from lockstep_lab.step_bench.job import BenchOutcome, Ready, StepTimes
 from lockstep_lab.suite.result import SuiteResult, SuiteRow
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, EngineError, LockstepError, ModelError
-from lockstep.models.flops import peak_flops, training_flops
+from lockstep.models.shapes import peak_flops, training_flops
 from lockstep.observe.files import write_json
 from lockstep.ranks.launch import in_launcher
 from lockstep_lab.step_bench.job import (
@@ -134,8 +134,7 @@ class Cell(Worker[BenchJob]):
 
         from lockstep.execution import CompileWatch
         from lockstep.loop.build import build_online
-        from lockstep.models.causal_lm import text_config
-        from lockstep.models.quiet import quiet_transformers
+        from lockstep.models.architectures import quiet_transformers, text_config
         from lockstep_lab.suite.machine import PeakMemory
 
         self.say("loading")

@@ -8,9 +8,9 @@ import torch
 
 from lockstep.config.model import ModelConfig
 from lockstep.loop.axes import resolve_attention
+from lockstep.models.architectures import quiet_transformers
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.quiet import quiet_transformers
 
 
 def load_policy(

@@ -204,7 +204,7 @@ def _sizes(model: ModelConfig) -> tuple[list[Finding], Any]:
     """Findings about the sizes that divide the model, and its text config; None if it cannot be read."""
     import torch
 
-    from lockstep.models.causal_lm import text_config
+    from lockstep.models.architectures import text_config
     from lockstep.models.load import meta_module
     from lockstep.train.fsdp2.tensor_parallel import tensor_parallel_sizes
 

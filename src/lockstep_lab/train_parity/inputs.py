@@ -36,9 +36,8 @@ from lockstep.data.generated import reasoning_gym_dataset
 from lockstep.data.preferences import Pair, PreferenceSet, load_preferences, load_scored_pairs
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.causal_lm import text_config
+from lockstep.models.architectures import quiet_transformers, text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
-from lockstep.models.quiet import quiet_transformers
 from lockstep.observe.files import json_lines, write_atomic, write_json
 from lockstep.observe.text import echo
 from lockstep.ops.advantages import batch_mean_std, gae

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.architectures import causal_lm
 from lockstep.models.heads import head_of
 from lockstep.models.load import share_parameters
 

@@ -28,7 +28,7 @@ from lockstep.engine.native.scheduler import Admission, Sample, Scheduler
 from lockstep.engine.sampling import is_shaped
 from lockstep.engine.streaming import OnToken, Turn
 from lockstep.errors import EngineError
-from lockstep.models.contract import kernel_contract
+from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.observe.spans import Spans
 from lockstep.protocols.engine import EngineStats

@@ -28,7 +28,7 @@ from lockstep.engine.native.kv_cache import SCRATCH, KVCache, KVShape, upload
 from lockstep.engine.sampling import BLOCK, ENTRY_COUNTER, SampleState, draw_logits, noise_keys, uniform
 from lockstep.execution import compile_blocks, decoder_layers
 from lockstep.invariant import row_ops
-from lockstep.models.causal_lm import causal_lm, text_config
+from lockstep.models.architectures import causal_lm, text_config
 from lockstep.models.heads import head_of, head_options
 from lockstep.models.load import share_parameters
 from lockstep.ops.logprobs import HeadOptions, head_logits, row_stats

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.model import ModelConfig
 from lockstep.errors import RecordingError
-from lockstep.models.causal_lm import text_config
+from lockstep.models.architectures import text_config
 from lockstep.recording.replayable import KERNELS
 from lockstep.recording.storage.files import write_tensors
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors

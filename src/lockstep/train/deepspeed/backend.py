@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.config.train import TrainConfig, outside_of_runs
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import CompileWatch
-from lockstep.models.causal_lm import checkpoint_activations
+from lockstep.models.architectures import checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import decoder_inputs
 from lockstep.models.load import LoadedModel

@@ -16,7 +16,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.execution import CompileWatch, prepare_compiler
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.forward import head_of
-from lockstep.models.scalar import scalar_head
+from lockstep.models.heads import scalar_head
 from lockstep.train.compiled import compile_module
 from lockstep.train.contract import compile_options
 from lockstep.train.deepspeed.engine import ZeroEngine

@@ -14,7 +14,7 @@ the compute dtype:
 from __future__ import annotations
 
 from lockstep.config.train import TrainConfig
-from lockstep.models.memory_shape import MemoryPart, ModelShape, Phase, either
+from lockstep.models.memory import MemoryPart, ModelShape, Phase, either
 from lockstep.train.memory import MORE_RANKS, Sizes, StepSize, rank_parts, state_bytes
 
 _BUCKET = 2**28

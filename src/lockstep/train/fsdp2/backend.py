@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.attention import kernel_of
 from lockstep.config.train import TrainConfig, outside_of_runs
 from lockstep.errors import ConfigError
-from lockstep.models.causal_lm import causal_lm, checkpoint_activations
+from lockstep.models.architectures import causal_lm, checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import Ring, check_ring
 from lockstep.models.load import LoadedModel

@@ -18,7 +18,7 @@ the ranks once a step.
 from __future__ import annotations
 
 from lockstep.config.train import TrainConfig
-from lockstep.models.memory_shape import MemoryPart, ModelShape, Phase, either
+from lockstep.models.memory import MemoryPart, ModelShape, Phase, either
 from lockstep.train.memory import MORE_RANKS, Sizes, StepSize, rank_parts, state_bytes
 
 

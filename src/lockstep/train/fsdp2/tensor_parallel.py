@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.models.causal_lm import causal_lm, text_config
+from lockstep.models.architectures import causal_lm, text_config
 from lockstep.models.lora import adapter_place, is_adapter
 from lockstep.models.source import aliases
 from lockstep.ops.vocab_parallel import VocabShard
