@@ -30,7 +30,7 @@ from lockstep.loop.axes import planned_run
 from lockstep.loop.build import OnlineParts
 from lockstep.loop.memory_plan import plan_memory
 from lockstep.models.shapes import random_model, shape_config
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 
 GIB = 2**30
 SPECIAL = ["<pad>", "<begin>", "<end>"]

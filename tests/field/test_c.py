@@ -47,10 +47,9 @@ from lockstep.engine.served.handler import bearer
 from lockstep.errors import ConfigError, DataError, EngineError, LockstepError, RewardError
 from lockstep.loop import copy_keeper as copies
 from lockstep.loop import world_server as worlds
-from lockstep.observe import flight
-from lockstep.observe.holder import process_start
-from lockstep.observe.lock import RunLock, read_owner
-from lockstep.observe.run_log import RunLog
+from lockstep.observe import flight, lock
+from lockstep.observe.display import RunLog
+from lockstep.observe.lock import RunLock, process_start, read_owner
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks import rendezvous
 from lockstep.ranks.copy_folder import step_folder, whole_parts
@@ -211,7 +210,7 @@ def test_hang_signals_only_the_process_that_holds_the_record(
         crafted.name_process(path, process.pid)
         record = flight.read(path)
         assert (record.pid, record.answers) == (process.pid, True)
-        assert flight.state(record.pid, record.born) is not None  # its start time is right
+        assert lock.state(record.pid, record.born) is not None  # its start time is right
         assert main(["hang", str(tmp_path), "--seconds", "0.1"]) == 0
         time.sleep(0.3)  # a signal that was sent has ended it by now
         assert process.poll() is None

@@ -31,8 +31,8 @@ from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TrainError
 from lockstep.loop.online import train_online
 from lockstep.observe.ledger import check_ledger
+from lockstep.observe.lock import OwnedFolder, remove_left
 from lockstep.observe.metrics import JsonlWriter
-from lockstep.observe.owned_folder import OwnedFolder, remove_left
 from lockstep.observe.run_history import read_lines
 
 TINY = """
@@ -373,7 +373,7 @@ def test_folders_in_memory_of_a_killed_process_go_with_the_next_start(tmp_path: 
     """Expected: by the pids: of these processes only this one and the sleeping one live."""
     mine, theirs = OwnedFolder("weights", tmp_path), tmp_path / "theirs"
     code = "import sys, time; from pathlib import Path\n"
-    code += "from lockstep.observe.owned_folder import OwnedFolder\n"
+    code += "from lockstep.observe.lock import OwnedFolder\n"
     code += "print(OwnedFolder('weights', Path(sys.argv[1])).path, flush=True); time.sleep(600)"
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

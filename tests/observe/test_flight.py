@@ -14,7 +14,7 @@ import pytest
 from raising import raises
 
 from lockstep.errors import DataError
-from lockstep.observe import flight
+from lockstep.observe import flight, lock
 from lockstep.observe.flight import FlightRecorder
 
 PROGRAM = """
@@ -53,7 +53,7 @@ def test_a_record_is_read_while_its_process_is_stopped_and_when_it_is_dead(
         else:
             os.waitpid(process.pid, os.WUNTRACED)
         record = flight.read(tmp_path / "rank-1.flight")
-        assert flight.state(record.pid, record.born) == states
+        assert lock.state(record.pid, record.born) == states
         assert (record.rank, record.world_size, record.pid) == (1, 2, process.pid)
         assert record.heartbeat["step"] == 3 and record.heartbeat["phase"] == "generate"
         assert record.groups == {"0": (0, 1)}
@@ -68,7 +68,7 @@ def test_the_signal_writes_stacks_and_a_pid_of_another_process_is_none(
 ) -> None:
     record = flight.read(tmp_path / "rank-1.flight")
     assert record.answers
-    assert flight.state(record.pid, record.born + 1) is None
+    assert lock.state(record.pid, record.born + 1) is None
     os.kill(record.pid, flight.STACKS_SIGNAL)
     for _ in range(600):
         if "waiting_here" in record.stacks.read_text():

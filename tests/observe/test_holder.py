@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lockstep.observe.holder import holding, holds, process_start
+from lockstep.observe.lock import holding, holds, process_start
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.observe.history_check import gaps
-from lockstep.observe.run_history import way_on
+from lockstep.observe.run_history import gaps, way_on
 
 
 @pytest.mark.parametrize(

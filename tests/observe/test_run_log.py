@@ -11,8 +11,7 @@ import pytest
 from raising import raises
 
 from lockstep.errors import ConfigError
-from lockstep.observe.display import Display
-from lockstep.observe.run_log import RunLog
+from lockstep.observe.display import Display, RunLog
 
 TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 
 
 class Clock:

@@ -14,7 +14,7 @@ from recorded import recording_header
 from torch import Tensor, nn
 
 from lockstep.config.record import RecordConfig
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats
 from lockstep.recording import Recording

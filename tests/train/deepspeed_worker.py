@@ -27,7 +27,7 @@ from lockstep.errors import LockstepError
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel, load_model, share_parameters
 from lockstep.models.lora import merged_state_dict
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.processes.garbage import search_rarely
 from lockstep.protocols.train import LossOutput
 from lockstep.ranks.context import init_ranks

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.train.local import LocalBackend

@@ -253,7 +253,7 @@ def packages() -> list[Finding]:
 
 def disks(run_dir: Path) -> list[Finding]:
     """Free space where Lockstep writes."""
-    from lockstep.observe.cache import cache_root
+    from lockstep.observe.files import cache_root
 
     paths = {
         "run directory": run_dir,

@@ -33,7 +33,7 @@ from lockstep.config.load import dump_toml, load_restarted, load_resumed, overri
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import check_writable, file_errors, write_atomic
-from lockstep.observe.owned_folder import SHARED_MEMORY, remove_left
+from lockstep.observe.lock import SHARED_MEMORY, remove_left
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo

@@ -39,8 +39,7 @@ from lockstep.config.load import dump_toml, to_values
 from lockstep.config.run import RunConfig
 from lockstep.data.sources import FILE_SUFFIXES
 from lockstep.errors import ConfigError, DataError, TrainError
-from lockstep.observe.cache import cache_root
-from lockstep.observe.files import check_inside, file_errors, open_plain
+from lockstep.observe.files import cache_root, check_inside, file_errors, open_plain
 from lockstep.observe.text import printable
 from lockstep.protocols.cluster import Node, Placement
 from lockstep.ranks.heal import HealingRules

@@ -22,7 +22,7 @@ from lockstep.cluster.launch import LOOPBACK
 from lockstep.cluster.rank_host import staying, travelling
 from lockstep.config.cluster import ClusterConfig, check_temp_dir
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.observe.cache import cache_root
+from lockstep.observe.files import cache_root
 from lockstep.observe.trust import check_own_folder, open_own
 from lockstep.processes.child import Child
 

@@ -20,7 +20,7 @@ from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_templat
 from lockstep.data.generated import IdRows, ReasoningGymRows, RowGenerator
 from lockstep.data.sources import batch_rows, load_rows, missing_column, named_columns, place, rows_of
 from lockstep.errors import ConfigError, DataError
-from lockstep.observe.token_ids import check_known, kept_at_end
+from lockstep.observe.chat_template import check_known, kept_at_end
 from lockstep.schema.rollout import Prompt
 
 MAX_ATTEMPTS = 1000

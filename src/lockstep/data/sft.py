@@ -17,8 +17,7 @@ from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, check_text, clean_messages, fill_template
 from lockstep.data.sources import batch_rows, missing_column, named_columns, rows_of
 from lockstep.errors import ConfigError, DataError
-from lockstep.observe.chat_template import PROBE
-from lockstep.observe.token_ids import check_known, kept_at_end
+from lockstep.observe.chat_template import PROBE, check_known, kept_at_end
 from lockstep.schema.batch import TrainSample
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch._dynamo.utils import compilation_time_metrics, counters, get_compilation_metrics
 
 from lockstep.errors import ConfigError, ModelError, TrainError
-from lockstep.observe.cache import cache_root
+from lockstep.observe.files import cache_root
 from lockstep.schema.compile_report import CompileReport
 
 # Graphs of one code object: buckets x kinds of layer x (with and without gradients). torch's default of 8 is

@@ -26,7 +26,7 @@ from lockstep.invariant import modules as parts
 from lockstep.invariant import row_ops
 from lockstep.invariant import row_ops as linear_ops
 from lockstep.invariant.settings import NUM_ROWS, RowOp, cuda_settings, dependence
-from lockstep.observe.cache import cache_root
+from lockstep.observe.files import cache_root
 
 log = logging.getLogger(__name__)
 

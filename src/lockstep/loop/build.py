@@ -42,7 +42,7 @@ from lockstep.loop.world import World, check_devices, with_own_gpus
 from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel, OpenedModel, check_positions, load_model, open_model
-from lockstep.observe.owned_folder import OwnedFolder
+from lockstep.observe.lock import OwnedFolder
 from lockstep.packing import Planner
 from lockstep.protocols import (
     Algorithm,

@@ -46,7 +46,7 @@ from lockstep.loop.preflight import preflight
 from lockstep.loop.roles import ValueRole, describe_reward_models
 from lockstep.loop.rollout_rows import rollout_rows
 from lockstep.loop.session import Session
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.protocols import TokenLoss, ValueAlgorithm
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampledStep, SampleKey

@@ -23,7 +23,7 @@ from lockstep.loop.session import Session
 from lockstep.models.architectures import text_config
 from lockstep.models.export import weights_fingerprint
 from lockstep.models.load import LoadedModel, check_positions, load_model
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.ops.losses import loss_weights
 from lockstep.ops.values import explained_variance
 from lockstep.packing import Planner

@@ -11,7 +11,7 @@ from lockstep.errors import CheckpointError
 from lockstep.loop.checkpoint_files import seen_field
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.models.load import LoadedModel
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.protocols import TrainBackend
 from lockstep.ranks.context import RankContext
 from lockstep.ranks.node_folders import NodeFolders

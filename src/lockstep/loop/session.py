@@ -33,12 +33,9 @@ from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_setti
 from lockstep.loop.run_recorders import RunRecorders
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
-from lockstep.observe.display import Display
-from lockstep.observe.memory import memory_metrics
-from lockstep.observe.metrics import MetricsLog
+from lockstep.observe.display import Display, RunLog
+from lockstep.observe.metrics import MetricsLog, Spans, memory_metrics
 from lockstep.observe.run_history import EVALUATIONS
-from lockstep.observe.run_log import RunLog
-from lockstep.observe.spans import Spans
 from lockstep.observe.text import printable
 from lockstep.protocols import Saved, TrainBackend
 from lockstep.ranks.context import RankContext, record

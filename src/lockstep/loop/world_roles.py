@@ -19,8 +19,8 @@ from lockstep.loop.memory_plan import put_to_sleep
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
 from lockstep.loop.world import World
 from lockstep.models.load import LoadedModel
-from lockstep.observe.owned_folder import OwnedFolder
-from lockstep.observe.spans import Spans
+from lockstep.observe.lock import OwnedFolder
+from lockstep.observe.metrics import Spans
 from lockstep.packing import Planner
 from lockstep.protocols.reward import RewardInput
 from lockstep.protocols.train import FinishSave, Scorer

@@ -42,7 +42,7 @@ from lockstep.loop.memory_plan import put_to_sleep
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
 from lockstep.loop.world import MOST_BYTES, packed, unpacked
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.processes.supervisor import name_process
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.reward import RewardInput

@@ -31,8 +31,7 @@ from lockstep.models import shapes
 from lockstep.models.architectures import option, quiet_transformers, rope_parameters
 from lockstep.models.forward import hidden_states
 from lockstep.models.heads import head_of, head_options
-from lockstep.observe.cache import cache_root
-from lockstep.observe.files import read_json, write_json
+from lockstep.observe.files import cache_root, read_json, write_json
 from lockstep.observe.text import printable
 from lockstep.ops.logprobs import linear_logprobs
 from lockstep.packing import pack

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from lockstep.errors import ModelError, unknown_name
-from lockstep.observe.cache import cache_root
+from lockstep.observe.files import cache_root
 from lockstep.observe.tensor_file import save_tensors
 
 NAMES = ("smollm2-135m",)

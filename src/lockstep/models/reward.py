@@ -36,8 +36,7 @@ from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import INDEX, WEIGHTS, check_fit, check_total, without_adapter
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.rest import Rest
-from lockstep.observe.chat_template import ChatTemplate, row_variables
-from lockstep.observe.token_ids import check_known, kept_at_end
+from lockstep.observe.chat_template import ChatTemplate, check_known, kept_at_end, row_variables
 
 _LENGTHS = (5, 9, 20, 70)
 """Tokens of the documents that are scored at load."""

@@ -375,3 +375,14 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
+
+
+# Where Lockstep keeps what it can make again.
+
+
+def cache_root() -> Path:
+    """Return $LOCKSTEP_CACHE, else $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep."""
+    if own := os.environ.get("LOCKSTEP_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "lockstep"

@@ -41,7 +41,7 @@ from typing import Any
 
 from lockstep.errors import DataError
 from lockstep.observe.files import open_plain, parse_json
-from lockstep.observe.holder import stat_fields
+from lockstep.observe.lock import born
 from lockstep.observe.trust import check_own
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -576,27 +576,6 @@ def _collectives(path: Path, data: bytes) -> list[Collective]:
 
 def _decoded(text: bytes) -> str:
     return text.rstrip(b"\0").decode("utf-8", errors="replace")
-
-
-def born(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0: there is none, or the system does not say."""
-    fields = stat_fields(pid)
-    return int(fields[19]) if fields else 0
-
-
-def state(pid: int, since: int) -> str | None:
-    """Return the state of a process as one letter of proc(5), such as T (stopped), S or D (it waits), R; None
-    when it has gone."""
-    fields = stat_fields(pid)
-    return fields[0] if fields and int(fields[19]) == since else None
-
-
-def cpu_seconds(pid: int, since: int) -> float:
-    """Return the CPU time of a process and of its children that have ended; 0 when it has gone."""
-    fields = stat_fields(pid)
-    if not fields or int(fields[19]) != since:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident_bytes() -> int:

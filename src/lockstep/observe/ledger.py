@@ -19,14 +19,15 @@ from typing import Any
 
 from lockstep.errors import DataError
 from lockstep.observe.files import read_plain
-from lockstep.observe.history_check import (
+from lockstep.observe.run_history import (
+    is_step,
     ledger_since,
+    read_lines,
     rollout_counts,
     rollout_gaps,
     saves_rollouts,
     trained_samples,
 )
-from lockstep.observe.run_history import is_step, read_lines
 
 _SHOWN = 20
 _MOST = 2**20

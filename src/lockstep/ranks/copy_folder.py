@@ -26,7 +26,7 @@ from pathlib import Path
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.observe.files import file_errors, write_atomic
-from lockstep.observe.owned_folder import SHARED_MEMORY
+from lockstep.observe.lock import SHARED_MEMORY
 
 PLACE = SHARED_MEMORY
 LEAST_BYTES = 2**24

@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 
 from lockstep.errors import DataError
-from lockstep.observe import flight
+from lockstep.observe import flight, lock
 from lockstep.observe.files import open_plain
 from lockstep.observe.flight import Collective, Flight
-from lockstep.observe.holder import holding, holds
+from lockstep.observe.lock import holding, holds
 from lockstep.observe.text import printable
 from lockstep.processes.supervisor import TITLE
 
@@ -265,7 +265,7 @@ def _state(each: Flight) -> str | None:
     # After the last entry it does not hold the record any more.
     if each.answers and holds(each.path, pid=each.pid, started=each.born) is False:
         return None
-    state = flight.state(each.pid, each.born)
+    state = lock.state(each.pid, each.born)
     return None if state in ("Z", "X") else state
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from lockstep.errors import DataError
-from lockstep.observe import flight
+from lockstep.observe import flight, lock
 
 COMPUTES = 0.05
 """Share of a core above which a rank outside of collectives computes."""
@@ -123,7 +123,7 @@ class Watchdog:
 
 
 def _cpu_seconds(pid: int) -> float:
-    return sum(flight.cpu_seconds(each, flight.born(each)) for each in [pid, *_below(pid)])
+    return sum(lock.cpu_seconds(each, lock.born(each)) for each in [pid, *_below(pid)])
 
 
 def _below(pid: int) -> list[int]:

@@ -21,11 +21,10 @@ from typing import Any
 from lockstep.errors import DataError, TrainError
 from lockstep.observe import flight
 from lockstep.observe.files import read_plain
-from lockstep.observe.history_check import gaps
-from lockstep.observe.holder import holding, holds
-from lockstep.observe.lock import Owner, read_owner
+from lockstep.observe.lock import Owner, holding, holds, read_owner
 from lockstep.observe.run_history import (
     check_layout,
+    gaps,
     is_step,
     read_lines,
     read_summary,

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep.errors import RecordingError
-from lockstep.observe.cache import cache_root
+from lockstep.observe.files import cache_root
 
 ARCHIVE = Path(__file__).with_name("corpus.tar.xz")
 """One folder, corpus/, packed as `benchmarks/record_corpus.py` says: half the size of its files."""

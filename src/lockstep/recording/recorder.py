@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config.record import RecordConfig
 from lockstep.errors import RecordingError
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.protocols.train import FinishSave, Scorer, StepStats, TokenLoss, TrainBackend
 from lockstep.ranks.context import RankContext
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext

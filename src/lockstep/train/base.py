@@ -20,8 +20,7 @@ from lockstep.execution import CompileWatch
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
 from lockstep.models.rest import Rests
-from lockstep.observe.memory import is_out_of_memory
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans, is_out_of_memory
 from lockstep.protocols.train import FinishSave, RestPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.compile_report import CompileReport

@@ -18,7 +18,7 @@ from lockstep.models.export import export_hf
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import merged_state_dict
 from lockstep.observe import flight
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.protocols.train import Reference, RestPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
 from lockstep.errors import EngineError
-from lockstep.observe.memory import is_out_of_memory
+from lockstep.observe.metrics import is_out_of_memory
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights
 from lockstep.protocols.train import TrainBackend
 from lockstep.protocols.transfer import WeightTransfer

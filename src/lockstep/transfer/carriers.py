@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import torch
 
 from lockstep.errors import EngineError
-from lockstep.observe.owned_folder import SHARED_MEMORY, OwnedFolder
+from lockstep.observe.lock import SHARED_MEMORY, OwnedFolder
 from lockstep.observe.tensor_file import save_tensors
 from lockstep.protocols.engine import ReceivesWeights
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from lockstep.errors import EngineError
-from lockstep.observe.memory import GIB, is_out_of_memory, peak_rss_bytes
+from lockstep.observe.metrics import GIB, is_out_of_memory, peak_rss_bytes
 from lockstep.protocols.engine import InferenceEngine, receives_weights
 from lockstep.schema.weights import MemoryReport
 

@@ -189,7 +189,7 @@ class _Worker:
             self._index, self._batch = index, exact(self._recording[index].batch)
         if num_layers == self._layers:
             return
-        from lockstep.observe.spans import Spans
+        from lockstep.observe.metrics import Spans
         from lockstep_lab.replay.buckets import plan_buckets
         from lockstep_lab.replay.policy import Policy
 

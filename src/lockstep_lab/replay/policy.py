@@ -21,7 +21,7 @@ from lockstep.models.dtypes import DTYPES
 from lockstep.models.heads import HeadKind
 from lockstep.models.load import LoadedModel, load_model, meta_module
 from lockstep.models.memory import ModelShape, module_shape
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.recording.replayable import recorded_axes, recorded_model
 from lockstep.schema.batch import PackedBatch

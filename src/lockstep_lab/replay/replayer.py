@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.execution import CompileWatch
 from lockstep.models.dtypes import DTYPES
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.observe.text import echo
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import RecordedInput

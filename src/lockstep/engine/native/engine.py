@@ -30,7 +30,7 @@ from lockstep.engine.streaming import OnToken, Turn
 from lockstep.errors import EngineError
 from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import SamplingParams

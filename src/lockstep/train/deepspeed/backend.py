@@ -24,7 +24,7 @@ from lockstep.models.export import export_tensors
 from lockstep.models.forward import decoder_inputs
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.protocols.train import Reference, StepStats, TokenLoss
 from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch

@@ -26,7 +26,7 @@ from lockstep.models.lora import (
     without_lora,
 )
 from lockstep.observe import flight
-from lockstep.observe.spans import Spans
+from lockstep.observe.metrics import Spans
 from lockstep.packing import ring_shard
 from lockstep.protocols.train import FinishSave, Reference, RestPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
