@@ -14,7 +14,7 @@ from raising import raises
 from lockstep.algorithms.preferences import DPO, RewardModel
 from lockstep.config.algorithm import PREFERENCES, DPOConfig, PreferenceName, RewardModelLossConfig
 from lockstep.errors import DataError, TrainError
-from lockstep.ops.preferences import dpo, robust_dpo
+from lockstep.ops.losses import dpo, robust_dpo
 from lockstep.packing import Bucket, PackLimits, empty_batch, pack, plan_micro_batches, repack
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PreferenceBatch, PreferenceSample, ScoredSample

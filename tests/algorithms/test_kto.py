@@ -14,7 +14,7 @@ from raising import raises
 from lockstep.algorithms.preferences import KTO, baseline, mismatched, pair_accuracy, with_baseline
 from lockstep.config.algorithm import DPOConfig
 from lockstep.errors import TrainError
-from lockstep.ops.preferences import kto
+from lockstep.ops.losses import kto
 from lockstep.packing import Bucket, PackLimits, empty_batch, pack, plan_micro_batches, repack
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import UnpairedBatch, UnpairedSample

@@ -11,12 +11,12 @@ from lockstep.models.heads import head_options
 from lockstep.ops.logprobs import (
     HeadKernels,
     HeadOptions,
+    VocabShard,
     head_logits,
     linear_logprob_loss,
     linear_logprobs,
     row_stats,
 )
-from lockstep.ops.vocab_parallel import VocabShard
 
 
 @pytest.fixture(autouse=True)

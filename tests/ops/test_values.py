@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.ops.values import explained_variance, value_loss
+from lockstep.ops.advantages import explained_variance, value_loss
 
 
 def test_value_loss_by_hand() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.ops.vocab_parallel import VocabShard, partial_stats
+from lockstep.ops.logprobs import VocabShard, partial_stats
 from lockstep.ranks.launch import launch_command
 
 WORKER = Path(__file__).with_name("vocab_worker.py")

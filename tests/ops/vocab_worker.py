@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
-from lockstep.ops.vocab_parallel import VocabShard
+from lockstep.ops.logprobs import HeadOptions, VocabShard, linear_logprob_loss, linear_logprobs
 from lockstep.processes.garbage import search_rarely
 from lockstep.ranks.context import init_ranks
 

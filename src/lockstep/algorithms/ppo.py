@@ -14,9 +14,8 @@ from torch import Tensor
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.config.ppo import PPOConfig, ValueConfig
 from lockstep.errors import CheckpointError, TrainError
-from lockstep.ops.advantages import batch_mean_std, gae
+from lockstep.ops.advantages import batch_mean_std, gae, value_loss
 from lockstep.ops.masks import masked
-from lockstep.ops.values import value_loss
 from lockstep.protocols.train import Estimates, LossOutput, StepStats
 from lockstep.schema.batch import PackedBatch, RolloutSample, ValueBatch
 from lockstep.schema.rollout import Rollout, RolloutGroup
@@ -246,7 +245,7 @@ def _by_slot(flat: Tensor, samples: Sequence[RolloutSample], lengths: Sequence[i
 
 
 class ValueLoss:
-    """A TokenLoss of a model with a scalar head: see lockstep.ops.values.value_loss, times loss_weights.
+    """A TokenLoss of a model with a scalar head: see lockstep.ops.advantages.value_loss, times loss_weights.
 
     Raises:
         TrainError: from a call: the batch is of another kind.

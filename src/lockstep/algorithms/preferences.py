@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lockstep.config.algorithm import DPOConfig, RewardModelLossConfig
 from lockstep.errors import DataError, TrainError
+from lockstep.ops.losses import bradley_terry, dpo, ipo, kto, orpo, robust_dpo, simpo
 from lockstep.ops.masks import document_sums, masked
-from lockstep.ops.preferences import bradley_terry, dpo, ipo, kto, orpo, robust_dpo, simpo
 from lockstep.protocols.train import LossOutput, StepStats
 from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample, UnpairedBatch, prompt_ids
 
@@ -27,7 +27,7 @@ class PairLoss(ABC):
     """A TokenLoss over pairs; not separable, since a token's gradient depends on all of both answers.
 
     The *score* of an answer is the sum of the model's outputs over its trained slots, see
-    lockstep.ops.preferences: logprobs, or the one number of a scalar head.
+    lockstep.ops.losses: logprobs, or the one number of a scalar head.
 
     Args:
         needs_ref: outputs count less the reference's logprobs.

@@ -24,8 +24,8 @@ from lockstep.models.architectures import text_config
 from lockstep.models.export import weights_fingerprint
 from lockstep.models.load import LoadedModel, check_positions, load_model
 from lockstep.observe.metrics import Spans
+from lockstep.ops.advantages import explained_variance
 from lockstep.ops.losses import loss_weights
-from lockstep.ops.values import explained_variance
 from lockstep.packing import Planner
 from lockstep.protocols import Saved, TrainBackend, ValueAlgorithm
 from lockstep.protocols.train import FinishSave

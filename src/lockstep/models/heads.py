@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lockstep.errors import ModelError
 from lockstep.invariant.modules import head_kernels
 from lockstep.models.architectures import causal_lm, option, text_config
-from lockstep.ops.logprobs import HeadOptions
-from lockstep.ops.vocab_parallel import VocabShard
+from lockstep.ops.logprobs import HeadOptions, VocabShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

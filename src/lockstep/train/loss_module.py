@@ -22,8 +22,7 @@ from lockstep.errors import TrainError
 from lockstep.models.architectures import causal_lm
 from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, run_decoder
 from lockstep.models.heads import SCORE, head_of, head_options, linear_values, scalar_head
-from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
-from lockstep.ops.vocab_parallel import VocabShard
+from lockstep.ops.logprobs import HeadOptions, VocabShard, linear_logprob_loss, linear_logprobs
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 

@@ -29,7 +29,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.architectures import causal_lm, text_config
 from lockstep.models.lora import adapter_place, is_adapter
 from lockstep.models.source import aliases
-from lockstep.ops.vocab_parallel import VocabShard
+from lockstep.ops.logprobs import VocabShard
 from lockstep.train.fsdp2.tensor_parallel_modules import RowParallelLinear, VocabLookup, share_input
 
 
