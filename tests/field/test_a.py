@@ -44,7 +44,7 @@ from lockstep.models.reward import RewardModel
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.run_history import read_lines
 from lockstep.packing import pack
-from lockstep.processes.jobs import JobProcess
+from lockstep.processes.child import JobProcess
 from lockstep.ranks import second_look
 from lockstep.ranks.hang import children_of
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.processes import child
-from lockstep.processes.jobs import JobProcess, end
+from lockstep.processes.child import JobProcess
+from lockstep.processes.child import end_jobs as end
 
 SOCIABLE = """
 import os, signal, time
 from pathlib import Path
-from lockstep.processes.messages import receive, send
+from lockstep.processes.child import receive, send
 
 def main(folder, name, others, *, jobs, replies):
     def leave(*_):  # once all have been told to
@@ -66,7 +67,7 @@ def test_whoever_does_not_end_is_killed(folder: Path, monkeypatch: pytest.Monkey
 
 STALLS = """
 import faulthandler, os, signal, subprocess, sys, time
-from lockstep.processes.messages import receive, send
+from lockstep.processes.child import receive, send
 from lockstep.processes.supervisor import supervise
 
 def main(*, jobs, replies):

@@ -21,8 +21,7 @@ import jinja2.sandbox
 
 from lockstep.errors import DataError
 from lockstep.observe.text import printable
-from lockstep.processes.jobs import JobProcess, ProcessEnded
-from lockstep.processes.messages import receive, send
+from lockstep.processes.child import JobProcess, ProcessEnded, receive, send
 from lockstep.processes.supervisor import supervise
 
 _SECONDS = 120.0
@@ -167,7 +166,7 @@ _renderer = Renderer()
 os.register_at_fork(after_in_child=_renderer.after_fork)
 
 
-# Renders chat templates in a process of its own (lockstep.processes.jobs), without torch.
+# Renders chat templates in a process of its own (lockstep.processes.child), without torch.
 #
 # A template is a program that came with a model. Jinja's sandbox keeps it from files and attributes, not
 # from loops over loops or 'x' * 10**10: those end with this process.

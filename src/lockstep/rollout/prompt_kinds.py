@@ -10,7 +10,8 @@ import os
 from collections.abc import Iterable, Mapping
 
 from lockstep.errors import ConfigError
-from lockstep.processes.jobs import JobProcess, ProcessEnded, end
+from lockstep.processes.child import JobProcess, ProcessEnded
+from lockstep.processes.child import end_jobs as end
 from lockstep.schema.rollout import Prompt
 
 CPU_SECONDS = 2.0

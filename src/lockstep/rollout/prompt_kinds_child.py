@@ -1,4 +1,4 @@
-"""Searches for regular expressions in a process of its own (lockstep.processes.jobs). Standard library
+"""Searches for regular expressions in a process of its own (lockstep.processes.child). Standard library
 only."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import re
 import resource
 import signal
 
-from lockstep.processes.messages import receive, send
+from lockstep.processes.child import receive, send
 from lockstep.processes.supervisor import supervise
 
 

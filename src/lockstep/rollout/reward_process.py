@@ -21,8 +21,8 @@ from lockstep.config.base import read_secrets
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo, printable, printable_lines
-from lockstep.processes.jobs import JobProcess, ProcessEnded, end
-from lockstep.processes.messages import Message
+from lockstep.processes.child import JobProcess, Message, ProcessEnded
+from lockstep.processes.child import end_jobs as end
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout import calls
 from lockstep.rollout.row_values import encoded

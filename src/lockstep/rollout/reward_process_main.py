@@ -21,7 +21,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.observe.text import printable
-from lockstep.processes.messages import Message, receive, send
+from lockstep.processes.child import Message, receive, send
 from lockstep.processes.supervisor import supervise
 from lockstep.protocols.reward import RewardInput
 from lockstep.registry import load_object

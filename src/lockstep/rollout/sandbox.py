@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import Any
 
 from lockstep.processes import supervisor
-from lockstep.processes.jobs import ROOT, package_places
+from lockstep.processes.child import ROOT, package_places
 from lockstep.processes.supervisor import prctl
 
 MEMORY_LIMIT = 8 << 30

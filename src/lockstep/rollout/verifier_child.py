@@ -30,7 +30,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from lockstep.processes.messages import Message, receive, send
+from lockstep.processes.child import Message, receive, send
 from lockstep.processes.supervisor import close_all_but
 from lockstep.rollout import grammar, sandbox
 from lockstep.rollout.row_values import decoded

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.processes.jobs import JobProcess, ProcessEnded, end
-from lockstep.processes.messages import Message
+from lockstep.processes.child import JobProcess, Message, ProcessEnded
+from lockstep.processes.child import end_jobs as end
 from lockstep.rollout.row_values import encoded
 
 _START_SECONDS = 180.0

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from lockstep.errors import LockstepError
-from lockstep.processes.child import signal_name
-from lockstep.processes.jobs import JobProcess, ProcessEnded
-from lockstep.processes.messages import Message, receive, send
+from lockstep.processes.child import JobProcess, Message, ProcessEnded, receive, send, signal_name
 from lockstep.processes.supervisor import supervise
 from lockstep_lab.bisect.shrink import Crash, Trial
 from lockstep_lab.suite.process import is_out_of_memory
