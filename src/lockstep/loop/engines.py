@@ -20,8 +20,7 @@ from lockstep.loop.axes import Axes, is_native
 from lockstep.models.architectures import causal_lm, hf_config, quiet_transformers, text_config
 from lockstep.models.export import export_model, exported_folder
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.protocols.engine import InferenceEngine, receives_weights
-from lockstep.protocols.transfer import WeightTransfer
+from lockstep.protocols.engine import InferenceEngine, WeightTransfer, receives_weights
 
 # The spec of an engine with its own weights: a folder of the run's model without weights, its dtype, lengths
 # and device.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lockstep.protocols.engine import ReceivesWeights as ReceivesWeights
     from lockstep.protocols.engine import SamplesTokens as SamplesTokens
     from lockstep.protocols.engine import SharesWeights as SharesWeights
+    from lockstep.protocols.engine import WeightTransfer as WeightTransfer
     from lockstep.protocols.reward import RewardFunction as RewardFunction
     from lockstep.protocols.reward import RewardInput as RewardInput
     from lockstep.protocols.train import Algorithm as Algorithm
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from lockstep.protocols.train import TokenLoss as TokenLoss
     from lockstep.protocols.train import TrainBackend as TrainBackend
     from lockstep.protocols.train import ValueAlgorithm as ValueAlgorithm
-    from lockstep.protocols.transfer import WeightTransfer as WeightTransfer
 
 _HOMES = {
     "Algorithm": "train",
@@ -62,7 +62,7 @@ _HOMES = {
     "TokenLoss": "train",
     "TrainBackend": "train",
     "ValueAlgorithm": "train",
-    "WeightTransfer": "transfer",
+    "WeightTransfer": "engine",
     "World": "cluster",
 }
 

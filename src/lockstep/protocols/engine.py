@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 from torch import Tensor
 
+from lockstep.protocols.train import TrainBackend
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
-from lockstep.schema.weights import Transport, UpdateSession, WeightBucket, WeightUpdate
+from lockstep.schema.weights import MemoryReport, Transport, UpdateSession, WeightBucket, WeightUpdate
 
 OnCompletion = Callable[[int, int, Completion], None]
 """Called with (request index, sample index, completion) as soon as a sample finishes."""
@@ -228,3 +229,28 @@ class ReceivesWeights(InferenceEngine, Protocol):
 def receives_weights(engine: InferenceEngine) -> TypeGuard[ReceivesWeights]:
     """Whether the engine implements ReceivesWeights; otherwise it implements SharesWeights."""
     return engine.external
+
+
+class WeightTransfer(Protocol):
+    """Sends the trainer's weights to an engine, all of them, in one push."""
+
+    before: MemoryReport | None
+    """Before the last push, as is `after` after it; None: not measured."""
+    after: MemoryReport | None
+
+    @property
+    def transport(self) -> Transport | Literal["shared"]:
+        """How weights travel; shared: they do not, the engine reads the trainer's."""
+        ...
+
+    def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
+        """Send the weights of `source`, from which `target` samples afterwards. Raises EngineError; after a
+        push that failed the engine must not sample from half an update."""
+        ...
+
+    def check(self, target: InferenceEngine) -> bool:
+        """Compare the weights of the last push with what the engine holds; False: there is nothing to
+        compare. Raises EngineError: it holds others, and is dirty now."""
+        ...
+
+    def close(self) -> None: ...

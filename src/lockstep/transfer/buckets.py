@@ -20,9 +20,8 @@ from torch import Tensor
 from lockstep.config.engine import EngineConfig
 from lockstep.errors import EngineError
 from lockstep.observe.metrics import is_out_of_memory
-from lockstep.protocols.engine import InferenceEngine, ReceivesWeights
+from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, WeightTransfer
 from lockstep.protocols.train import TrainBackend
-from lockstep.protocols.transfer import WeightTransfer
 from lockstep.ranks.context import RankContext, RankError
 from lockstep.schema.weights import MemoryReport, Transport, UpdateSession
 from lockstep.transfer.carriers import Carrier

@@ -9,8 +9,7 @@ import torch
 
 from lockstep.config.engine import EngineConfig
 from lockstep.errors import EngineError
-from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, receives_weights
-from lockstep.protocols.transfer import WeightTransfer
+from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, WeightTransfer, receives_weights
 from lockstep.schema.weights import Transport
 from lockstep.transfer.buckets import BucketTransfer
 from lockstep.transfer.carriers import (

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import EngineError
-from lockstep.protocols.engine import InferenceEngine, ReceivesWeights
+from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, WeightTransfer
 from lockstep.protocols.train import TrainBackend
-from lockstep.protocols.transfer import WeightTransfer
 from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch, TrainSample, rollout_samples
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams, Trajectory
