@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.observe import lock
 from lockstep.observe.flight import FlightRecorder
-from lockstep.ranks.hang import Frame
+from lockstep.ranks.stacks import Frame
 
 
 def record(folder: Path, *, rank: int = 0, world_size: int = 2) -> Path:

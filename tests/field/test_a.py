@@ -45,8 +45,8 @@ from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.run_history import read_lines
 from lockstep.packing import pack
 from lockstep.processes.child import JobProcess
-from lockstep.ranks import second_look
-from lockstep.ranks.hang import children_of
+from lockstep.ranks import watchdog
+from lockstep.ranks.stacks import children_of
 
 # 1. The tools and chat_template_kwargs of a row (more in tests/data/test_texts.py)
 
@@ -503,7 +503,7 @@ def test_hang_accuses_no_rank_that_moves(
     ranks = TwoRanks(tmp_path / "logs/flight")
     clock = iter((0.0, 5.0))
     fake = SimpleNamespace(sleep=lambda _: meanwhile(ranks), monotonic=lambda: next(clock))
-    monkeypatch.setattr(second_look, "time", fake)
+    monkeypatch.setattr(watchdog, "time", fake)
     try:
         assert main(["hang", str(tmp_path), "--no-stacks"]) == 0
     finally:
@@ -515,9 +515,9 @@ def test_a_slow_step_is_no_hang(tmp_path: Path) -> None:
     """Expected: CPU time above a twentieth of a core is progress, but not inside a collective; by hand."""
     signs = {"rank": 0, "counts": (1, 1, 1.0)}
     for inside, used, moves in ((False, 1.0, True), (False, 0.1, False), (True, 4.9, False)):
-        before = second_look.Signs(**signs, inside=inside, cpu=10.0)
-        now = second_look.Signs(**signs, inside=inside, cpu=10.0 + used)
-        assert bool(second_look.progress(before, now, 5.0)) == moves
+        before = watchdog.Signs(**signs, inside=inside, cpu=10.0)
+        now = watchdog.Signs(**signs, inside=inside, cpu=10.0 + used)
+        assert bool(watchdog.progress(before, now, 5.0)) == moves
 
 
 def test_children_have_names_that_a_person_can_read() -> None:

@@ -60,7 +60,7 @@ from lockstep.observe.files import naming, write_atomic
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.tensor_file import save_tensors
 from lockstep.ranks.hang import examine
-from lockstep.ranks.recorded_hang import name_recording
+from lockstep.ranks.watchdog import name_recording
 from lockstep.recording import corpus
 from lockstep.schema.batch import PolicyBatch
 from lockstep.train.local import LocalBackend

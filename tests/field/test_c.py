@@ -51,7 +51,7 @@ from lockstep.observe import flight, lock
 from lockstep.observe.display import RunLog
 from lockstep.observe.lock import RunLock, process_start, read_owner
 from lockstep.protocols.reward import RewardInput
-from lockstep.ranks import rendezvous
+from lockstep.ranks import process_group
 from lockstep.ranks.copy_folder import step_folder, whole_parts
 from lockstep.ranks.hang import examine
 from lockstep.rollout.rewards import RewardSet
@@ -667,7 +667,7 @@ def test_every_group_of_ranks_proves_that_it_is_of_the_run(monkeypatch: pytest.M
     """The join race: ranks meet in the store again for each group of a mesh, where a stranger may be faster.
     Expected: by hand, of 8 ranks as 2 x 2 x 2: dp, ring and tp of two ranks, and dp with ring of four."""
     proved: list[int] = []
-    monkeypatch.setattr(rendezvous, "prove", lambda group: proved.append(dist.get_world_size(group)))
+    monkeypatch.setattr(process_group, "prove", lambda group: proved.append(dist.get_world_size(group)))
     monkeypatch.setattr(mesh, "group_timeout", lambda device: None)  # a fake group has none
     monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)

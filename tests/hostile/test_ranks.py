@@ -20,10 +20,10 @@ from pydantic import JsonValue
 from raising import raises
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lockstep.ranks import objects, rendezvous
+from lockstep.ranks import process_group
 from lockstep.ranks.environment import SECRET
 from lockstep.ranks.launch import Launch
-from lockstep.ranks.rendezvous import RankError
+from lockstep.ranks.process_group import RankError
 
 RANK = """
 import traceback
@@ -77,7 +77,7 @@ def test_a_process_alone_listens_on_loopback_at_most(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, "")  # so that it is put back as it was
         monkeypatch.delenv(name)
     before = listening()
-    rendezvous.join("gloo", timeout=timedelta(seconds=20))
+    process_group.join("gloo", timeout=timedelta(seconds=20))
     try:
         assert {address for port, address in listening().items() if port not in before} <= {"0100007F"}
     finally:
@@ -104,8 +104,8 @@ def test_a_stranger_in_the_place_of_a_rank_is_refused(launch: Launch, tmp_path: 
             world_size=2,
             timeout=timedelta(seconds=30),
         )
-        rendezvous._exchange(bytes(32), None)
-        rendezvous._exchange(bytes(32), None)
+        process_group._exchange(bytes(32), None)
+        process_group._exchange(bytes(32), None)
         with pytest.raises(RuntimeError):
             dist.all_gather_object([None, None], Payload(tmp_path / "executed"))
         _, text = rank_0.communicate(timeout=60)
@@ -121,11 +121,11 @@ def test_a_stranger_in_the_place_of_a_rank_is_refused(launch: Launch, tmp_path: 
 
 def test_bytes_of_a_pickle_are_no_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pickled = pickle.dumps(Payload(tmp_path / "executed"))
-    monkeypatch.setattr(objects, "gather_bytes", lambda data, group=None: [data, pickled])
+    monkeypatch.setattr(process_group, "gather_bytes", lambda data, group=None: [data, pickled])
     for kind in (JsonValue, dict[str, float], str, tuple[int, float]):
         value = {str: "x", dict[str, float]: {"x": 0.5}}.get(kind, None if kind is JsonValue else (1, 0.5))
         with raises(RankError, "bad-reply", rank=1):
-            objects.gather_objects(value, kind)
+            process_group.gather_objects(value, kind)
     assert not (tmp_path / "executed").exists()
 
 
@@ -147,8 +147,8 @@ def test_the_secret_is_in_no_argument_and_is_not_inherited(
     assert re.fullmatch(r"[0-9a-f]{64}", secret) and secret not in " ".join(launch.command)
     assert launch.environment(1)[SECRET] == secret != Launch(["true"], ranks=2, log_dir=Path())._secret
     monkeypatch.setenv(SECRET, secret)
-    rendezvous.run_secret.cache_clear()
+    process_group.run_secret.cache_clear()
     try:
-        assert rendezvous.run_secret() == secret and SECRET not in os.environ
+        assert process_group.run_secret() == secret and SECRET not in os.environ
     finally:
-        rendezvous.run_secret.cache_clear()
+        process_group.run_secret.cache_clear()

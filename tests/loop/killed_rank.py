@@ -15,8 +15,7 @@ from fork_server import arm, follow_steps
 
 from lockstep.cli import train
 from lockstep.cli.main import main
-from lockstep.ranks.environment import TURN
-from lockstep.ranks.recovery import recovery
+from lockstep.ranks.environment import TURN, recovery
 
 wait = train.await_turn
 

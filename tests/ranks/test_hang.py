@@ -11,7 +11,8 @@ from raising import raises
 from lockstep.cli.main import main
 from lockstep.errors import DataError
 from lockstep.observe.flight import FlightRecorder, read_all
-from lockstep.ranks.hang import Frame, HangReport, RankState, diagnose, examine, find_records, parse_stacks
+from lockstep.ranks.hang import HangReport, RankState, diagnose, examine, find_records
+from lockstep.ranks.stacks import Frame, parse_stacks
 
 A, B = ("allreduce", "[8] float32", "step 1: optimizer"), ("broadcast", "[1] int64", "the step's metrics")
 

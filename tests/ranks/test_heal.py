@@ -16,9 +16,9 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.ranks.copy_folder import CopiedFile, committed_steps, complete, copy_folder, step_folder
+from lockstep.ranks.environment import Recovery
 from lockstep.ranks.heal import HealingRules, launch_healing
 from lockstep.ranks.launch import Launch, RankEnd
-from lockstep.ranks.recovery import Recovery
 
 WORKER = """
 import json, os, signal, sys, time

@@ -18,13 +18,8 @@ from starting import alive, wait_for
 
 import lockstep.ranks.launch
 from lockstep.errors import ConfigError
-from lockstep.ranks.launch import (
-    in_launcher,
-    launch_command,
-    launch_ranks,
-    threads_per_rank,
-    without_local_rank,
-)
+from lockstep.ranks.environment import in_launcher, threads_per_rank, without_local_rank
+from lockstep.ranks.launch import launch_command, launch_ranks
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SCRIPT = (

@@ -11,9 +11,8 @@ from pydantic import JsonValue
 from raising import raises
 
 from lockstep.protocols.engine import EngineStats
-from lockstep.ranks import objects
-from lockstep.ranks.objects import decode_object, encode_object
-from lockstep.ranks.rendezvous import RankError
+from lockstep.ranks import process_group
+from lockstep.ranks.process_group import RankError, decode_object, encode_object
 from lockstep.rollout.sampler import _Share
 from lockstep.schema.rollout import Completion, Rollout, Trajectory
 
@@ -112,9 +111,9 @@ def test_what_another_rank_sends_is_checked(data: bytes, kind: Any) -> None:
 
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "MAX_BYTES", 10)
+    monkeypatch.setattr(process_group, "MAX_BYTES", 10)
     with raises(RankError, "too-large", bytes=12):
         encode_object("0123456789", str)
     for length in (11, -1):
         with raises(RankError, "too-large", rank=3):
-            objects._checked(length, 3)
+            process_group._checked(length, 3)

@@ -9,7 +9,7 @@ from starting import until
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
-from lockstep.ranks.objects import decode_object, encode_object
+from lockstep.ranks.process_group import decode_object, encode_object
 from lockstep.rollout.rewards import Scored
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampleKey, sample_seed, sampling_params
 from lockstep.schema.rollout import Prompt, SamplingParams

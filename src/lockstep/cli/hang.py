@@ -13,8 +13,7 @@ from lockstep.cli import arguments as values
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 from lockstep.ranks.hang import find_records
-from lockstep.ranks.recorded_hang import name_recording
-from lockstep.ranks.second_look import PROGRESS, SECONDS, examine_twice
+from lockstep.ranks.watchdog import PROGRESS, SECONDS, examine_twice, name_recording
 
 
 def main(argv: Sequence[str]) -> int:

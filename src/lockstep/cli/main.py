@@ -22,7 +22,8 @@ from types import ModuleType, TracebackType
 from lockstep.errors import ConfigError, LockstepError, unknown_name
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import search_rarely
-from lockstep.ranks.launch import in_launcher, leave, without_local_rank
+from lockstep.ranks.environment import in_launcher, without_local_rank
+from lockstep.ranks.launch import leave
 from lockstep.version import __version__
 
 COMMANDS = {

@@ -39,10 +39,9 @@ from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import no_search_for_garbage
 from lockstep.ranks.copy_folder import PLACE, remove_leftovers
-from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS
+from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS, in_launcher, recovery
 from lockstep.ranks.heal import HealingRules, launch_healing_ranks
-from lockstep.ranks.launch import end_process, in_launcher, launch_ranks
-from lockstep.ranks.recovery import recovery
+from lockstep.ranks.launch import end_process, launch_ranks
 from lockstep.ranks.reserve import await_turn
 
 if TYPE_CHECKING:

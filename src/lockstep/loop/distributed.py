@@ -25,10 +25,8 @@ from lockstep.observe.files import file_errors, write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
 from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, way_on
 from lockstep.ranks.context import RankContext, init_ranks
-from lockstep.ranks.environment import BACKSTOP_SECONDS, FLIGHT_DIR, WAIT_SECONDS
-from lockstep.ranks.launch import in_launcher
+from lockstep.ranks.environment import BACKSTOP_SECONDS, FLIGHT_DIR, WAIT_SECONDS, in_launcher, recovery
 from lockstep.ranks.node_folders import NodeFolders
-from lockstep.ranks.recovery import recovery
 from lockstep.version import library_versions
 
 

@@ -43,8 +43,7 @@ from lockstep.ranks.copy_folder import (
     step_folder,
     whole_parts,
 )
-from lockstep.ranks.environment import COPIES, COPY_KEEPER
-from lockstep.ranks.recovery import Recovery, recovery
+from lockstep.ranks.environment import COPIES, COPY_KEEPER, Recovery, recovery
 from lockstep.train.state.index import read_index
 
 _WRITE_SECONDS = 600.0

@@ -39,8 +39,8 @@ from lockstep.observe.run_history import EVALUATIONS
 from lockstep.observe.text import printable
 from lockstep.protocols import Saved, TrainBackend
 from lockstep.ranks.context import RankContext, record
+from lockstep.ranks.environment import recovery
 from lockstep.ranks.guard import failed_together
-from lockstep.ranks.recovery import recovery
 from lockstep.recording.recorder import Recorder
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup, SampleRecord

@@ -56,7 +56,7 @@ from lockstep.observe.text import printable_lines
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext, local_ranks
 from lockstep.ranks.environment import LAUNCHER_PID, SECRET
-from lockstep.ranks.rendezvous import host_store
+from lockstep.ranks.process_group import host_store
 from lockstep.schema.batch import PackedBatch, PolicyBatch, RolloutSample, SharedRows
 from lockstep.wire import buckets
 from lockstep.wire.server_token import TOKEN

@@ -37,7 +37,7 @@ from lockstep.models.shapes import PREFIX, shape_config
 from lockstep.models.source import aliases
 from lockstep.observe.files import naming, read_json, write_atomic
 from lockstep.observe.tensor_file import save_tensors
-from lockstep.ranks.objects import broadcast_object
+from lockstep.ranks.process_group import broadcast_object
 
 FILE_BYTES = 2 * 1024**3
 """Size of one weight file; writing it needs as much host memory."""

@@ -38,18 +38,18 @@ from lockstep.observe import flight
 from lockstep.observe.files import file_errors
 from lockstep.observe.text import echo
 from lockstep.processes.supervisor import name_process
-from lockstep.ranks import rendezvous
+from lockstep.ranks import process_group
 from lockstep.ranks.collectives import record_collectives
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID
 from lockstep.ranks.launch import ERROR_KEY, POSITION_KEY, leave
-from lockstep.ranks.objects import (
+from lockstep.ranks.process_group import RankError as RankError
+from lockstep.ranks.process_group import (
     broadcast_object,
     decode_object,
     encode_object,
     gather_bytes,
     gather_objects,
 )
-from lockstep.ranks.rendezvous import RankError as RankError
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class RankContext:
         """Return every rank's value, by rank.
 
         Args:
-            kind: its type (see `ranks.objects`); a value of another type is refused.
+            kind: its type (see `ranks.process_group`); a value of another type is refused.
             what: the purpose, for the error of a rank that waits in vain and for the launcher.
 
         Raises:
@@ -376,11 +376,11 @@ def init_ranks(
     deadline = timedelta(seconds=seconds)
     try:
         if not dist.is_initialized():
-            rendezvous.join(backend, timeout=deadline)
+            process_group.join(backend, timeout=deadline)
         control = dist.new_group(backend="gloo", timeout=deadline)
         assert isinstance(control, dist.ProcessGroup)
         dist.monitored_barrier(control, timeout=deadline)
-        rendezvous.prove(control)
+        process_group.prove(control)
     except RankError:
         raise
     except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
@@ -464,8 +464,8 @@ def _placement(
 def _store() -> Store:
     """The launcher's store, without torch's prefixes, so that the launcher can read it; else the default
     one."""
-    if rendezvous.of_launcher():
-        return rendezvous.launcher_store(timedelta(seconds=10))
+    if process_group.of_launcher():
+        return process_group.launcher_store(timedelta(seconds=10))
     # Private, in torch 2.11 to 2.13: nothing public gives the store that torch has made.
     store: Any = dist.distributed_c10d._get_default_store()
     return PrefixStore("lockstep", store)

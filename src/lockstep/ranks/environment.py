@@ -1,5 +1,15 @@
 """Environment variables of ranks. No torch: the launcher has none."""
 
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
 """In the environment of ranks that `launch_ranks` started: the process that started them."""
 SECRET = "LOCKSTEP_RANKS_SECRET"
@@ -28,4 +38,77 @@ are to wait there to take the ranks' places (lockstep.ranks.reserve)."""
 TURN = "LOCKSTEP_TURN"
 """In the environment of a process that waits so: the named pipe on which it hears that it is a rank."""
 RESTART = "LOCKSTEP_RESTART"
-"""In the environment of ranks that were started again after a death: lockstep.ranks.recovery.Recovery."""
+"""In the environment of ranks that were started again after a death: lockstep.ranks.environment.Recovery."""
+
+
+# What a rank that was started again knows of the death that it heals, and how long each phase has taken.
+
+
+@dataclass(kw_only=True, slots=True)
+class Recovery:
+    """A restart of all ranks."""
+
+    number: int
+    """From 1."""
+    most: int
+    """cluster.max_restarts."""
+    run_dir: str | None
+    """The run to go on with; None: it had not begun."""
+    died: float
+    """Unix seconds, as the launcher saw it."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds from the end of the phase before, or from the death."""
+
+    @property
+    def resume(self) -> Path | None:
+        """The folder of the run to go on with."""
+        return None if self.run_dir is None else Path(self.run_dir)
+
+    @property
+    def seconds(self) -> float:
+        """From the death to the end of the last phase."""
+        return sum(self.phases.values())
+
+    def mark(self, phase: str) -> None:
+        """Note that a phase ends now."""
+        self.phases[phase] = time.time() - self.died - self.seconds
+
+    def environment(self) -> dict[str, str]:
+        """What the ranks that are started now get."""
+        return {RESTART: json.dumps(asdict(self))}
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
+        return f"restart {self.number} of {self.most}: {self.seconds:.1f} s from the death on ({phases})"
+
+
+@functools.cache
+def recovery() -> Recovery | None:
+    """Return the restart that this process belongs to; None: it is of the first start."""
+    text = os.environ.get(RESTART)
+    return None if text is None else Recovery(**json.loads(text))
+
+
+def in_launcher() -> bool:
+    """Return whether torchrun, the deepspeed launcher or `launch_ranks` started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def without_local_rank(argv: Sequence[str]) -> list[str]:
+    """Return argv without the `--local_rank=N` that the deepspeed launcher puts before all other arguments;
+    the environment has the same number as LOCAL_RANK.
+
+    Example:
+        >>> without_local_rank(["--local_rank=1", "replay", "--ranks", "2"])
+        ['replay', '--ranks', '2']
+    """
+    rest = list(argv)
+    while rest and rest[0].partition("=")[0] in ("--local_rank", "--local-rank"):
+        del rest[: 1 if "=" in rest[0] else 2]
+    return rest
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Return the cores that this process may use, divided by `ranks`; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)

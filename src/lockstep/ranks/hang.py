@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import linecache
 import os
 import re
-import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from lockstep.errors import DataError
 from lockstep.observe import flight, lock
@@ -29,16 +25,12 @@ from lockstep.observe.files import open_plain
 from lockstep.observe.flight import Collective, Flight
 from lockstep.observe.lock import holding, holds
 from lockstep.observe.text import printable
-from lockstep.processes.supervisor import TITLE
+from lockstep.ranks.stacks import Frame, children_of, parse_stacks
 
 _STACKS_SECONDS = 3.0
 """How long a process may take to write its stacks."""
 _STACKS_BYTES = 2**22
 """Of the end of a file of stacks; no process writes more at once."""
-_SOURCE_BYTES = 2**22
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d{1,9}) in (?P<name>.*)')
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]{1,32}) ")
-_IMPORTED = re.compile(r"\bfrom ([\w.]{1,99}) import\b|\bimport ([\w.]{1,99})")
 _SHOWN_FRAMES = 5
 _LONGEST_HISTORY = 4
 """Collectives before one by which it is told whether it came in its turn."""
@@ -70,34 +62,6 @@ _SAYS_LITTLE = ("transport", "busy or stuck", "unknown", "ended")
 """Causes that a node which does not answer explains better."""
 _JOINS = "_wait_for_tstate_lock"
 """The function in which a thread waits for the end of another."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
-    """One Python frame."""
-
-    file: str
-    line: int
-    name: str
-
-    @property
-    def source(self) -> str:
-        """The line's text, if the file is on this machine."""
-        return linecache.getline(self.file, self.line).strip() if _is_source(self.file) else ""
-
-    @property
-    def text(self) -> str:
-        """Such as "loop/session.py:481 _memory: everyone = self.ranks.gather(...)"."""
-        short = re.sub(r".*/(?:site-packages|lib/python3\.\d+|src/lockstep)/", "", self.file)
-        return f"{short}:{self.line} {self.name}" + (f": {self.source}" if self.source else "")
-
-
-def _is_source(name: str) -> bool:
-    """Whether a file can be read for its lines: a file of stacks that others wrote may name any file."""
-    with contextlib.suppress(OSError, ValueError):
-        found = os.stat(name)
-        return name.endswith(".py") and stat.S_ISREG(found.st_mode) and found.st_size <= _SOURCE_BYTES
-    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,56 +244,6 @@ def _rank_state(each: Flight, *, stacks: bool) -> RankState:
         threads=threads,
         children=children_of(each.pid) if state is not None and each.answers else (),
     )
-
-
-def parse_stacks(text: str, main_thread: int) -> tuple[tuple[Frame, ...], ...]:
-    """Return the stacks of the last dump of faulthandler in a file, the main thread's first."""
-    threads: list[tuple[int, list[Frame]]] = []
-    for line in text.splitlines():
-        if head := _THREAD.match(line):
-            ident = int(head["ident"], 16)
-            if any(ident == known for known, _ in threads):
-                threads = []  # the next dump begins
-            threads.append((ident, []))
-        elif threads and (match := _FRAME.match(line)):
-            threads[-1][1].append(Frame(file=match["file"], line=int(match["line"]), name=match["name"]))
-    threads.sort(key=lambda thread: thread[0] != main_thread)
-    return tuple(tuple(frames) for _, frames in threads)
-
-
-def children_of(pid: int) -> tuple[str, ...]:
-    """A line for each process below one: pid, name, state."""
-    lines = []
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                name = _process_name(child)
-                if name != f"{TITLE}guard":
-                    lines.append(
-                        f"process {child.pid} ({name[:60]}): {child.status()}{_kernel_wait(child.pid)}"
-                    )
-    return tuple(lines)
-
-
-def _process_name(process: psutil.Process) -> str:
-    """The name that a process of ours gave itself; else its command line without options, and of a program in
-    the command line (python -c) the module that it loads."""
-    name: str = process.name()
-    if name.startswith(TITLE):
-        return name
-    line = process.cmdline()
-    if "-c" in line[1:-1]:
-        loads = _IMPORTED.search(line[line.index("-c") + 1])
-        return f"{Path(line[0]).name} -c" + (f": {loads[1] or loads[2]}" if loads else "")
-    words = [word for word in line if not word.startswith("-")]
-    return " ".join(Path(word).name for word in words[:3]) or name
-
-
-def _kernel_wait(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        where = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace")
-        return f" in {where}" if where not in ("", "0") else ""
-    return ""
 
 
 # --- what follows from it -----------------------------------------------------------------------------------

@@ -22,9 +22,8 @@ from lockstep.errors import LockstepError
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
 from lockstep.ranks.copy_folder import committed_steps, copy_folder
-from lockstep.ranks.environment import COPIES, COPY_PLACE
+from lockstep.ranks.environment import COPIES, COPY_PLACE, Recovery
 from lockstep.ranks.launch import RESERVE_LOGS, Launch, LaunchInterrupted, check_launch, signals_raised
-from lockstep.ranks.recovery import Recovery
 from lockstep.ranks.reserve import Reserve
 
 

@@ -6,7 +6,7 @@ runs `python -m lockstep replay --ranks 2` twice, with the environment that torc
 that the same command works unchanged under torchrun and under the deepspeed launcher: `in_launcher` tells
 whether the ranks are started already. Each rank is a Child (lockstep.processes). Their store is hosted here,
 so the positions of the ranks are known even after rank 0 has died. It listens on loopback only, and ranks
-have to know a secret of the run (lockstep.ranks.rendezvous).
+have to know a secret of the run (lockstep.ranks.process_group).
 
 This module loads torch only when it starts something.
 """
@@ -32,11 +32,10 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import echo
 from lockstep.processes.child import AT_ONCE, Child, describe_status, end
-from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET
+from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET, in_launcher, threads_per_rank
 from lockstep.ranks.hang import OUT_OF_STEP, HangReport, examine
-from lockstep.ranks.recorded_hang import name_recording
 from lockstep.ranks.reserve import Reserve
-from lockstep.ranks.watchdog import Counts, Signs, Watchdog, signs
+from lockstep.ranks.watchdog import Counts, Signs, Watchdog, name_recording, signs
 
 ENDED_KEY = "lockstep/ended/{rank}"
 """Store: how a rank ended, text, written by the launcher, as a killed rank cannot write it."""
@@ -94,11 +93,6 @@ class RankEnd:
         return f"; last seen at {self.position['text']}" if self.position else ""
 
 
-def in_launcher() -> bool:
-    """Return whether torchrun, the deepspeed launcher or `launch_ranks` started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def leave(status: int) -> None:
     """End this rank at once if a failure left process groups behind; otherwise do nothing.
 
@@ -115,26 +109,6 @@ def end_process(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def without_local_rank(argv: Sequence[str]) -> list[str]:
-    """Return argv without the `--local_rank=N` that the deepspeed launcher puts before all other arguments;
-    the environment has the same number as LOCAL_RANK.
-
-    Example:
-        >>> without_local_rank(["--local_rank=1", "replay", "--ranks", "2"])
-        ['replay', '--ranks', '2']
-    """
-    rest = list(argv)
-    while rest and rest[0].partition("=")[0] in ("--local_rank", "--local-rank"):
-        del rest[: 1 if "=" in rest[0] else 2]
-    return rest
-
-
-def threads_per_rank(ranks: int) -> int:
-    """Return the cores that this process may use, divided by `ranks`; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
 
 
 def launch_ranks(
@@ -230,7 +204,7 @@ class Launch:
         graceful: bool = False,
         watch: float | None = None,
     ) -> None:
-        from lockstep.ranks.rendezvous import hidden_store, host_store
+        from lockstep.ranks.process_group import hidden_store, host_store
 
         self.command, self.ranks, self.log_dir = list(command), ranks, log_dir
         self.graceful = graceful

@@ -1,28 +1,36 @@
-"""Notices when ranks make no progress, from outside of them.
-
-    dog = Watchdog(lambda known: signs(folder, known=known), seconds=1800)
-    while ...:
-        if dog.stalled():
-            echo(examine(folder).text())
-
-A rank makes progress when its heartbeat or its collectives go on (lockstep.observe.flight), or when it
-computes: outside of collectives, CPU time of its process or of one below it is a sign of life, so a
-compilation of an hour, or a reward that works, is no hang. Inside a collective it depends on the others. One
-parent watches, whichever provider started the ranks: their signs are read where they run.
-"""
+"""Notices when ranks make no progress: while they run, by a second look, and in what they have recorded."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import shlex
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from lockstep.errors import DataError
 from lockstep.observe import flight, lock
+from lockstep.observe.files import JSON_BYTES, open_plain, parse_json
+from lockstep.ranks.hang import HangReport, RankState, diagnose, examine, rank_states
+
+# Notices when ranks make no progress, from outside of them.
+#
+#     dog = Watchdog(lambda known: signs(folder, known=known), seconds=1800)
+#     while ...:
+#         if dog.stalled():
+#             echo(examine(folder).text())
+#
+# A rank makes progress when its heartbeat or its collectives go on (lockstep.observe.flight), or when it
+# computes: outside of collectives, CPU time of its process or of one below it is a sign of life, so a
+# compilation of an hour, or a reward that works, is no hang. Inside a collective it depends on the others.
+# One parent watches, whichever provider started the ranks: their signs are read where they run.
+
 
 COMPUTES = 0.05
 """Share of a core above which a rank outside of collectives computes."""
@@ -130,3 +138,157 @@ def _below(pid: int) -> list[int]:
     with contextlib.suppress(psutil.Error):
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     return []
+
+
+# A report on ranks that may well be alive: two looks, some seconds apart. A rank that moved does not hang.
+#
+#     report = examine_twice(folder, seconds=5.0)
+#
+# The launcher needs one look only: it reports when nothing has moved for the whole deadline. Both mean the
+# same by progress (lockstep.ranks.watchdog).
+
+
+SECONDS = 5.0
+"""Between the two looks."""
+PROGRESS = "progress"
+"""The cause of a report on ranks that do not hang."""
+_FACTS = ("stopped process", "dead process", "failed rank")
+"""Causes that are so, whatever the other ranks still do."""
+
+
+def examine_twice(folder: Path, *, seconds: float = SECONDS, stacks: bool = True) -> HangReport:
+    """Examine the ranks whose flight records are in `folder`, as `hang.examine` does, and blame no rank of a
+    run that makes progress.
+
+    Args:
+        seconds: between the looks; only ranks that run are looked at twice.
+        stacks: ask the living ones for their Python stacks.
+
+    Raises:
+        DataError: a file is no flight record, or there is none.
+    """
+    first = rank_states(folder, stacks=False)
+    if not any(_runs(each) for each in first):
+        return examine(folder, stacks=stacks)
+    before = {each.rank: each for each in signs_of(folder)}
+    began = time.monotonic()
+    time.sleep(seconds)
+    # Before the stacks are asked for: writing them takes CPU time.
+    after, passed = {each.rank: each for each in signs_of(folder)}, time.monotonic() - began
+    states = rank_states(folder, stacks=stacks)
+    return _report(states, before=before, after=after, passed=passed)
+
+
+def _report(
+    states: list[RankState], *, before: Mapping[int, Signs], after: Mapping[int, Signs], passed: float
+) -> HangReport:
+    moved = {
+        each.rank: how
+        for each in states
+        if each.rank in after and (how := progress(before.get(each.rank), after[each.rank], passed))
+    }
+    report = diagnose(states)
+    if moved and report.cause not in _FACTS:
+        lines = [f"the run makes progress; in {passed:.0f} s:"]
+        lines += [f"  rank {each.rank} {moved.get(each.rank, 'did not move')}" for each in states]
+        return replace(report, cause=PROGRESS, collective=None, culprits=(), lines=tuple(lines))
+    if report.collective is None and any(map(_runs, states)):
+        note = (
+            f"no rank moved for {passed:.0f} s; the run hangs only if what it waits for never takes so long: "
+            "compare how long the phase has lasted with earlier steps"
+        )
+        return replace(report, lines=(*report.lines, note))
+    return report
+
+
+def _runs(each: RankState) -> bool:
+    """Whether it runs, and still keeps its record."""
+    return each.state is not None and not each.stopped and each.flight.answers
+
+
+def progress(before: Signs | None, now: Signs, passed: float) -> str | None:
+    """How a rank moved between two looks; None: it did not."""
+    if before is None:
+        return "began"
+    beats, collectives = now.counts[0] - before.counts[0], now.counts[1] - before.counts[1]
+    if collectives or now.counts[2] != before.counts[2]:
+        return f"entered {collectives} collectives" if collectives else "left a collective"
+    if beats:
+        return f"went on ({beats} signs of life)"
+    used = (now.cpu or 0.0) - (before.cpu or 0.0)
+    # Inside of a collective it spins, and depends on the others.
+    if not now.inside and used > COMPUTES * passed:
+        return f"computed for {used:.1f} s of CPU time"
+    return None
+
+
+# Where the inputs of a step that hangs are recorded, and the command that feeds them to the policy again.
+#
+#     report = name_recording(examine(folder))      # a line more, if the run records (record.enabled)
+#
+# A recording has a step's inputs before its forward (lockstep.recording.writer): they are `pending` until it
+# is done. Loads no torch, as `lockstep hang` does not.
+
+
+_FOLDER = "recordings"
+_OPEN = re.compile(r"open-\d{6,12}\.safetensors")
+_LENGTH = struct.Struct("<Q")
+"""Before the JSON with which a file of safetensors begins."""
+_LOOKED_AT = 8
+"""Of the newest files of a rank: those behind the step of the hang are of a rank that went on."""
+
+
+def name_recording(report: HangReport) -> HangReport:
+    """Return the report with a line about what to replay, if the inputs of ranks that are in a step are
+    recorded; of the ranks to blame, where they are."""
+    waiting = {each.rank: found for each in report.ranks if (found := _pending(each)) is not None}
+    blamed = [rank for rank in report.culprits if rank in waiting] or list(waiting)
+    if not blamed:
+        return report
+    run, step, micro_batch = waiting[blamed[0]]
+    which = f"micro-batch {micro_batch} of " if micro_batch is not None else ""
+    where = run / _FOLDER
+    line = (
+        f"the inputs of rank {blamed[0]}, {which}step {step}, are in {where}; to run them again: lockstep "
+        f"replay {shlex.quote(str(run))} --steps {step}:{step + 1}"
+    )
+    return replace(report, lines=(*report.lines, line))
+
+
+def _pending(each: RankState) -> tuple[Path, int, int | None] | None:
+    """The run, the step and the micro-batch in which a rank is, if its inputs are recorded and not done."""
+    step = each.flight.heartbeat.get("step")
+    run = next((above for above in each.flight.path.parents[:4] if (above / _FOLDER).is_dir()), None)
+    if run is None or step is None:
+        return None
+    of_step = [meta for meta in _newest(run / _FOLDER / f"rank-{each.rank:04d}") if meta.get("step") == step]
+    pending = [meta.get("micro_batch") for meta in of_step if meta.get("outcome") == "pending"]
+    if not pending:
+        return None
+    now = each.flight.heartbeat.get("micro_batch")
+    return run, step, now if now in pending else None
+
+
+def _newest(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """What the newest files say of their inputs."""
+    files = sorted((path for path in folder.glob("open-*") if _OPEN.fullmatch(path.name)), reverse=True)
+    for path in files[:_LOOKED_AT]:
+        try:
+            yield from _metas(path)
+        except DataError:  # it went into a shard meanwhile, or is damaged: `lockstep recording` says how
+            continue
+
+
+def _metas(path: Path) -> list[Mapping[str, Any]]:
+    with open_plain(path, DataError, root=path.parent) as file:
+        head = file.read(_LENGTH.size)
+        length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0
+        data = file.read(min(length, JSON_BYTES))
+    header = parse_json(data, str(path), DataError)
+    about = header.get("__metadata__") if isinstance(header, dict) else None
+    text = about.get("inputs", "[]") if isinstance(about, dict) else "[]"
+    inputs = parse_json(str(text).encode(), str(path), DataError)
+    metas = (
+        [entry.get("meta") for entry in inputs if isinstance(entry, dict)] if isinstance(inputs, list) else []
+    )
+    return [meta for meta in metas if isinstance(meta, dict)]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import arguments
-from lockstep.ranks.launch import in_launcher, launch_ranks
+from lockstep.ranks.environment import in_launcher
+from lockstep.ranks.launch import launch_ranks
 from lockstep_lab.cli.replay_output import Progress, conclude
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import ConfigError, EngineError, LockstepError, ModelError
 from lockstep.models.shapes import peak_flops, training_flops
 from lockstep.observe.files import write_json
-from lockstep.ranks.launch import in_launcher
+from lockstep.ranks.environment import in_launcher
 from lockstep_lab.step_bench.job import (
     READY,
     ROWS,

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from lockstep.errors import ConfigError
 from lockstep.observe.files import write_json
-from lockstep.ranks.launch import TIMED_OUT, in_launcher
+from lockstep.ranks.environment import in_launcher
+from lockstep.ranks.launch import TIMED_OUT
 from lockstep_lab.suite.job_files import Job, WorkerOutcome
 from lockstep_lab.suite.process import (
     ExitStatus,

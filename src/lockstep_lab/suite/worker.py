@@ -18,7 +18,8 @@ from lockstep.errors import ConfigError, LockstepError, ModelError
 from lockstep.observe.files import jsonable, naming
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import search_rarely
-from lockstep.ranks.launch import in_launcher, launch_command, leave, without_local_rank
+from lockstep.ranks.environment import in_launcher, without_local_rank
+from lockstep.ranks.launch import launch_command, leave
 from lockstep_lab.suite.job_files import RANK_LOGS, RESULT, Job, WorkerOutcome, read_job_file
 from lockstep_lab.suite.process import error_line, is_out_of_memory
 

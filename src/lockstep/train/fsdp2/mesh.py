@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.errors import ConfigError
-from lockstep.ranks import rendezvous
+from lockstep.ranks import process_group
 from lockstep.ranks.process_group import ensure_process_group, group_timeout
 
 
@@ -94,7 +94,7 @@ def make_mesh(device: torch.device, *, ring: int, tp: int) -> RankMesh:
         # init_device_mesh takes no timeout; the default group's is what --rank-timeout says.
         dist.distributed_c10d._set_pg_timeout(group_timeout(device), group)
         # Its ranks have met in the store again, where a stranger may have taken a place.
-        rendezvous.prove(group)
+        process_group.prove(group)
     dp_rank, ring_rank, tp_rank = (mesh.get_local_rank(name) for name in ("dp", "ring", "tp"))
     world = dist.group.WORLD
     assert world is not None

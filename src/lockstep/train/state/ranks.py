@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.ranks.objects import gather_objects
+from lockstep.ranks.process_group import gather_objects
 
 
 class StateRanks:
