@@ -16,7 +16,7 @@ from recordings import batch, documents, recorded, run_inputs, write
 from lockstep.cli.main import main
 from lockstep.observe.text import printable
 from lockstep.packing import pack
-from lockstep.recording import Recording, corpus
+from lockstep.recording import Recording, reader
 from lockstep_lab.cli import replay
 from lockstep_lab.recording.show import Style, show_input
 from lockstep_lab.replay.buckets import select_inputs
@@ -138,7 +138,7 @@ def test_slice_and_merge(rec: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_without_a_path_it_is_the_shipped_corpus(
     rec: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(corpus, "corpus_path", lambda: rec)
+    monkeypatch.setattr(reader, "corpus_path", lambda: rec)
     monkeypatch.setattr("lockstep.recording.reader.corpus_path", lambda: rec)
     assert main(["recording", "validate"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "validate: 20 inputs are valid"

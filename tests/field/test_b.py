@@ -61,7 +61,7 @@ from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.tensor_file import save_tensors
 from lockstep.ranks.hang import examine
 from lockstep.ranks.watchdog import name_recording
-from lockstep.recording import corpus
+from lockstep.recording import reader
 from lockstep.schema.batch import PolicyBatch
 from lockstep.train.local import LocalBackend
 from lockstep_lab.matrix.inputs import with_signal
@@ -614,9 +614,9 @@ def test_the_shipped_archive_is_unpacked_by_every_python(member, expected, tmp_p
         info.type, info.linkname = kind, target
         archive.addfile(info)
     packed.seek(0)
-    refused = raises(RecordingError, f"damaged-file: {corpus.ARCHIVE.name}")
+    refused = raises(RecordingError, f"damaged-file: {reader.ARCHIVE.name}")
     with tarfile.open(fileobj=packed) as archive, refused if expected is None else contextlib.nullcontext():
-        corpus._extract(archive, tmp_path)
+        reader._extract(archive, tmp_path)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir()} == (
         expected or set()
     )

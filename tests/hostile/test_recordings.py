@@ -22,7 +22,7 @@ from recordings import assert_same, header, run_inputs, write
 
 from lockstep.errors import RecordingError
 from lockstep.recording import Recording, RecordingWriter
-from lockstep.recording.replayable import KERNELS, header_problems, recorded_axes, recorded_model
+from lockstep.recording.reader import KERNELS, header_problems, recorded_axes, recorded_model
 from lockstep.recording.storage.files import TensorFile, write_signed_json
 from lockstep.recording.storage.format import metadata_digest
 from lockstep.recording.storage.weights import save_tensors

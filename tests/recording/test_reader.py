@@ -11,7 +11,7 @@ from raising import raises
 from recordings import assert_same, batch, recorded, run_inputs, write
 
 from lockstep.errors import RecordingError
-from lockstep.recording import Recording, corpus
+from lockstep.recording import Recording, reader
 from lockstep.recording.storage.files import TensorFile
 
 
@@ -56,7 +56,7 @@ def test_a_run_directory_has_its_recording_in_recordings(tmp_path: Path) -> None
 
 def test_without_a_path_the_shipped_corpus_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(corpus, "ARCHIVE", tmp_path / "corpus.tar.xz")
+    monkeypatch.setattr(reader, "ARCHIVE", tmp_path / "corpus.tar.xz")
     with raises(RecordingError, "cannot-read"):
         Recording.open()
     write(tmp_path / "corpus", run_inputs(1))
@@ -69,12 +69,12 @@ def test_without_a_path_the_shipped_corpus_is_opened(tmp_path: Path, monkeypatch
 def test_a_process_that_unpacks_the_corpus_second_takes_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "ARCHIVE", tmp_path / "corpus.tar.xz")
+    monkeypatch.setattr(reader, "ARCHIVE", tmp_path / "corpus.tar.xz")
     write(tmp_path / "corpus", run_inputs(1))
     shutil.make_archive(str(tmp_path / "corpus"), "xztar", tmp_path, "corpus")
     folder = tmp_path / "cache" / "corpus-0"
-    corpus._unpack(folder)
-    corpus._unpack(folder)
+    reader._unpack(folder)
+    reader._unpack(folder)
     assert [path.name for path in folder.parent.iterdir()] == ["corpus-0"]
     assert not (folder / "corpus").exists()
 

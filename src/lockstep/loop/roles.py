@@ -30,8 +30,8 @@ from lockstep.packing import Planner
 from lockstep.protocols import Saved, TrainBackend, ValueAlgorithm
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
+from lockstep.recording.reader import VALUE_LOSS
 from lockstep.recording.recorder import Recorder
-from lockstep.recording.replayable import VALUE_LOSS
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.schema.batch import RolloutSample, StateSample, ValueSample
 from lockstep.schema.recording import VALUE, RecordingHeader

@@ -11,17 +11,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.recording.corpus import corpus_path as corpus_path
     from lockstep.recording.hooks.record import record as record
     from lockstep.recording.reader import Recording as Recording
-    from lockstep.recording.storage.fingerprint import fingerprint as fingerprint
+    from lockstep.recording.reader import corpus_path as corpus_path
+    from lockstep.recording.storage.files import fingerprint as fingerprint
     from lockstep.recording.writer import RecordingWriter as RecordingWriter
 
 _HOMES = {
     "Recording": "lockstep.recording.reader",
     "RecordingWriter": "lockstep.recording.writer",
-    "corpus_path": "lockstep.recording.corpus",
-    "fingerprint": "lockstep.recording.storage.fingerprint",
+    "corpus_path": "lockstep.recording.reader",
+    "fingerprint": "lockstep.recording.storage.files",
     "record": "lockstep.recording.hooks.record",
 }
 """Public name -> the module that defines it; imported at first use."""

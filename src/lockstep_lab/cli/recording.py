@@ -272,7 +272,7 @@ def _plain(value: Any) -> str:
 def validate(args: Validate) -> Result:
     """Every check on every input, and on what a replay takes of the header and the weights."""
     from lockstep.recording import Recording
-    from lockstep.recording.replayable import header_problems, weights_problems
+    from lockstep.recording.reader import header_problems, weights_problems
 
     try:
         recording = Recording.open(args.path)
@@ -399,7 +399,7 @@ def find_decoder(header: RecordingHeader) -> tuple[Decoder | None, str]:
     brings is run, and nothing is downloaded.
     """
     from lockstep.models.load import load_tokenizer
-    from lockstep.recording.replayable import recorded_model
+    from lockstep.recording.reader import recorded_model
 
     try:
         config = recorded_model(header)

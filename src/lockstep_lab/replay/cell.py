@@ -16,7 +16,7 @@ from lockstep.config.support import lookup
 from lockstep.config.train import Execution, Layout, TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes
-from lockstep.recording.replayable import recorded_axes
+from lockstep.recording.reader import recorded_axes
 from lockstep.schema.recording import RecordingHeader
 from lockstep_lab.replay.losses import LossName
 from lockstep_lab.replay.outputs import GRADIENT_ENTRIES

@@ -15,7 +15,7 @@ from lockstep.algorithms.sft import SFTLoss
 from lockstep.config.algorithm import DPOConfig, RewardModelLossConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.protocols.train import LossOutput, StepStats, TokenLoss
-from lockstep.recording.replayable import recorded_algorithm
+from lockstep.recording.reader import recorded_algorithm
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import RecordingHeader
 

@@ -23,7 +23,7 @@ from lockstep.models.load import LoadedModel, load_model, meta_module
 from lockstep.models.memory import ModelShape, module_shape
 from lockstep.observe.metrics import Spans
 from lockstep.protocols.train import StepStats, TokenLoss
-from lockstep.recording.replayable import recorded_axes, recorded_model
+from lockstep.recording.reader import recorded_axes, recorded_model
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import InputMeta, RecordingHeader
@@ -323,7 +323,7 @@ class Policy:
 
     @staticmethod
     def _fingerprint(module: nn.Module) -> str:
-        from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
+        from lockstep.recording.storage.files import fingerprint, module_tensors
 
         return fingerprint(module_tensors(module).items())
 
@@ -355,7 +355,7 @@ class Policy:
 
     @torch.no_grad()
     def _copy(self, source: nn.Module) -> None:
-        from lockstep.recording.storage.fingerprint import module_tensors
+        from lockstep.recording.storage.files import module_tensors
 
         tensors = module_tensors(source)
         for name, tensor in module_tensors(self.model.module).items():

@@ -45,7 +45,7 @@ from lockstep.ops.losses import loss_weights
 from lockstep.packing import Bucket, PackLimits, plan_micro_batches
 from lockstep.packing.packs import repack
 from lockstep.recording import Recording, RecordingWriter
-from lockstep.recording.replayable import VALUE_LOSS
+from lockstep.recording.reader import VALUE_LOSS
 from lockstep.schema.batch import (
     PackedBatch,
     PolicyBatch,

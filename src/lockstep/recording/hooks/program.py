@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from lockstep.config.model import ModelConfig
 from lockstep.errors import RecordingError
 from lockstep.models.architectures import text_config
-from lockstep.recording.replayable import KERNELS
-from lockstep.recording.storage.files import write_tensors
-from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
+from lockstep.recording.reader import KERNELS
+from lockstep.recording.storage.files import fingerprint, module_tensors, write_tensors
 from lockstep.recording.storage.weights import save_weights
 from lockstep.schema.recording import RecordingHeader
 
