@@ -44,7 +44,7 @@ from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.recording import Recording, RecordingWriter
 from lockstep.recording.recorder import Recorder, RecorderSettings
 from lockstep.recording.storage.files import fingerprint, module_tensors
-from lockstep.rollout.extract import last_number
+from lockstep.rollout.rewards import last_number
 from lockstep.rollout.sampler import GroupSampler, SampleKey
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.recording import RecordedOutputs

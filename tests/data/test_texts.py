@@ -25,9 +25,8 @@ from lockstep.data.sft import load_sft
 from lockstep.errors import DataError
 from lockstep.models.bundled import bundled_folder
 from lockstep.models.reward import RewardModel
-from lockstep.rollout.pairs import PairChoice, select_pairs
-from lockstep.rollout.rows_parquet import read_parquet
-from lockstep.rollout.select import Choice, select, sft_row
+from lockstep.rollout.rows import read_parquet
+from lockstep.rollout.select import Choice, PairChoice, select, select_pairs, sft_row
 
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}

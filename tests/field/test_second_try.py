@@ -36,8 +36,7 @@ from lockstep.loop.build import build_online
 from lockstep.models.export import export_hf
 from lockstep.models.load import load_model
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout.extract import boxed, tags
-from lockstep.rollout.rewards import RewardSet
+from lockstep.rollout.rewards import RewardSet, boxed, tags
 from lockstep.schema.batch import TrainSample
 
 TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]

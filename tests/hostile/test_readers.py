@@ -19,8 +19,7 @@ from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
 from lockstep.data.sources import load_rows
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.rollout.rows import RowFile, meta_path, read_rows
-from lockstep.rollout.rows_parquet import write_parquet
+from lockstep.rollout.rows import RowFile, meta_path, read_rows, write_parquet
 from lockstep.rollout.scoring import samples
 from lockstep.rollout.select import Choice, select, sft_row
 

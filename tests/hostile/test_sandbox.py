@@ -22,10 +22,8 @@ from lockstep.errors import ConfigError, RewardError
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout import grammar, sandbox, verifiers
 from lockstep.rollout import rewards as rewards_module
-from lockstep.rollout.extract import EXTRACTORS
-from lockstep.rollout.rewards import RewardSet
-from lockstep.rollout.verifier_child import evaluates
-from lockstep.rollout.verifiers import VerifierFailure, VerifierProcess
+from lockstep.rollout.rewards import EXTRACTORS, RewardSet
+from lockstep.rollout.verifiers import VerifierFailure, VerifierProcess, evaluates
 
 JUNK = "banana"
 WRAPPED = {"tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}", "last_line": "Well.\n{}", "text": "{}"}

@@ -15,9 +15,9 @@ from lockstep.data.prompts import PromptMaker, load_prompts
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.errors import ConfigError, DataError, EngineError
 from lockstep.models.load import load_model
-from lockstep.rollout.batch import Hooks, SampleWork, check_prompts, generate_rows, prompt_batches
 from lockstep.rollout.rows import RowFile
 from lockstep.rollout.sampler import sampling_params
+from lockstep.rollout.scoring import Hooks, SampleWork, check_prompts, generate_rows, prompt_batches
 
 QUESTIONS = ["one", "two, and a little longer", "three", "four?", "five five five", "six", "seven"]
 

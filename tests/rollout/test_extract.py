@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from lockstep.rollout.extract import answer_number, boxed, first_number, last_line, last_number, numbers, tags
+from lockstep.rollout.rewards import answer_number, boxed, first_number, last_line, last_number, numbers, tags
 
 
 @pytest.mark.parametrize(

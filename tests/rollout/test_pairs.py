@@ -9,7 +9,7 @@ from raising import raises
 
 from lockstep.cli.select import main
 from lockstep.errors import ConfigError, DataError
-from lockstep.rollout.pairs import PairChoice, ends_in_number, select_pairs
+from lockstep.rollout.select import PairChoice, ends_in_number, select_pairs
 
 
 def row(index: int, sample: int, reward: float | None, completion: str, **more: Any) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def test_drop_leaves_the_rollout_out_and_counts_it(module: Callable[[str], str])
 def test_a_reward_that_never_returns(
     module: Callable[[str], str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.rollout.calls.LOOP_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("lockstep.rollout.reward_functions.LOOP_GRACE_SECONDS", 0.5)
     name = module(
         "import asyncio, time\n"
         "def sync(prompt, completion, row): time.sleep(1000 if completion == 'bad' else 0); return 1\n"

@@ -7,7 +7,7 @@ import pytest
 from raising import raises
 
 from lockstep.errors import DataError
-from lockstep.rollout.row_values import decoded, encoded
+from lockstep.rollout.reward_functions import decoded, encoded
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from raising import raises
 from lockstep.config.batch import ScoreConfig
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, DataError, RewardError
-from lockstep.rollout.batch import Hooks
 from lockstep.rollout.rewards import RewardSet
 from lockstep.rollout.rows import RowFile
-from lockstep.rollout.scoring import Judges, check_columns, samples, score_rows
+from lockstep.rollout.scoring import Hooks, Judges, check_columns, samples, score_rows
 
 
 def digits(*, prompt, completion, row):

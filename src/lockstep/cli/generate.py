@@ -30,8 +30,8 @@ from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.data.prompts import PromptMaker
-    from lockstep.rollout.batch import SampleWork, Totals
     from lockstep.rollout.rows import RowFile
+    from lockstep.rollout.scoring import SampleWork, Totals
     from lockstep.schema.rollout import Prompt
 
 USAGE = """usage: lockstep generate [FILE.toml] --model MODEL --data DATA --out FILE [OPTIONS]
@@ -139,8 +139,8 @@ def generate(command: Command, interrupt: Interrupt) -> dict[str, Any]:
     from lockstep.data.prompts import PromptMaker, load_prompts
     from lockstep.data.sources import check_source
     from lockstep.models.export import model_facts
-    from lockstep.rollout.batch import check_prompts, prompt_batches
     from lockstep.rollout.rows import RowFile, check_out
+    from lockstep.rollout.scoring import check_prompts, prompt_batches
 
     out = command.out
     assert out is not None
@@ -196,7 +196,7 @@ class _Run:
 
 def _sampled(command: Command, weights: Weights, interrupt: Interrupt, *, run: _Run) -> dict[str, Any]:
     """Start the engine and sample."""
-    from lockstep.rollout.batch import Hooks, Totals, generate_rows
+    from lockstep.rollout.scoring import Hooks, Totals, generate_rows
 
     rows, before = run.rows, len(run.rows.done)
     there = f", of which {before} are there" if before else ""
@@ -277,8 +277,8 @@ def find(config: GenerateConfig, checkpoint: str | None) -> Weights:
 
 def sample_work(config: GenerateConfig, maker: PromptMaker) -> SampleWork:
     """The sampling settings of each prompt."""
-    from lockstep.rollout.batch import ALL_PROMPTS_STEP, SampleWork
     from lockstep.rollout.sampler import sampling_params
+    from lockstep.rollout.scoring import ALL_PROMPTS_STEP, SampleWork
 
     def conversation(prompt: Prompt) -> Any:
         if maker.chat is None:
@@ -302,7 +302,7 @@ def identity(config: GenerateConfig, weights: Weights, batches: list[list[Prompt
 
     from lockstep.models.dtypes import resolve_dtype
     from lockstep.models.export import weights_fingerprint
-    from lockstep.rollout.row_values import encoded
+    from lockstep.rollout.reward_functions import encoded
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prompts = hashlib.blake2b(digest_size=16)

@@ -128,9 +128,8 @@ def score(command: Command, _: Interrupt) -> dict[str, Any]:
 
 
 def _scored(command: Command, rows: RowFile, judges: Judges) -> dict[str, Any]:
-    from lockstep.rollout.batch import Hooks
     from lockstep.rollout.rows import read_rows
-    from lockstep.rollout.scoring import samples, score_rows
+    from lockstep.rollout.scoring import Hooks, samples, score_rows
 
     assert command.data is not None
     before, started = len(rows.done), time.perf_counter()

@@ -77,7 +77,7 @@ def _documents(args: argparse.Namespace) -> dict[str, Any]:
 
 def _pairs(args: argparse.Namespace) -> dict[str, Any]:
     """Write rows for DPO; return the result."""
-    from lockstep.rollout.pairs import PairChoice, select_pairs
+    from lockstep.rollout.select import PairChoice, select_pairs
 
     choice = PairChoice(
         per_prompt=args.pairs,
@@ -209,7 +209,7 @@ def number(text: str) -> float:
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """All rows, or none of them. Raises DataError when the disk is full."""
-    from lockstep.rollout.rows_parquet import write_parquet
+    from lockstep.rollout.rows import write_parquet
 
     if path.suffix == ".parquet":
         write_parquet(path, rows)

@@ -32,8 +32,7 @@ from lockstep.observe.files import path_problem
 from lockstep.observe.metrics import check_wandb
 from lockstep.observe.run_dir import check_free, finished
 from lockstep.registry import load_object, require_call, require_members
-from lockstep.rollout.reward_rows import check_row
-from lockstep.rollout.verifiers import require_package
+from lockstep.rollout.verifiers import check_row, require_package
 
 BACKEND_ARGUMENTS = ("model", "total_steps", "temperature", "ref")
 BACKEND_CLASS_MEMBERS = (

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import os
 import random
+import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.config.base import read_secrets
-from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo, printable, printable_lines
-from lockstep.processes.child import JobProcess, Message, ProcessEnded
+from lockstep.processes.child import JobProcess, Message, ProcessEnded, receive, send
 from lockstep.processes.child import end_jobs as end
+from lockstep.processes.supervisor import supervise
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout import calls
-from lockstep.rollout.row_values import encoded
+from lockstep.registry import load_object
+from lockstep.rollout import reward_functions
+from lockstep.rollout.reward_functions import bind, decoded, encoded, is_async, own_row, raised, score_of
+
+if TYPE_CHECKING:
+    from lockstep.config.rollout import RewardConfig
 
 START_SECONDS = 600.0
 """Deadline of the user's imports, and of a class that loads a model."""
@@ -75,11 +82,11 @@ class RewardWorker:
         """Return a score or an exception for each sample of an async reward. If the process dies or has to be
         ended, that is the outcome of all."""
         timeout, concurrency = self._config.timeout_seconds, self._config.max_concurrency
-        limit = calls.seconds_together(len(inputs), timeout, concurrency)
+        limit = reward_functions.seconds_together(len(inputs), timeout, concurrency)
         try:
             return self._scores(inputs, seconds=limit, timeout=timeout, concurrency=concurrency)
         except TimeoutError:
-            return [calls.blocked(len(inputs), limit)] * len(inputs)
+            return [reward_functions.blocked(len(inputs), limit)] * len(inputs)
         except (RewardFailure, LockstepError) as error:
             return [error] * len(inputs)
 
@@ -121,7 +128,7 @@ class RewardWorker:
         reader, writer = os.pipe()
         try:
             process = JobProcess(
-                "lockstep.rollout.reward_process_main", *self._arguments, role="reward", output=writer
+                "lockstep.rollout.reward_process", *self._arguments, role="reward", output=writer
             )
         except BaseException:
             os.close(reader)
@@ -137,6 +144,8 @@ class RewardWorker:
         name = self._config.name
         try:
             # No arguments of the program, which everybody on the machine can read: a key may be among them.
+            from lockstep.config.base import read_secrets  # the process itself needs no config
+
             given = {**self._config.kwargs, **read_secrets(self._config.secrets, setting="rewards.secrets")}
             first = process.exchange({"kwargs": given}, seconds=START_SECONDS)
         except (TimeoutError, ProcessEnded) as error:
@@ -207,3 +216,150 @@ def _show(reader: int) -> None:
             text = line.decode(errors="replace").rstrip("\n")
             with contextlib.suppress(OSError, ValueError):  # ours is closed; theirs must still be emptied
                 echo("\n".join(map(printable, text.split("\r"))), file=sys.stderr, flush=True)
+
+
+# The process of a user's reward: samples in, scores out.
+#
+#     supervisor   ends the whole tree when the run is gone, see lockstep.processes
+#       worker     imports the user's module and calls its function; trusted code, with the run's own rights
+#
+# Imports no torch and no config besides the user's module, so that a start takes some 0.2 s.
+
+
+TRACEBACK_LENGTH = 8000
+
+
+class Worker:
+    """The loaded reward.
+
+    Args:
+        target: `module:attribute`.
+        name: the reward's, for errors.
+    """
+
+    def __init__(self, target: str, name: str, kwargs: Mapping[str, Any]) -> None:
+        self._call = bind(name, kwargs, _load(target, name))
+        self._file = getattr(sys.modules[target.partition(":")[0]], "__file__", None)
+        self._loop: Any = None
+        self.asynchronous = is_async(self._call)
+
+    def outcomes(self, job: Message) -> list[Message]:
+        """Return {score} or {problem, traceback} for each sample."""
+        samples = [_sample(values) for values in job["samples"]]
+        if self.asynchronous:
+            return self._together(samples, job)
+        return [self._one(sample, seed) for sample, seed in zip(samples, job["seeds"], strict=True)]
+
+    def _one(self, sample: RewardInput, seed: int) -> Message:
+        try:
+            seed_generators(seed)
+            value = self._call(own_row(sample))
+            if inspect.isawaitable(value):
+                value = self._run(_awaited(value))
+        except BaseException as error:  # also SystemExit, which is the reward's error and not our end
+            return self._failure(error)
+        return _outcome(value)
+
+    def _together(self, samples: Sequence[RewardInput], job: Message) -> list[Message]:
+        from lockstep.rollout.reward_functions import gather
+
+        calls = [
+            partial(_seeded, self._call, sample, seed)
+            for sample, seed in zip(samples, job["seeds"], strict=True)
+        ]
+        outcomes = self._run(gather(calls, job["timeout"], job["concurrency"]))
+        return [self._failure(o) if isinstance(o, BaseException) else _outcome(o) for o in outcomes]
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run it in the one event loop of this process, to which clients that a reward keeps are bound."""
+        import asyncio
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+        return self._loop.run_until_complete(coroutine)
+
+    def _failure(self, error: BaseException) -> Message:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._file]
+        place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+        try:
+            lines = "".join(traceback.format_exception(error))[-TRACEBACK_LENGTH:]
+        except Exception as second:
+            lines = f"the traceback cannot be shown: {type(second).__name__}"
+        return {"problem": raised(error) + printable(place), "traceback": lines}
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of `random`, and those of numpy and torch where the reward has loaded them."""
+    random.seed(seed)
+    # Never imported just for this: torch alone takes seconds.
+    if "numpy" in sys.modules:
+        # numpy takes 32 bits.
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+async def _seeded(call: Callable[[RewardInput], Any], sample: RewardInput, seed: int) -> Any:
+    seed_generators(seed)
+    return await call(own_row(sample))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _outcome(value: Any) -> Message:
+    score = score_of(value)
+    return {"problem": score} if isinstance(score, str) else {"score": score}
+
+
+def _sample(values: Message) -> RewardInput:
+    row, ids = decoded(values.pop("row"), "row"), ("prompt_token_ids", "completion_token_ids")
+    return RewardInput(row=row, **{**values, **{name: tuple(values[name]) for name in ids}})
+
+
+def _load(target: str, name: str) -> Any:
+    try:
+        return load_object(target, what=f"reward {name!r}")
+    except ConfigError:
+        raise
+    except BaseException as error:
+        raise ConfigError(
+            f"wrong-part: reward {name!r}: importing its module {raised(error)}", name="import"
+        ) from error
+
+
+def _started(target: str, name: str, kwargs: Mapping[str, Any]) -> tuple[Worker | None, Message]:
+    try:
+        worker = Worker(target, name, kwargs)
+    except ConfigError as error:
+        return None, {"refused": str(error), "code": error.code, "name": error.fields.get("name", "")}
+    except BaseException as error:
+        return None, {"refused": f"reward {name!r}: its start {raised(error)}"}
+    return worker, {"asynchronous": worker.asynchronous}
+
+
+def main(target: str, name: str, path: Sequence[str], *, jobs: int, replies: int) -> None:
+    """Serve samples for one reward until a job says `end`, or the pipe of jobs closes. The first job has its
+    kwargs."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    supervise(jobs)
+    process = os.getpid()
+    for fd in (jobs, replies):  # a program that the reward starts must not hold them open
+        os.set_inheritable(fd, False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.path[:0] = [folder for folder in path if folder not in sys.path]
+    job = receive(jobs)
+    worker, reply = _started(target, name, job["kwargs"])
+    while True:
+        if os.getpid() != process:  # the reward forked, and this is the copy: nobody waits for it
+            os._exit(1)
+        with contextlib.suppress(Exception):  # it is the reward's to replace or close
+            sys.stdout.flush()
+        send(replies, {"id": job["id"], **reply})
+        job = receive(jobs)
+        if worker is None or "end" in job:
+            return
+        reply = {"outcomes": worker.outcomes(job)}

@@ -3,21 +3,42 @@ system.
 
 Some reasoning_gym tasks evaluate text of the model, and math-verify's own timeout works by SIGALRM and only
 in a main thread. Each package has one process, started on first use, started again after a kill; its code is
-`lockstep.rollout.verifier_child`.
+`lockstep.rollout.verifiers`.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import gc
+import importlib
+import inspect
+import json
+import logging
 import math
 import os
+import re
+import select
+import signal
+import struct
+import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import ConfigError
-from lockstep.processes.child import JobProcess, Message, ProcessEnded
+from lockstep.observe.text import printable
+from lockstep.processes.child import JobProcess, Message, ProcessEnded, receive, send
 from lockstep.processes.child import end_jobs as end
-from lockstep.rollout.row_values import encoded
+from lockstep.processes.supervisor import close_all_but
+from lockstep.rollout import grammar, sandbox
+from lockstep.rollout.reward_functions import decoded, encoded
+
+if TYPE_CHECKING:
+    from lockstep.config.rollout import RewardConfig
 
 _START_SECONDS = 180.0
 """Deadline of importing a library, which the job's own limit does not count."""
@@ -111,7 +132,7 @@ class VerifierProcess:
     def _start(self, package: str) -> JobProcess:
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         env = {**kept, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = JobProcess("lockstep.rollout.verifier_child", package, role="verify", env=env)
+        process = JobProcess("lockstep.rollout.verifiers", package, role="verify", env=env)
         try:
             reply = process.exchange({}, seconds=_START_SECONDS)
         except (TimeoutError, ProcessEnded) as error:
@@ -140,3 +161,319 @@ def require_package(module: str, *, needed_by: str) -> None:
             f"missing-package: {needed_by} needs {PACKAGES[module]}, which is not installed; pip install "
             f"{PACKAGES[module]}"
         )
+
+
+# The process of a verifier package: jobs in, one small reply each, in a sandbox.
+#
+#     supervisor   ends the whole tree when the parent is gone, see lockstep.processes
+#       judge      imports the package, locks itself in, reads jobs, keeps the time, writes the replies
+#         evaluator  a fork of the judge: has no pipe but its own to the judge; computes one score
+#
+# An answer that a task evaluates (`eval`, sympy's parse_expr) and that could name something gets an
+# evaluator of its own, ended after the job; other jobs share one. Started as `python -I -c`, with an empty
+# environment; imports nothing of Lockstep that is large.
+
+
+REPLY_BYTES = 4096
+"""Largest reply that is read from an evaluator."""
+EVALUATING = {"eval", "exec", "parse_expr", "sympify", "create_dataset"}
+"""Calls by which a task evaluates text, or leaves it to another task."""
+NAMELESS = re.compile(r"[0-9+\-*/%().,\[\]\s]*", re.ASCII)
+"""An answer that can name nothing, whatever evaluates it: no letter, no underscore, no quote."""
+
+
+class Ended(Exception):
+    """The evaluator gave no reply: it ran for too long, or died. The text says which."""
+
+
+# --- In the evaluator
+
+
+@lru_cache(maxsize=32)
+def _dataset(task: str, settings: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, seed=0, size=8, **json.loads(settings))
+
+
+def _settings(job: Message) -> str:
+    return json.dumps(job["settings"], sort_keys=True)
+
+
+def _reasoning_gym(job: Message) -> float:
+    dataset = _dataset(job["task"], _settings(job))
+    if job.get("builds"):
+        return 0.0
+    return float(dataset.score_answer(answer=job["answer"], entry=decoded(job["entry"], "entry")))
+
+
+@lru_cache(maxsize=4096)
+def _gold(answer: str) -> Any:
+    from math_verify import parse
+
+    gold = answer.rpartition("####")[2].strip()
+    text = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
+    # No time limit of its own: it is an alarm signal, and the judge keeps the time anyway.
+    parsed = parse(text, parsing_timeout=None, raise_on_error=True)
+    if not gold or not parsed:
+        raise LookupError(f"math-verify finds no expression in the row's answer {answer!r}")
+    return parsed
+
+
+def _math(job: Message) -> float:
+    from math_verify import parse, verify
+
+    gold = _gold(job["gold"])
+    parsed = parse(job["answer"], parsing_timeout=None)
+    if not parsed:
+        raise ValueError("no mathematical expression")
+    return float(verify(gold, parsed, timeout_seconds=None))
+
+
+@lru_cache(maxsize=1)
+def _warm_up() -> None:
+    """Fill sympy's caches, so that not every evaluator has to."""
+    import sympy
+
+    x = sympy.Symbol("x")
+    sympy.simplify(sympy.diff(sympy.parse_expr("2*x**2 + sqrt(x)/3 - 1", local_dict={"x": x}), x))
+    # The collector writes to the header of what it visits, which would copy the pages that forks share.
+    gc.collect()
+    gc.freeze()
+
+
+SCORES: dict[str, Callable[[Message], float]] = {"reasoning_gym": _reasoning_gym, "math_verify": _math}
+
+
+def _evaluate(score: Callable[[Message], float], jobs: int, replies: int) -> NoReturn:
+    """Score jobs until the judge closes the pipe."""
+    # Before the first job is read: from here on no process can be started, whatever the answer says.
+    sandbox.lock(None, may_fork=False)
+    while True:
+        job = receive(jobs)
+        try:
+            value = score(job)
+            reply = {"score": value} if math.isfinite(value) else {"junk": f"the score is {value}"}
+        except Exception as error:  # the answer's fault or the row's, which the judge finds out
+            reply = {"junk": f"{type(error).__name__}: {error}"[:500]}
+        send(replies, reply)
+
+
+# --- In the judge
+
+
+class Judge:
+    """Hands jobs to evaluators and keeps the time."""
+
+    def __init__(self, package: str) -> None:
+        self._score = SCORES[package]
+        self._evaluator: tuple[int, int, int] | None = None
+        self._built: set[tuple[str, str]] = set()
+
+    def build(self, job: Message) -> Message | None:
+        """Make the task's data set here, so that every later evaluator has it; None, or {error}.
+
+        An evaluator makes it first, as that can be ended: a data set is made by a package and settings of the
+        row, and some take for ever.
+        """
+        key = job["task"], _settings(job)
+        try:
+            built = key in self._built or "score" in self._exchange({**job, "builds": True})
+        except Ended as error:
+            self._end()
+            task = job["task"]
+            return {
+                "error": f"reasoning_gym task {task!r}: its data set could not be made: {error}; choose "
+                "smaller verifier_settings for the row, or a larger timeout_seconds for the reward"
+            }
+        if built:  # otherwise the evaluator of the answer meets it again, and says so
+            self._built.add(key)
+            _dataset(*key)
+            _warm_up()
+        return None
+
+    def reply(self, job: Message) -> Message:
+        """Return {score}, {score, junk} or {error}.
+
+        An exception, a time-out or a death is the answer's fault, and scores 0, if the verifier takes the
+        row's own answer.
+        """
+        outcome = self._run(job)
+        if "score" in outcome:
+            return outcome
+        own = self._run({**job, "answer": job["own_answer"]})
+        if "score" in own:
+            return {"score": 0.0, "junk": outcome["junk"]}
+        return {"error": own["junk"]}
+
+    def _run(self, job: Message) -> Message:
+        alone = job["evaluates"] and not NAMELESS.fullmatch(job["answer"])
+        # A fresh one: what an earlier answer did to this process must not decide about the next.
+        if alone:
+            self._end()
+        try:
+            outcome = self._exchange(job)
+        except Ended as error:
+            outcome = {"junk": str(error)}
+            alone = True
+        if alone:
+            self._end()
+        return outcome
+
+    def _exchange(self, job: Message) -> Message:
+        _, jobs, replies = self._evaluator or self._start()
+        deadline = time.monotonic() + job["timeout"]
+        try:
+            send(jobs, job)
+            data = _read_reply(replies, deadline)
+        except TimeoutError:
+            raise Ended(f"TimeoutError: the verifier took longer than {job['timeout']:g} s") from None
+        # It died before it read the job; no bytes are the same outcome as a reply cut short.
+        except BrokenPipeError:
+            data = b""
+        try:
+            outcome = json.loads(data)
+        except (ValueError, RecursionError):
+            outcome = None
+        match outcome:
+            # Exactly this form: the reply comes from a process in which the answer may have run.
+            case {"score": float() as score, **rest} if not rest and math.isfinite(score):
+                return outcome  # type: ignore[no-any-return]
+            case {"junk": str()} if len(outcome) == 1:
+                return outcome  # type: ignore[no-any-return]
+        raise Ended("the verifier's process died, or replied something else than a score")
+
+    def _start(self) -> tuple[int, int, int]:
+        theirs_in, jobs = os.pipe()
+        replies, theirs_out = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                close_all_but(1, 2, theirs_in, theirs_out)  # 1 and 2 are /dev/null
+                _evaluate(self._score, theirs_in, theirs_out)
+            finally:
+                os._exit(1)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._evaluator = (pid, jobs, replies)
+        return self._evaluator
+
+    def _end(self) -> None:
+        """Kill the evaluator, and whatever else lives in this pid namespace."""
+        if self._evaluator is None:
+            return
+        pid, *pipes = self._evaluator
+        self._evaluator = None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+            if os.getpid() == 1:
+                # Everybody but oneself, so only as pid 1 of a namespace
+                # of our own; elsewhere that is the whole user.
+                os.kill(-1, signal.SIGKILL)
+        for pipe in pipes:
+            os.close(pipe)
+        os.waitpid(pid, 0)
+        with contextlib.suppress(ChildProcessError):
+            # Orphans of the evaluator are children of pid 1, and zombies until it waits for them.
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _read_reply(fd: int, deadline: float) -> bytes:
+    """One message of at most REPLY_BYTES and nothing after it; empty when the writer is gone."""
+    data = b""
+    while len(data) < 4 or len(data) < 4 + struct.unpack("<I", data[:4])[0]:
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        chunk = os.read(fd, REPLY_BYTES)
+        data += chunk
+        if not chunk or len(data) > REPLY_BYTES:
+            return b""
+    return data[4:] if len(data) == 4 + struct.unpack("<I", data[:4])[0] else b""
+
+
+def evaluates(task: str) -> bool:
+    """Return whether the module of a reasoning_gym task, or of a class that it extends, evaluates text."""
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        return False
+    modules = {c.__module__ for c in DATASETS[task][0].__mro__ if c.__module__.startswith("reasoning_gym.")}
+    return any(_evaluating_module(name) for name in modules)
+
+
+@lru_cache(maxsize=1024)
+def _evaluating_module(name: str) -> bool:
+    tree = ast.parse(inspect.getsource(sys.modules[name]))
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(getattr(call, "id", getattr(call, "attr", "")) in EVALUATING for call in calls)
+
+
+def _answer(judge: Judge, job: Message, isolation: sandbox.Isolation) -> Message:
+    task = job.get("task")
+    job["evaluates"] = task is not None and evaluates(task)
+    if not job["evaluates"]:
+        return judge.reply(job)
+    if not isolation.sufficient and task not in job["allowed"]:
+        return {"refused": isolation.describe()}
+    return judge.build(job) or judge.reply(job)
+
+
+def main(package: str, jobs: int, replies: int) -> None:
+    """Serve jobs for one package until the pipe of jobs closes."""
+    namespaces = sandbox.supervise(jobs)
+    logging.disable(
+        logging.WARNING
+    )  # math-verify warns that its own timeout is off; the judge keeps the time
+    first: Message = {"ready": True}
+    try:
+        importlib.import_module(package)
+        grammar.guard()
+    except Exception as error:
+        first = {"error": f"{package} cannot be imported: {type(error).__name__}: {error}"}
+    sandbox.limits()
+    layers = sandbox.lock(sandbox.readable_places(), may_fork=True)
+    isolation = sandbox.Isolation(namespaces=tuple(namespaces), **layers)
+    gc.collect()
+    gc.freeze()  # so that a fork copies fewer pages
+    job = receive(jobs)
+    send(replies, {"id": job["id"], **first})
+    judge = Judge(package)
+    while "ready" in first:
+        job = receive(jobs)
+        try:
+            reply = _answer(judge, job, isolation)
+        except Exception as error:  # handed to the parent, which raises it
+            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+        send(replies, {"id": job["id"], **reply})
+
+
+# What the verifiers among the rewards need of a row. Imports nothing large: a start is refused by it.
+
+
+def check_row(config: RewardConfig, row: Mapping[str, Any]) -> None:
+    """Check that a row has what the reward compares an answer with; only `verifier` and `math` need anything.
+
+    Raises:
+        ConfigError: the reward cannot score such rows, whatever the policy answers.
+    """
+    if config.name == "verifier" and not str(row.get("verifier", "")).startswith("reasoning_gym:"):
+        raise ConfigError(
+            "missing-column: reward 'verifier', which is the default, scores rows of data.source = "
+            f"'reasoning_gym:TASK', and these are not such (columns: {_columns(row)}). Set rewards: 'math' "
+            "compares with the column 'answer' (or data.answer_column), 'module:function' is a function of "
+            "yours",
+            setting="rewards",
+            name="verifier",
+        )
+    if config.name == "math" and "answer" not in row:
+        raise ConfigError(
+            "missing-column: reward 'math' compares with the column 'answer', which is not among the "
+            f"columns ({_columns(row)}); set data.answer_column to the column that has the answers",
+            setting="data.answer_column",
+            name="answer",
+        )
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    return ", ".join(printable(name[:80]) for name in islice(row, 40))
