@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.loop.metrics import CompileMeter
 from lockstep.ranks.context import RankContext
-from lockstep.schema.compile_report import CompileReport
+from lockstep.schema.contract import CompileReport
 
 
 class TwoRanks:

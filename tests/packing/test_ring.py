@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.packing import RingShard, ring, ring_shard
-from lockstep.schema.ring import RingStep
+from lockstep.schema.batch import RingStep
 
 
 def shards(lengths: list[int], size: int, num_documents: int | None = None) -> list[RingShard]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lockstep.attention.varlen import enable_cpu_reference
 from lockstep.errors import ConfigError, ModelError
-from lockstep.schema.ring import RingShard, RingStep
+from lockstep.schema.batch import RingShard, RingStep
 
 # Two apart: a message is two tensors, which take a tag each.
 _KV_TAG, _GRAD_TAG = 0, 2

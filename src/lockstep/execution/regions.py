@@ -23,7 +23,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters, get_compilat
 
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import cache_root
-from lockstep.schema.compile_report import CompileReport
+from lockstep.schema.contract import CompileReport
 
 # Graphs of one code object: buckets x kinds of layer x (with and without gradients). torch's default of 8 is
 # too few.

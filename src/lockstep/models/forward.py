@@ -19,9 +19,8 @@ from lockstep.models.architectures import layer_windows
 from lockstep.models.heads import Head, head_of
 from lockstep.ops.masks import dense_mask, document_ids
 from lockstep.packing import share
-from lockstep.schema.batch import PackedBatch
+from lockstep.schema.batch import PackedBatch, RingShard, RingStep
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.ring import RingShard, RingStep
 
 ModelLayout = Literal["auto", "packed", "padded", "shared"]
 """auto: shared if the batch has SharedRows, else packed."""

@@ -13,7 +13,7 @@ from lockstep.packing.packs import (
 )
 from lockstep.packing.ring import ring_shard
 from lockstep.packing.shared import RowCapacity, share, share_in_few_shapes
-from lockstep.schema.ring import RingShard
+from lockstep.schema.batch import RingShard
 
 __all__ = [
     "Bucket",

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lockstep.ops.masks import cu_seqlens
-from lockstep.schema.ring import RingShard, RingStep
+from lockstep.schema.batch import RingShard, RingStep
 
 # A document below this part of a rank's share is never divided: one more of them stays within _SLACK.
 _WHOLE_SHARE = 32

@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from lockstep.schema.batch import PackedBatch, RolloutSample, TrainSample
-from lockstep.schema.compile_report import CompileReport
-from lockstep.schema.contract import KernelContract
+from lockstep.schema.contract import CompileReport, KernelContract
 from lockstep.schema.rollout import RolloutGroup
 from lockstep.schema.weights import WeightUpdate
 

@@ -31,7 +31,7 @@ from lockstep.recording.storage.files import fingerprint, module_tensors
 from lockstep.recording.storage.weights import FILE, save_tensors, save_weights, stored_fingerprint
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch
-from lockstep.schema.compile_report import CompileReport
+from lockstep.schema.contract import CompileReport
 from lockstep.schema.recording import VALUE, InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
 from lockstep.schema.weights import TensorSource, WeightUpdate

@@ -23,7 +23,7 @@ from lockstep.models.rest import Rests
 from lockstep.observe.metrics import Spans, is_out_of_memory
 from lockstep.protocols.train import FinishSave, RestPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
-from lockstep.schema.compile_report import CompileReport
+from lockstep.schema.contract import CompileReport
 from lockstep.train import step_errors
 from lockstep.train.contract import contract_of
 from lockstep.train.loss_module import require_finite, static_head
