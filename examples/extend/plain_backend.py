@@ -22,7 +22,7 @@ from lockstep.protocols.train import FinishSave, Reference, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.optimizer import lr_at
-from lockstep.train.state.parts import MODEL, Layout, LiveTensors, model_tensors, train_progress
+from lockstep.train.state.files import MODEL, Layout, LiveTensors, model_tensors, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
 LAYOUT = Layout(backend="plain_backend:PlainBackend", mesh={})

@@ -16,9 +16,8 @@ from lockstep.models.load import load_model
 from lockstep.packing import Bucket, RowCapacity, pack, share
 from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import PolicySample, PreferenceSample
-from lockstep.train import compiled
-from lockstep.train.local import LocalBackend
-from lockstep.train.single_samples import merge_samples, single_samples
+from lockstep.train import base
+from lockstep.train.local import LocalBackend, merge_samples, single_samples
 
 CELLS = [
     (c["attention"], c["layout"])
@@ -32,7 +31,7 @@ LENGTHS = (5, 12, 7, 9)
 @pytest.fixture(autouse=True)
 def _op_by_op(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "install_joint", functools.partial(install_joint, compiler="aot_eager"))
+    monkeypatch.setattr(base, "install_joint", functools.partial(install_joint, compiler="aot_eager"))
 
 
 class WeightedLogprob:

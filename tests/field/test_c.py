@@ -55,7 +55,7 @@ from lockstep.ranks import process_group
 from lockstep.ranks.copy_folder import step_folder, whole_parts
 from lockstep.ranks.hang import examine
 from lockstep.rollout.rewards import RewardSet
-from lockstep.train.fsdp2 import mesh
+from lockstep.train.fsdp2 import sharded_model
 from lockstep.transfer.buckets import BucketTransfer
 from lockstep.transfer.carriers import MemoryCarrier
 
@@ -668,11 +668,11 @@ def test_every_group_of_ranks_proves_that_it_is_of_the_run(monkeypatch: pytest.M
     Expected: by hand, of 8 ranks as 2 x 2 x 2: dp, ring and tp of two ranks, and dp with ring of four."""
     proved: list[int] = []
     monkeypatch.setattr(process_group, "prove", lambda group: proved.append(dist.get_world_size(group)))
-    monkeypatch.setattr(mesh, "group_timeout", lambda device: None)  # a fake group has none
+    monkeypatch.setattr(sharded_model, "group_timeout", lambda device: None)  # a fake group has none
     monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
-        mesh.make_mesh(torch.device("cpu"), ring=2, tp=2)
+        sharded_model.make_mesh(torch.device("cpu"), ring=2, tp=2)
     finally:
         dist.destroy_process_group()
     assert sorted(proved) == [2, 2, 2, 4]

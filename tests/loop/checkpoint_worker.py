@@ -36,7 +36,7 @@ from lockstep.ranks import node_folders
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.ranks.node_folders import NodeFolders
 from lockstep.train.state import files
-from lockstep.train.state.parts import Layout, LiveTensors, Reader, TensorMeta, read_flat
+from lockstep.train.state.files import Layout, LiveTensors, Reader, TensorMeta, read_flat
 from lockstep.train.state.rng import rng_state
 from lockstep.train.state.save_load import load_state, save_state
 

@@ -22,7 +22,7 @@ from lockstep.loop import checkpoint as module_under_test
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.checkpoint_files import verify
 from lockstep.protocols.train import FinishSave
-from lockstep.train.state.parts import Layout, LiveTensors
+from lockstep.train.state.files import Layout, LiveTensors
 from lockstep.train.state.save_load import load_state, save_state
 
 LAYOUT = Layout(backend="local", mesh={})

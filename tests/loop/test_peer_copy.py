@@ -23,7 +23,7 @@ from lockstep.observe.metrics import MetricsLog
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
 from lockstep.ranks.environment import COPIES, COPY_KEEPER, RESTART, Recovery, recovery
-from lockstep.train.state.parts import Layout, LiveTensors
+from lockstep.train.state.files import Layout, LiveTensors
 from lockstep.train.state.save_load import load_state, save_state
 
 LAYOUT = Layout(backend="local", mesh={})

@@ -25,7 +25,7 @@ from lockstep.ops.losses import loss_weights
 from lockstep.packing import Bucket, RowCapacity, pack, share
 from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import PackedBatch, ScoredSample, TrainSample, ValueSample
-from lockstep.train import compiled
+from lockstep.train import base
 from lockstep.train.local import LocalBackend
 
 BUCKET = Bucket(tokens=128, documents=12, max_seqlen=16)
@@ -47,9 +47,9 @@ LOCAL = sorted(
 @pytest.fixture(autouse=True)
 def _op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "install_joint", functools.partial(install_joint, compiler="aot_eager"))
-    blocks = functools.partial(compiled.compile_blocks, backend="aot_eager")
-    monkeypatch.setattr(compiled, "compile_blocks", blocks)
+    monkeypatch.setattr(base, "install_joint", functools.partial(install_joint, compiler="aot_eager"))
+    blocks = functools.partial(base.compile_blocks, backend="aot_eager")
+    monkeypatch.setattr(base, "compile_blocks", blocks)
 
 
 def documents(role: str) -> tuple[list[TrainSample], list[Tensor], TokenLoss]:

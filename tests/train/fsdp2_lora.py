@@ -74,7 +74,7 @@ def check_lora_compiled() -> Any:
 
 def check_lora_joint() -> Any:
     """As graphs of eager operators: what is looked at is which graphs there are, and their inputs."""
-    with mock.patch("lockstep.train.compiled.install_joint", partial(install_joint, compiler="aot_eager")):
+    with mock.patch("lockstep.train.base.install_joint", partial(install_joint, compiler="aot_eager")):
         return compiled("joint")
 
 

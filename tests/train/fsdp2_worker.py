@@ -117,7 +117,7 @@ def check_value_static() -> Any:
 def uncompiled(**settings: Any) -> Any:
     """A pair whose joint graphs are graphs of eager operators: for what is about graphs and not about their
     code, which takes half a minute to compile. tests/parity trains the compiled code of both backends."""
-    with mock.patch("lockstep.train.compiled.install_joint", partial(install_joint, compiler="aot_eager")):
+    with mock.patch("lockstep.train.base.install_joint", partial(install_joint, compiler="aot_eager")):
         return pair(**settings)
 
 

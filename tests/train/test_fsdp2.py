@@ -18,7 +18,7 @@ from starting import run_ranks
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.train.fsdp2.backend import FSDP2Backend
-from lockstep.train.fsdp2.mesh import mesh_sizes
+from lockstep.train.fsdp2.sharded_model import mesh_sizes
 
 WORKER = Path(__file__).with_name("fsdp2_worker.py")
 TIMEOUT = 480

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.train.gradients import GradientStore, global_norm
+from lockstep.train.optimizer import GradientStore, global_norm
 
 
 def test_small_terms_survive_accumulation_in_float32_only() -> None:

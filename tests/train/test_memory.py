@@ -6,9 +6,9 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import load_model
 from lockstep.models.memory import planned_shape
-from lockstep.train import local_memory
-from lockstep.train.deepspeed import memory as deepspeed
-from lockstep.train.fsdp2 import memory as fsdp2
+from lockstep.train import memory
+from lockstep.train import memory as deepspeed
+from lockstep.train import memory as fsdp2
 from lockstep.train.memory import Parallelism, StepSize
 
 
@@ -18,7 +18,7 @@ def parts(
     shape = planned_shape(ModelConfig(name="shape:llama-3.2-1b"), dtype=torch.bfloat16)
     shape = dataclasses.replace(shape, dtype_bytes=dtype_bytes)
     step = StepSize(tokens=1024, micro_batches=micro_batches, **{"device": "cuda"} | more)  # type: ignore[arg-type]
-    found = local_memory.memory_parts(shape, train, step)
+    found = memory.local_parts(shape, train, step)
     return {part.name: part.bytes for part in found if part.bytes and part.phase != "host"}
 
 
@@ -53,7 +53,7 @@ def rank_parts(
     step = StepSize(
         tokens=1024, micro_batches=micro_batches, device="cuda", parallelism=parallelism, ref=True
     )
-    count = {"fsdp2": fsdp2.memory_parts, "deepspeed": deepspeed.memory_parts}[str(train["backend"])]
+    count = {"fsdp2": fsdp2.fsdp2_parts, "deepspeed": deepspeed.deepspeed_parts}[str(train["backend"])]
     found = count(shape, TrainConfig(**train), step)  # type: ignore[arg-type]
     return {part.name: part.bytes for part in found if part.bytes and part.phase != "host"}
 
@@ -128,6 +128,6 @@ def test_advice_names_the_setting() -> None:
     module = load_model(
         ModelConfig(name="shape:tiny-llama"), attention="sdpa", device=torch.device("cpu")
     ).module
-    text = local_memory.advice(module, TrainConfig(token_budget=100_000), tokens=100_000, micro_batches=2)
+    text = memory.advice(module, TrainConfig(token_budget=100_000), tokens=100_000, micro_batches=2)
     assert "activations" in text
     assert "train.token_budget (now 100000) or train.activation_checkpointing = true" in text

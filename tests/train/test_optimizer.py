@@ -11,8 +11,7 @@ from torch import nn
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.train import optimizer as module_under_test
-from lockstep.train.make_optimizer import make_optimizer
-from lockstep.train.optimizer import MasterOptimizer, trained_parameters
+from lockstep.train.optimizer import MasterOptimizer, make_optimizer, trained_parameters
 
 
 def small_net(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -10,8 +10,8 @@ from raising import raises
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.train.state.files import Layout, LiveTensors, read_flat
 from lockstep.train.state.index import StoredTensors, read_index
-from lockstep.train.state.parts import Layout, LiveTensors, read_flat
 from lockstep.train.state.save_load import load_state, save_state
 
 

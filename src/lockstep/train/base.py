@@ -5,31 +5,36 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep import invariant
+from lockstep.attention import kernel_of
+from lockstep.config.support import check_capacity
 from lockstep.config.train import TrainConfig
-from lockstep.errors import TrainError
-from lockstep.execution import CompileWatch
+from lockstep.errors import ConfigError, TrainError
+from lockstep.execution import CompileWatch, compile_blocks, install_joint, joint_of
+from lockstep.models.architectures import causal_lm
+from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
 from lockstep.models.rest import Rests
 from lockstep.observe.metrics import Spans, is_out_of_memory
+from lockstep.packing import empty_batch
 from lockstep.protocols.train import FinishSave, RestPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
-from lockstep.schema.contract import CompileReport
-from lockstep.train import step_errors
-from lockstep.train.contract import contract_of
-from lockstep.train.loss_module import require_finite, static_head
+from lockstep.schema.contract import CompileReport, KernelContract
+from lockstep.train.loss_module import MicroBatchOutput, require_finite, static_head, step_stats
 from lockstep.train.optimizer import MasterOptimizer, lr_at
-from lockstep.train.state.copies import CopySpace
-from lockstep.train.state.parts import Layout, TensorParts, train_progress
+from lockstep.train.state.files import CopySpace, Layout, TensorParts, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
 
@@ -151,7 +156,7 @@ class Backend:
             TrainError: there are gradients that no optimizer step has used.
         """
         if self._amid_step:
-            raise step_errors.save_amid_step()
+            raise save_amid_step()
         with self._awake("weights", "states"):
             finish = save_state(
                 directory,
@@ -284,15 +289,15 @@ class MasterBackend(Rests, Backend):
     def _updated(self) -> dict[str, float]:
         gradients = self._here()
         if not gradients:
-            raise step_errors.no_gradients(step=self.steps_done)
+            raise no_gradients(step=self.steps_done)
         norm = self._norm(gradients)
         if not math.isfinite(norm):
             # The update runs under no_grad, and finding the culprit takes backward passes.
             with torch.enable_grad():
                 blamed = self._blame()
-            raise step_errors.norm_not_finite(norm, step=self.steps_done, **blamed)
+            raise norm_not_finite(norm, step=self.steps_done, **blamed)
         if self._optimizer is None:
-            raise step_errors.no_optimizer()
+            raise no_optimizer()
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
@@ -312,9 +317,239 @@ class MasterBackend(Rests, Backend):
             bad = self._not_finite()
             self.drop_gradients()
             if bad:
-                return step_errors.one_to_blame(index, len(pending), batch.sample_ids, bad)
-        return step_errors.all_to_blame([batch.sample_ids for batch, _ in pending])
+                return one_to_blame(index, len(pending), batch.sample_ids, bad)
+        return all_to_blame([batch.sample_ids for batch, _ in pending])
 
     def close(self) -> None:
         """Drop gradients; the module stays usable, and a process group stays."""
         self.drop_gradients()
+
+
+# The kernel contract that a train backend keeps.
+
+
+def compile_options(module: nn.Module) -> dict[str, Any] | None:
+    """Options that torch.compile needs for this module; None unless it is batch-invariant. An engine that
+    computes the same bits passes the same options."""
+    return invariant.inductor_options() if invariant.is_converted(module) else None
+
+
+def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -> KernelContract | None:
+    """Return the kernel contract of a batch-invariant model; None when `config.batch_invariant` is off.
+
+    Raises:
+        ConfigError: it is on, and the model's modules were not converted for it.
+    """
+    if not config.batch_invariant:
+        return None
+    module = causal_lm(model.module)
+    base = getattr(module, module.base_model_prefix)
+    contract = kernel_contract(
+        model.module,
+        attention=kernel_of(base.config._attn_implementation),
+        execution=config.execution,
+        dtype=model.dtype,
+        device=device,
+    )
+    if contract is None:
+        raise ConfigError(
+            f"not-batch-invariant: train.batch_invariant = true, but {type(module).__name__} was not "
+            f"converted, or attends by another kernel than varlen ({base.config._attn_implementation!r}), or "
+            f"runs under train.execution = {config.execution!r}; load it with attention 'varlen' and call "
+            "lockstep.invariant.convert on it before the backend is made"
+        )
+    return contract
+
+
+# The execution modes `compile` and `joint` of a train backend's modules.
+
+
+def compile_module(
+    module: nn.Module, config: TrainConfig, *, like: nn.Module | None = None
+) -> CompileWatch | None:
+    """Make a causal LM run as `config.execution` says, in place. None: eager.
+
+    Wrappers that shard its weights or add up its gradients come after this: no graph holds their hooks. A
+    joint graph has no modules inside whose hooks could run, so they wrap it as a whole.
+
+    Args:
+        like: a module of the same architecture that this function has prepared; the two share their joint
+            graphs.
+
+    Raises:
+        ConfigError: its layers are compiled already, or the mode does not support a setting.
+        ModelError: the module has no list of decoder layers.
+    """
+    if config.execution == "eager":
+        return None
+    options = compile_options(module)
+    if config.execution == "compile":
+        return compile_blocks(module, max_recompiles=config.max_recompiles, options=options)
+    check_capacity(config)
+    graphs_of = None if like is None else joint_of(like)
+    cuda_graph = config.cuda_graph and like is None
+    install_joint(module, options=options, cuda_graph=cuda_graph, graphs_of=graphs_of)
+    return CompileWatch(max_recompiles=config.max_recompiles)
+
+
+# Errors of an optimizer step that cannot be done, worded the same for every backend.
+
+
+def norm_not_finite(norm: float, *, step: int, reason: str = "", **blamed: Any) -> TrainError:
+    """The error for a gradient norm that is not finite; reason: the micro-batch that it came from, if known,
+    and blamed: its number and its samples."""
+    because = f": {reason}" if reason else ""
+    return TrainError(
+        f"step {step}: the gradient norm is {norm}{because}. No weight was changed. Lower train.lr or set "
+        "model.dtype = 'float32'",
+        code="not-finite",
+        step=step,
+        **blamed,
+    )
+
+
+def one_to_blame(index: int, count: int, sample_ids: Sequence[int], bad: Sequence[str]) -> dict[str, Any]:
+    """Arguments of `norm_not_finite` for micro-batch `index` of `count` with such gradients of `bad`."""
+    samples = list(sample_ids)
+    reason = (
+        f"micro-batch {index} of {count} has gradients that are not finite in {len(bad)} parameters "
+        f"({', '.join(bad[:3])}); its samples are {samples}"
+    )
+    return {"reason": reason, "micro_batch": index, "samples": samples}
+
+
+def all_to_blame(sample_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Arguments of `norm_not_finite` where each of these micro-batches alone is finite."""
+    samples = [list(ids) for ids in sample_ids]
+    reason = f"each micro-batch alone is finite, their sum is not; the samples by micro-batch are {samples}"
+    return {"reason": reason, "samples": samples}
+
+
+def no_gradients(*, step: int) -> TrainError:
+    """The error of an optimizer step before any backward, or after one of masked tokens only."""
+    return TrainError(
+        f"no-gradients: step {step}: there are no gradients; call forward_backward with at least one "
+        "trained token before optimizer_step",
+        step=step,
+    )
+
+
+def no_optimizer() -> ConfigError:
+    """The error of an optimizer step of a backend that was made for none."""
+    return ConfigError(
+        "missing-setting: this backend was made with total_steps = 0, which leaves the optimizer out; give "
+        "at least 1",
+        setting="total_steps",
+    )
+
+
+def save_amid_step() -> TrainError:
+    """The error of a save between backward and optimizer step."""
+    return TrainError(
+        "wrong-state: save in the middle of an optimizer step would lose its gradients; step first"
+    )
+
+
+# Assign the micro-batches of an optimizer step to ranks, and share every rank's results with all ranks.
+
+
+def assigned_indices(count: int, *, parts: int) -> list[list[int | None]]:
+    """Indices of the micro-batches of each part, the same number for every part, because collectives inside
+    forward and backward must pair. None: the part runs an empty micro-batch (`lockstep.packing.empty_batch`).
+
+    Example:
+        >>> assigned_indices(5, parts=2)
+        [[0, 2, 4], [1, 3, None]]
+    """
+    rounds = -(-count // parts)
+    return [[i if i < count else None for i in range(part, rounds * parts, parts)] for part in range(parts)]
+
+
+def assign_batches(
+    batches: Sequence[PackedBatch], *, part: int, parts: int
+) -> list[tuple[int | None, PackedBatch]]:
+    """The micro-batches of a step that one part runs, each with its index; None with an empty one, made from
+    the smallest, which costs least."""
+    mine = assigned_indices(len(batches), parts=parts)[part]
+    smallest = min(batches, key=lambda batch: batch.num_slots, default=None)
+    assigned: list[tuple[int | None, PackedBatch]] = []
+    for index in mine:
+        assert smallest is not None, "a part that is assigned something has a smallest one"
+        assigned.append((index, empty_batch(smallest) if index is None else batches[index]))
+    return assigned
+
+
+def require_same_batches(
+    batches: Sequence[PackedBatch], *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Refuse a call whose ranks got different micro-batches: their collectives would not pair, and would wait
+    for each other until the deadline. One small collective, on the host where the group can.
+
+    Raises:
+        TrainError: on every rank; lists what each rank got.
+    """
+    if group.size() == 1:
+        return
+    # Not hash(): Python salts that of strings in each process.
+    digest = zlib.crc32(repr([(batch.lengths, batch.sample_ids) for batch in batches]).encode())
+    own = torch.tensor([len(batches), sum(batch.num_slots for batch in batches), digest])
+    # On a GPU the gather would queue behind the kernels of earlier work, and reading it would wait for them.
+    gather_device = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
+    gathered = [torch.empty_like(own, device=gather_device) for _ in range(group.size())]
+    dist.all_gather(gathered, own.to(gather_device), group=group)
+    summaries = [tuple(one.tolist()) for one in gathered]
+    if len(set(summaries)) > 1:
+        listed = ", ".join(f"rank {r}: {n} with {t} slots" for r, (n, t, _) in enumerate(summaries))
+        raise TrainError(
+            f"ranks-differ: the ranks were not given the same micro-batches ({listed}); every rank must be "
+            "given all of a step, in the same order: check that data, seed and config are the same "
+            "everywhere",
+            counts=[count for count, _, _ in summaries],
+        )
+
+
+def share_stats(
+    batches: Sequence[PackedBatch],
+    outputs: Mapping[int, MicroBatchOutput],
+    *,
+    terms: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> StepStats:
+    """Share the results of all ranks of `group` with every rank, in micro-batch order: one all-reduce for the
+    whole step.
+
+    Args:
+        outputs: this rank's, by index into `batches`. Each slot of each micro-batch belongs to exactly one
+            rank: the others have 0 there (x + 0 = x bitwise, NaN stays NaN).
+        terms: how many the loss has.
+    """
+    rows, slots = 2 + terms, [batch.num_slots for batch in batches]
+    flat = torch.zeros(len(batches) + rows * sum(slots), dtype=torch.float32, device=device)
+    losses, *tokens = flat.split([len(batches), *(rows * size for size in slots)])
+    shared = [
+        MicroBatchOutput(loss=loss, tokens=part.view(rows, -1))
+        for loss, part in zip(losses.unbind(), tokens, strict=True)
+    ]
+    for index, output in outputs.items():
+        shared[index].loss.copy_(output.loss)
+        shared[index].tokens.copy_(output.tokens)
+    dist.all_reduce(flat, group=group)
+    return step_stats(shared)
+
+
+def share_logprobs(
+    batches: Sequence[PackedBatch],
+    logprobs: Mapping[int, Tensor],
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Tensor]:
+    """Logprobs, [T] float32 per micro-batch, on every rank: like `share_stats`, for logprobs only."""
+    slots = [batch.num_slots for batch in batches]
+    flat = torch.zeros(sum(slots), dtype=torch.float32, device=device)
+    parts = list(flat.split(slots))
+    for index, values in logprobs.items():
+        parts[index].copy_(values)
+    dist.all_reduce(flat, group=group)
+    return parts

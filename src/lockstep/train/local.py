@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,11 @@ from lockstep.models.load import LoadedModel
 from lockstep.models.lora import merged_state_dict
 from lockstep.observe import flight
 from lockstep.observe.metrics import Spans
+from lockstep.packing import Bucket, repack
 from lockstep.protocols.train import Reference, RestPart, StepStats, TokenLoss
-from lockstep.schema.batch import PackedBatch
+from lockstep.schema.batch import PackedBatch, PreferenceBatch
 from lockstep.schema.weights import WeightUpdate
-from lockstep.train.base import MasterBackend
-from lockstep.train.compiled import compile_module
-from lockstep.train.gradients import GradientStore, global_norm
-from lockstep.train.local_memory import advice
+from lockstep.train.base import MasterBackend, compile_module
 from lockstep.train.loss_module import (
     LossModule,
     MicroBatchOutput,
@@ -33,10 +32,9 @@ from lockstep.train.loss_module import (
     scatter,
     step_stats,
 )
-from lockstep.train.make_optimizer import make_optimizer
-from lockstep.train.optimizer import trained_parameters
-from lockstep.train.single_samples import merge_samples, single_samples
-from lockstep.train.state.parts import MASTER, MODEL, Layout, LiveTensors, model_tensors
+from lockstep.train.memory import advice
+from lockstep.train.optimizer import GradientStore, global_norm, make_optimizer, trained_parameters
+from lockstep.train.state.files import MASTER, MODEL, Layout, LiveTensors, model_tensors
 
 
 class LocalBackend(MasterBackend):
@@ -245,3 +243,68 @@ class LocalBackend(MasterBackend):
             return {}
         masters = self._optimizer.separate_masters()
         return {f"{MASTER}{name}": tensor for name, tensor in masters.items()} | self._optimizer.state()
+
+
+# Split a micro-batch into one micro-batch per sample: run one at a time, they need the activations of one
+# sample.
+
+
+_STEPS = 4
+_ALIGNMENT = 64
+
+
+def single_samples(batch: PackedBatch, *, static: bool) -> list[PackedBatch]:
+    """One batch per document, in order; per pair of documents for preference pairs, whose loss is of both.
+
+    Losses and gradients of the parts add up to those of the batch: `loss_weights` hold the normaliser of the
+    whole step, and no loss looks beyond a document or pair.
+
+    Args:
+        batch: on the host.
+        static: pad each part to one of at most 4 capacities, quarters of the longest that a part may be
+            (`batch.max_seqlen` a document), so that compiled code makes few graphs.
+    """
+    width = 2 if isinstance(batch, PreferenceBatch) else 1
+    parts, start = [], 0
+    for first in range(0, len(batch.sample_ids), width):
+        documents = slice(first, first + width)
+        length = sum(batch.lengths[documents])
+        part = _slice(batch, documents, slice(start, start + length))
+        parts.append(repack(part, _bucket(length, width, batch.max_seqlen)) if static else part)
+        start += length
+    return parts
+
+
+def merge_samples(parts: list[Tensor], batch: PackedBatch) -> Tensor:
+    """Merge per-token values [..., t] of the parts, padding included, into [..., T] of the batch; 0 in its
+    padding."""
+    whole = parts[0].new_zeros(*parts[0].shape[:-1], batch.num_slots)
+    width = 2 if isinstance(batch, PreferenceBatch) else 1
+    start = 0
+    for index, values in enumerate(parts):
+        length = sum(batch.lengths[index * width : (index + 1) * width])
+        whole[..., start : start + length] = values[..., :length]
+        start += length
+    return whole
+
+
+def _slice(batch: PackedBatch, documents: slice, slots: slice) -> PackedBatch:
+    lengths = batch.lengths[documents]
+    changes: dict[str, Any] = {
+        field.name: value[slots]
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor) and field.name != "cu_seqlens"
+    }
+    changes["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).to(batch.cu_seqlens)
+    changes |= {"lengths": lengths, "sample_ids": batch.sample_ids[documents], "max_seqlen": max(lengths)}
+    changes["shared"] = None  # a sample shares nothing with itself
+    if versions := getattr(batch, "policy_versions", ()):
+        changes["policy_versions"] = versions[documents]
+    return dataclasses.replace(batch, **changes)
+
+
+def _bucket(length: int, width: int, max_seqlen: int) -> Bucket:
+    most = width * max_seqlen
+    quarters = [-(-most * step // (_STEPS * _ALIGNMENT)) * _ALIGNMENT for step in range(1, _STEPS + 1)]
+    tokens = next(size for size in quarters if size >= length)
+    return Bucket(tokens=tokens, documents=width + -(-tokens // max_seqlen), max_seqlen=max_seqlen)

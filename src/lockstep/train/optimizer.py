@@ -304,3 +304,168 @@ class SGD(MasterOptimizer):
 
 def _flat(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor.view(-1)[piece.start : piece.stop]
+
+
+# AdamW with 8-bit moments (arXiv 2110.02861) through torchao, over float32 masters.
+#
+# The only importer of torchao.
+
+
+class AdamW8bit(MasterOptimizer):
+    """Moments of parameters with at least 4096 elements in blocks of 256 8-bit codes; the others in float32.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+
+    # torchao updates whole Parameters: its blocks of 256 codes do not know where a piece would begin.
+    splits = False
+
+    def __init__(self, parameters: Sequence[NamedParameter], *, config: TrainConfig) -> None:
+        super().__init__(parameters, config=config)
+        try:
+            from torchao.optim import AdamW8bit as TorchaoAdamW
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "missing-package: train.optimizer = 'adamw8bit' needs the package torchao: pip install "
+                "torchao; or set train.optimizer = 'adamw' and train.optimizer_device = 'cpu' to keep its "
+                "states off the GPU"
+            ) from error
+        self._masters = [nn.Parameter(master, requires_grad=False) for master in self.masters]
+        # Decay is 0 here and set per bucket in `_update`: one optimizer serves both kinds of Parameters.
+        self._torchao = TorchaoAdamW(
+            self._masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0
+        )
+        # torchao makes the states at the first step, too late to load a checkpoint into
+        for master in self._masters:
+            self._torchao.state[master] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": self._torchao._new_buffer(master, True),
+                "exp_avg_sq": self._torchao._new_buffer(master, False),
+            }
+
+    def _update(self, bucket: Sequence[Piece], gradients: list[Tensor], rates: Rates) -> None:
+        group = self._torchao.param_groups[0]
+        # torchao keeps lr as a tensor, so that its compiled update is not compiled again when lr changes.
+        group["lr"].fill_(rates.lr)
+        group["weight_decay"] = rates.weight_decay
+        for piece, gradient in zip(bucket, gradients, strict=True):
+            master = self._masters[piece.index]
+            shaped = gradient.view_as(master)
+            master.grad = shaped.mul_(rates.scale) if rates.scale != 1.0 else shaped
+        self._torchao.step()
+        self._torchao.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        live: dict[str, Tensor] = {}
+        for named, master in zip(self.parameters, self._masters, strict=True):
+            for kind, tensor in self._torchao.state[master].items():
+                if hasattr(tensor, "codes"):
+                    live[f"{kind}.codes/{named.name}"] = tensor.codes
+                    live[f"{kind}.scale/{named.name}"] = tensor.scale
+                else:
+                    live[f"{kind}/{named.name}"] = tensor
+        return live
+
+
+# The optimizer of a config, by name.
+
+
+def make_optimizer(parameters: Sequence[NamedParameter], *, config: TrainConfig) -> MasterOptimizer:
+    """The optimizer that `config.optimizer` names.
+
+    Raises:
+        ConfigError: adamw8bit without torchao.
+    """
+    if config.optimizer == "adamw8bit":
+        return AdamW8bit(parameters, config=config)
+    return {"adamw": AdamW, "sgd": SGD}[config.optimizer](parameters, config=config)
+
+
+# Gradients between backward and the optimizer: float32 accumulation over micro-batches, and the global norm.
+
+
+_NORM_CHUNK = 1 << 17  # elements; their float32 copy stays in a core's cache
+
+
+class GradientStore:
+    """Holds the gradients of one optimizer step in `Parameter.grad`, or accumulates them in float32 buffers.
+
+    One micro-batch needs no buffer: its gradients stay in `Parameter.grad`, in the parameter's dtype, which
+    is all the precision a single backward has. From the second micro-batch on, a low-precision sum would drop
+    small terms, so each gradient is added to a float32 buffer as soon as autograd has it, and its own memory
+    is freed.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, float32: bool) -> None:
+        self.parameters = list(parameters)
+        self._buffered = [p for p in self.parameters if float32 and p.dtype != torch.float32]
+        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._spare: dict[nn.Parameter, Tensor] = {}
+        self._accumulating = False
+        for parameter in self._buffered:
+            # The only hook that may take .grad away: a tensor's own hook runs before autograd has stored it.
+            parameter.register_post_accumulate_grad_hook(self._drain)
+
+    def expect(self, micro_batches: int) -> None:
+        """Prepare for the backward passes of `micro_batches` micro-batches; call it before the first."""
+        pending = [p for p in self._buffered if p.grad is not None]
+        self._accumulating = micro_batches > 1 or bool(self._buffers) or bool(pending)
+        if self._accumulating:
+            for parameter in pending:
+                self._drain(parameter)
+
+    def _drain(self, parameter: Tensor) -> None:
+        if not self._accumulating or parameter.grad is None:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        buffer = self._buffers.get(parameter)
+        if buffer is not None:
+            buffer.add_(parameter.grad)
+        else:
+            buffer = self._spare.pop(parameter, None)
+            buffer = torch.empty_like(parameter, dtype=torch.float32) if buffer is None else buffer
+            # The first gradient is copied, not added to zeros: one pass over the memory less.
+            self._buffers[parameter] = buffer.copy_(parameter.grad)
+        parameter.grad = None
+
+    def collect(self) -> list[Tensor | None]:
+        """Return one gradient per parameter, float32 where it was accumulated; None for unused parameters."""
+        return [self._buffers.get(p, p.grad) for p in self.parameters]
+
+    def clear(self) -> None:
+        """Drop every gradient. On a CPU the buffers are kept: fresh pages cost as much as the sums
+        themselves; on a GPU their memory is what the engine's KV cache wants."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._spare = {p: b for p, b in self._buffers.items() if b.device.type == "cpu"}
+        self._buffers = {}
+        self._accumulating = False
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm over all gradients together, float32 scalar, computed in float32 whatever their dtype.
+
+    torch.nn.utils.get_total_norm works in the gradients' own dtype; bfloat16 has 8 bits for a sum
+    over millions.
+    """
+    if not gradients:
+        return torch.zeros(())
+    if gradients[0].device.type == "cpu":
+        norms = [_cpu_norm(g) for g in gradients]
+    else:
+        # dtype: what it adds up in.
+        # Private, and what torch's own clip_grad_norm_ calls: one launch for all gradients.
+        norms = list(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _cpu_norm(gradient: Tensor) -> Tensor:
+    """Norm from one dot product per chunk: vector_norm of bfloat16 on a CPU runs element by element on one
+    thread."""
+    flat = gradient.reshape(-1)
+    chunks = flat.split(_NORM_CHUNK)
+    squares = torch.stack([torch.dot(c, c) for c in (chunk.float() for chunk in chunks)])
+    # float64, because these are thousands of partial sums of very different size.
+    return squares.double().sum().sqrt().float()

@@ -19,7 +19,7 @@ from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.ranks.context import PeerFailed
 from lockstep.ranks.guard import Desync, Guard
 from lockstep.schema.batch import PackedBatch
-from lockstep.train.gradients import global_norm
+from lockstep.train.optimizer import global_norm
 from lockstep_lab.replay.policy import ReplayBackend
 from lockstep_lab.replay.step_plan import PlannedStep, waits_in
 from lockstep_lab.suite.process import error_line

@@ -8,20 +8,23 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig, outside_of_runs
 from lockstep.errors import ConfigError, TrainError
-from lockstep.execution import CompileWatch
+from lockstep.execution import CompileWatch, prepare_compiler
+from lockstep.execution.regions import decoder_layers
 from lockstep.models.architectures import checkpoint_activations
 from lockstep.models.export import export_tensors
-from lockstep.models.forward import decoder_inputs
+from lockstep.models.forward import decoder_inputs, head_of
+from lockstep.models.heads import scalar_head
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.metrics import Spans
@@ -29,12 +32,26 @@ from lockstep.protocols.train import Reference, StepStats, TokenLoss
 from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
-from lockstep.train import step_errors
-from lockstep.train.base import Backend
-from lockstep.train.deepspeed.build import ZeroBuilder
-from lockstep.train.deepspeed.setup import find_ninja, refuse_impossible
-from lockstep.train.deepspeed.state import ZeroParts, whole_weights
+from lockstep.train import base
+from lockstep.train.base import (
+    Backend,
+    assign_batches,
+    compile_module,
+    compile_options,
+    require_same_batches,
+    share_logprobs,
+    share_stats,
+)
+from lockstep.train.deepspeed.engine import ZeroEngine, ZeroParts, whole_weights
+from lockstep.train.deepspeed.setup import (
+    announced_build,
+    basic_optimizer,
+    ds_config,
+    find_ninja,
+    refuse_impossible,
+)
 from lockstep.train.loss_module import (
+    LogprobModule,
     LossModule,
     MicroBatchOutput,
     Rows,
@@ -44,14 +61,8 @@ from lockstep.train.loss_module import (
     step_stats,
     token_rows,
 )
-from lockstep.train.micro_batch_assignment import (
-    assign_batches,
-    require_same_batches,
-    share_logprobs,
-    share_stats,
-)
-from lockstep.train.optimizer import lr_at, trained_parameters
-from lockstep.train.state.parts import Layout
+from lockstep.train.optimizer import NamedParameter, lr_at, trained_parameters
+from lockstep.train.state.files import Layout
 
 
 class DeepSpeedBackend(Backend):
@@ -340,14 +351,14 @@ class DeepSpeedBackend(Backend):
                 recompiled more often than train.max_recompiles.
         """
         if self.total_steps == 0:
-            raise step_errors.no_optimizer()
+            raise base.no_optimizer()
         if not (self._gradients_ready and self._trained):
             self.drop_gradients()
-            raise step_errors.no_gradients(step=self.steps_done)
+            raise base.no_gradients(step=self.steps_done)
         norm = self.gradient_norm()
         if not math.isfinite(norm):
             self.drop_gradients()
-            raise step_errors.norm_not_finite(norm, step=self.steps_done)
+            raise base.norm_not_finite(norm, step=self.steps_done)
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         self._zero.step(lr)
         self._gradients_ready = False
@@ -441,3 +452,102 @@ def _import_deepspeed(device: torch.device) -> Any:
             f"set DS_ACCELERATOR={device.type} in the environment"
         )
     return deepspeed
+
+
+# The DeepSpeedEngines of train/deepspeed/backend.py: around the policy, and around its frozen copy.
+
+
+Outer = LossModule | LogprobModule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroBuilder:
+    """Builds the engines; holds what they have in common."""
+
+    ds: Any
+    """The deepspeed package."""
+    config: TrainConfig
+    device: torch.device
+    dtype: torch.dtype
+    temperature: float
+
+    def outer(self, module: nn.Module) -> Outer:
+        """The module that DeepSpeed wraps: decoder, head and loss."""
+        if self.config.execution == "deepcompile":
+            return LogprobModule(module, temperature=self.temperature)
+        compiled = self.config.execution != "eager"
+        return LossModule(module, config=self.config, temperature=self.temperature, compiled=compiled)
+
+    def policy(self, outer: Outer, named: Sequence[NamedParameter], *, with_states: bool) -> ZeroEngine:
+        """The engine that trains `named`; without states no step can follow."""
+        offload = with_states and self.config.optimizer == "adamw" and self.config.optimizer_device == "cpu"
+        settings = ds_config(self.config, named, dtype=self.dtype, with_optimizer=with_states)
+        with self._starting(offload=offload):
+            engine, _, _, _ = self.ds.initialize(
+                model=outer,
+                optimizer=basic_optimizer(self.ds, self.config, named, with_states=with_states),
+                model_parameters=[p.parameter for p in named],
+                config=settings,
+            )
+        self._register_head(outer)
+        return ZeroEngine(self.ds, engine, outer=outer, named=named, device=self.device)
+
+    def reference(self, module: nn.Module, *, like: nn.Module) -> tuple[nn.Module, Any]:
+        """A frozen module inside of one that computes logprobs, never by DeepCompile; and, at stage 3, the
+        engine that splits its weights over the ranks. `like`: the policy."""
+        deepcompile = self.config.execution == "deepcompile"
+        config = self.config.model_copy(update={"execution": "eager"} if deepcompile else {})
+        compiled = config.execution != "eager"
+        if compiled:
+            self.compile(module, like=like)
+        outer = LossModule(module, config=config, temperature=self.temperature, compiled=compiled).eval()
+        if self.config.zero_stage < 3:
+            return outer, None
+        settings = ds_config(self.config, [], dtype=self.dtype, with_optimizer=False)
+        with self._starting():
+            engine, _, _, _ = self.ds.initialize(model=outer, config=settings)
+        self._register_head(outer)
+        return outer, engine
+
+    def compile(self, module: nn.Module, *, like: nn.Module | None = None) -> CompileWatch | None:
+        """Compile as the config's `compile` or `joint` says. Stage 3 wraps every module's forward in hooks
+        that no graph can hold, so there a layer is gathered whole and only what is inside of its forward is
+        compiled.
+        """
+        if self.config.zero_stage < 3:
+            return compile_module(module, self.config, like=like)
+        prepare_compiler()
+        # A leaf is gathered as a whole by its own hooks, so none is left on the modules inside the graph.
+        layers, options = decoder_layers(module), compile_options(module)
+        self.ds.utils.set_z3_leaf_modules(module, list({type(layer) for layer in layers}))
+        for layer in layers:
+            # Not layer.compile(): that compiles the call with all hooks around forward, and ZeRO 3 gathers in
+            # hooks.
+            compiled: Any = torch.compile(layer.forward, fullgraph=True, dynamic=False, options=options)
+            layer.forward = compiled
+        return CompileWatch(max_recompiles=self.config.max_recompiles)
+
+    @contextlib.contextmanager
+    def _starting(self, *, offload: bool = False) -> Iterator[None]:
+        """A context for `deepspeed.initialize`: what it prints is not this program's output."""
+        if self.device.type == "cuda":
+            index = self.device.index
+            # deepspeed.initialize asserts that LOCAL_RANK is set, and moves the model to the CUDA device of
+            # that number.
+            os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if index is None else index)
+        else:
+            os.environ.setdefault("LOCAL_RANK", "0")
+        # Collectives over shared memory for a CPU: a minute of compiling before the first step, for sums that
+        # gloo makes as well. DeepSpeed keeps this table to be edited.
+        self.ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        with announced_build(("cpu_adam",) if offload else ()), contextlib.redirect_stdout(sys.stderr):
+            yield
+
+    def _register_head(self, outer: Outer) -> None:
+        """Register the head at stage 3: it is used by the outer module, not by the module that owns it."""
+        if self.config.zero_stage == 3 and isinstance(outer, LossModule):
+            scores = scalar_head(outer.policy)
+            head = head_of(outer.policy) if scores is None else scores
+            for tensor in (head.weight, head.bias):
+                if tensor is not None:
+                    self.ds.zero.register_external_parameter(outer, tensor)

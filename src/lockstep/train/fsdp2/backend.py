@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,12 +31,15 @@ from lockstep.packing import ring_shard
 from lockstep.protocols.train import FinishSave, Reference, RestPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
-from lockstep.train.base import MasterBackend
-from lockstep.train.compiled import compile_module
-from lockstep.train.fsdp2.mesh import make_mesh
-from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of
-from lockstep.train.fsdp2.state import ShardedState
-from lockstep.train.gradients import global_norm
+from lockstep.train.base import (
+    MasterBackend,
+    assign_batches,
+    compile_module,
+    require_same_batches,
+    share_logprobs,
+    share_stats,
+)
+from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of, make_mesh
 from lockstep.train.loss_module import (
     MicroBatchOutput,
     RingPart,
@@ -45,15 +48,14 @@ from lockstep.train.loss_module import (
     ring_rows,
     scatter,
 )
-from lockstep.train.make_optimizer import make_optimizer
-from lockstep.train.micro_batch_assignment import (
-    assign_batches,
-    require_same_batches,
-    share_logprobs,
-    share_stats,
+from lockstep.train.optimizer import (
+    MasterOptimizer,
+    NamedParameter,
+    global_norm,
+    make_optimizer,
+    trained_parameters,
 )
-from lockstep.train.optimizer import MasterOptimizer, NamedParameter, trained_parameters
-from lockstep.train.state.parts import Layout
+from lockstep.train.state.files import MASTER, MODEL, Layout, Reader, TensorMeta
 
 _NCCL_ROOM = 2 << 30
 """Bytes of a GPU that NCCL can need for the buffers of a gather."""
@@ -393,3 +395,91 @@ def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
             "'fsdp2': its blocks of 8-bit codes would lie across the ranks' shards; set 'adamw', and "
             "train.optimizer_device = 'cpu' for memory"
         )
+
+
+# The state of a ShardedModel and its optimizer as the whole tensors of a checkpoint.
+
+
+class ShardedState:
+    """A TensorParts: each tensor is gathered on the rank that writes it, and filled from slices.
+
+    Where the shards are float32 they are the master weights, and a checkpoint's weights are made of them by
+    the cast that every forward makes.
+
+    Args:
+        optimizer: None: the backend has none.
+        trained_only: leave frozen weights and buffers out (LoRA).
+    """
+
+    def __init__(
+        self, policy: ShardedModel, optimizer: MasterOptimizer | None, *, trained_only: bool
+    ) -> None:
+        self._policy = policy
+        parameters = policy.parameters.items()
+        self._weights = [name for name, p in parameters if p.requires_grad or not trained_only]
+        self._buffers = {} if trained_only else policy.persistent_buffers()
+        self._masters: dict[str, Tensor] = {}
+        self._state: dict[str, Tensor] = {}
+        if optimizer is not None:
+            named = zip(optimizer.parameters, optimizer.masters, strict=True)
+            self._masters = {parameter.name: master for parameter, master in named}
+            self._state = optimizer.state()
+        self._lists_masters = optimizer is not None and policy.dtype != torch.float32
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        return self._policy.mesh.world
+
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        """See TensorParts."""
+        policy = self._policy
+        tensors = {MODEL + name: TensorMeta(policy.whole_shape(name), policy.dtype) for name in self._weights}
+        tensors |= {MODEL + n: TensorMeta(tuple(b.shape), b.dtype) for n, b in self._buffers.items()}
+        if self._lists_masters:
+            tensors |= {
+                MASTER + name: TensorMeta(policy.whole_shape(name), torch.float32) for name in self._masters
+            }
+        for key, tensor in self._state.items():
+            shape = () if tensor.ndim == 0 else policy.whole_shape(_parameter_of(key))
+            tensors[key] = TensorMeta(shape, tensor.dtype)
+        return tensors
+
+    @torch.no_grad()
+    def whole(self, name: str, *, owner: int) -> Tensor | None:
+        """See TensorParts."""
+        parameter = _parameter_of(name)
+        if name.startswith(MODEL):
+            if parameter in self._buffers:
+                return self._buffers[parameter]
+            local = self._policy.local(parameter).to(self._policy.dtype)
+        else:
+            local = self._masters[parameter] if name.startswith(MASTER) else self._state[name]
+        return local if local.ndim == 0 else self._policy.whole_on(parameter, local, owner=owner)
+
+    @torch.no_grad()
+    def fill(self, name: str, read: Reader) -> None:
+        """See TensorParts."""
+        parameter = _parameter_of(name)
+        if name.startswith(MODEL) and parameter in self._buffers:
+            self._buffers[parameter].copy_(read())
+            return
+        if len(read.shape) == 0:
+            self._state[name].copy_(read())
+            return
+        part = self._policy.part(parameter)
+        values = read(*part)
+        if not name.startswith((MODEL, MASTER)):
+            self._state[name].copy_(values)
+        elif name.startswith(MASTER):
+            self._masters[parameter].copy_(values)
+        else:
+            shard, master = self._policy.local(parameter), self._masters.get(parameter)
+            if shard.dtype == self._policy.dtype:  # otherwise it is the master
+                shard.copy_(values)
+            if master is not None and not self._lists_masters:
+                master.copy_(values)
+
+
+def _parameter_of(name: str) -> str:
+    return name.partition("/")[2]

@@ -7,22 +7,27 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from lockstep.errors import CheckpointError
+from lockstep.config.train import TrainConfig
+from lockstep.errors import CheckpointError, TrainError
 from lockstep.observe import files
 from lockstep.observe.files import check_inside, file_errors
 from lockstep.observe.tensor_file import NAMES, file_head, tensor_bytes
 from lockstep.observe.text import printable
+from lockstep.train.optimizer import lr_at
 
 # A part is written while a thread hashes it: large enough that handing it over costs nothing beside that.
 _CHUNK = 1 << 24
@@ -235,3 +240,250 @@ class _HashingFile:
 
     def record(self) -> FileRecord:
         return FileRecord(bytes=self._bytes, sha256="" if self._in_memory else self._hash.hexdigest())
+
+
+# What a train backend passes to `save_state` and `load_state`: its state as whole tensors by name, each of
+# which it may store in parts.
+#
+#     "model/NAME"                            weights in the compute dtype, Hugging Face names
+#     "master/NAME"                           float32, only where the Parameter's compute dtype is another one
+#     "exp_avg/NAME", "exp_avg_sq/NAME"       AdamW's moments, float32
+#     "updates/NAME"                          AdamW's count of updates, float32, []
+
+
+MODEL = "model/"
+MASTER = "master/"
+
+
+class TensorMeta(NamedTuple):
+    """Shape and dtype of a whole tensor, however many ranks share it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Size of the data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How a backend lays its state out over ranks; kept in the checkpoint. A run resumes
+    bitwise on the same layout."""
+
+    backend: str
+    """"local", "fsdp2", "deepspeed"."""
+    mesh: Mapping[str, int]
+    """Axis to size, such as {"dp": 2, "ring": 1, "tp": 2}; empty for one process."""
+    stream: int = 0
+    """Which random numbers this rank draws where the checkpoint has none for it: ranks that must draw the
+    same ones (those of one tp group) have the same number, the first has 0."""
+
+
+class Reader(Protocol):
+    """One whole tensor of a checkpoint; only the requested slice is read.
+
+    read() is the whole of it, read(slice(a, b)) rows, read(slice(None), slice(a, b)) columns: on the host, in
+    `dtype`, no slice with a step.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, *index: slice) -> Tensor: ...
+
+
+class TensorParts(Protocol):
+    """The live state of a backend."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks of the backend; its objects collectives must work. None: this process alone, whatever
+        process groups there are."""
+        ...
+
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        """All names, the same in the same order on every rank. A backend that was made with total_steps = 0
+        leaves the optimizer out; loading then ignores that of the checkpoint."""
+        ...
+
+    def whole(self, name: str, *, owner: int) -> Tensor | None:
+        """Collective: the whole tensor on rank `owner` of the group, None on the others. Every rank calls it
+        once for each name, in one order. It may be on any device, and may be live."""
+        ...
+
+    def fill(self, name: str, read: Reader) -> None:
+        """Copy this rank's part of the tensor in. No collective: every rank fills at its own pace."""
+        ...
+
+
+class LiveTensors:
+    """The state of one process that has all of it: live tensors by name."""
+
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, live: Mapping[str, Tensor]) -> None:
+        self._live = live
+
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        """See TensorParts."""
+        return {name: TensorMeta(tuple(t.shape), t.dtype) for name, t in self._live.items()}
+
+    def whole(self, name: str, *, owner: int) -> Tensor | None:
+        """See TensorParts."""
+        return self._live[name].detach()
+
+    @torch.no_grad()
+    def fill(self, name: str, read: Reader) -> None:
+        """See TensorParts."""
+        self._live[name].copy_(read())
+
+
+def read_flat(read: Reader, start: int, stop: int) -> Tensor:
+    """Read elements start:stop of the flattened whole tensor, [stop - start]; only the rows that hold
+    them are read."""
+    if len(read.shape) == 0:
+        return read().reshape(-1)[start:stop]
+    row = torch.Size(read.shape[1:]).numel()
+    if row == 0 or start == stop:
+        return torch.empty(0, dtype=read.dtype)
+    first = start // row
+    rows = read(slice(first, -(-stop // row)))
+    return rows.reshape(-1)[start - first * row : stop - first * row]
+
+
+def model_tensors(module: nn.Module, *, trained_only: bool) -> dict[str, Tensor]:
+    """The live weights by name, each storage once: tied weights under their first name."""
+    named = dict(module.named_parameters())
+    if trained_only:
+        return {name: p.detach() for name, p in named.items() if p.requires_grad}
+    persistent = module.state_dict().keys()
+    buffers = {name: b for name, b in module.named_buffers() if name in persistent}
+    return {name: t.detach() for name, t in (named | buffers).items()}
+
+
+def train_progress(
+    config: TrainConfig, *, steps_done: int, total_steps: int, dtype: torch.dtype, lora: bool = False
+) -> dict[str, Any]:
+    """The `progress` of every backend's checkpoints. dtype: the compute dtype."""
+    return {
+        "step": steps_done,
+        "total_steps": total_steps,
+        "schedule": config.schedule,
+        "lr_next": lr_at(steps_done, config=config, total_steps=total_steps),
+        "optimizer": config.optimizer,
+        "lora": lora,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+# Copies in host memory of the state that a save in the background writes.
+#
+# State in host memory does not change before the next optimizer step, so a thread copies it while the loop
+# goes on, and the update waits for what is not copied yet. State on a GPU is copied before `save` returns,
+# into pinned memory that is kept from save to save: a thread that calls CUDA would disturb the capture of
+# CUDA graphs.
+
+
+COPY_SECONDS = 600.0
+"""An update waits no longer than this for a copy in memory."""
+# Few large blocks: each piece of pinned memory is registered with the driver, which is slow.
+_BLOCK = 1 << 28
+"""Bytes of pinned memory that are taken at once."""
+
+
+class PendingCopy:
+    """Tensors of which a thread makes copies; `wait` before one of them changes."""
+
+    def __init__(self, live: Sequence[Tensor]) -> None:
+        self._copies: list[Tensor] = []
+        self._error: Exception | None = None
+        self._live = list(live)
+        # A daemon, so that a copy that hangs in swapping cannot keep a process alive that has given up on it.
+        self._thread = threading.Thread(target=self._run, name="copy-state", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float = COPY_SECONDS) -> None:
+        """Wait until nothing is read any more. Raises TrainError: it took longer than `seconds`."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise TrainError(
+                f"deadline: the copy of the train state for a checkpoint took more than {seconds:.0f} s; is "
+                "the machine out of memory and swapping? checkpoint.background = false makes none",
+                setting="checkpoint.background",
+            )
+
+    def take(self) -> list[Tensor]:
+        """Wait, and return the copies, once. Raises CheckpointError: they could not be made."""
+        self.wait()
+        if self._error is not None:
+            raise CheckpointError(
+                f"out-of-memory: the train state could not be copied into host memory: {self._error}; set "
+                "checkpoint.background = false, which makes no copy",
+                setting="checkpoint.background",
+                reason=self._error,
+            ) from self._error
+        copies, self._copies = self._copies, []
+        return copies
+
+    def _run(self) -> None:
+        try:
+            for tensor in self._live:
+                self._copies.append(tensor.clone())
+        except (RuntimeError, MemoryError) as error:  # for `take`: torch's and Python's lack of memory
+            self._error, self._copies = error, []
+        # This object stays until the next save; it must not keep replaced tensors alive until then.
+        self._live = []
+
+
+class CopySpace:
+    """Where a backend's saves copy to; one per backend.
+
+    Args:
+        pin: None: whether there is a GPU.
+    """
+
+    def __init__(self, *, pin: bool | None = None) -> None:
+        self._pin = torch.cuda.is_available() if pin is None else pin
+        self._blocks: list[Tensor] = []
+        self._block, self._used = 0, 0
+        self._device: torch.device | None = None
+        """Where copies are under way."""
+        self._pending: PendingCopy | None = None
+
+    def begin(self) -> None:
+        """The copies of the save before this one are not needed any more."""
+        self.wait()
+        self._pending = None
+        self._block, self._used = 0, 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor on a GPU, valid until `begin`; it is there after `synchronize`."""
+        size = tensor.numel() * tensor.element_size()
+        while self._block < len(self._blocks) and self._used + size > self._blocks[self._block].numel():
+            self._block, self._used = self._block + 1, 0
+        if self._block == len(self._blocks):
+            self._blocks.append(torch.empty(max(_BLOCK, size), dtype=torch.uint8, pin_memory=self._pin))
+        self._device = tensor.device
+        place = self._blocks[self._block][self._used : self._used + size]
+        # A multiple of every dtype's size, as `view` below needs for the next tensor, and a cache line.
+        self._used += math.ceil(size / 64) * 64
+        copy = place.view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor.detach(), non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Wait until every `copy` is there."""
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._device = None
+
+    def copy_beside(self, live: Sequence[Tensor]) -> PendingCopy:
+        """Begin to copy tensors in host memory, in a thread."""
+        self._pending = PendingCopy(live)
+        return self._pending
+
+    def wait(self) -> None:
+        """Call before live state changes."""
+        if self._pending is not None:
+            self._pending.wait()

@@ -17,14 +17,16 @@ from torch import Tensor
 from lockstep.errors import CheckpointError
 from lockstep.observe.tensor_file import DTYPES, NAMES
 from lockstep.train.state.files import (
+    MASTER,
+    MODEL,
     STATE_DTYPES,
     FileRecord,
+    TensorMeta,
     check_record,
     is_count,
     read_json,
     read_record,
 )
-from lockstep.train.state.parts import MASTER, MODEL, TensorMeta
 
 FORMAT = "lockstep-train-state"
 VERSION = 2
@@ -327,7 +329,7 @@ class StoredTensors:
 
 
 class StoredReader:
-    """A `lockstep.train.state.parts.Reader` of a tensor in a file."""
+    """A `lockstep.train.state.files.Reader` of a tensor in a file."""
 
     def __init__(self, opened: Any, key: str, meta: TensorMeta) -> None:
         self._opened, self._key = opened, key
