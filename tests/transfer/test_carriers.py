@@ -17,8 +17,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.errors import EngineError
 from lockstep.transfer import carriers, make_transfer
 from lockstep.transfer.buckets import BucketTransfer
-from lockstep.transfer.carriers import DiskCarrier, own_address
-from lockstep.transfer.pack import Packer
+from lockstep.transfer.carriers import DiskCarrier, Packer, own_address
 
 CPU = torch.device("cpu")
 

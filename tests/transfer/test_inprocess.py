@@ -6,7 +6,7 @@ from lockstep.engine.hf.engine import HFEngine
 from lockstep.models.load import load_model
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.schema.weights import WeightUpdate
-from lockstep.transfer.inprocess import InProcessTransfer
+from lockstep.transfer import InProcessTransfer
 
 
 class Backend:

@@ -10,7 +10,7 @@ import torch
 from lockstep.errors import EngineError, RewardError, TrainError
 from lockstep.loop.online import explain_out_of_memory
 from lockstep.schema.weights import MemoryReport
-from lockstep.transfer.memory_report import explain, ran_out_of_memory, take_memory_report
+from lockstep.transfer.buckets import explain, ran_out_of_memory, take_memory_report
 
 GIB = 1024.0**3
 CPU = torch.device("cpu")

@@ -22,10 +22,9 @@ from lockstep.loop.engines import write_model_folder
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.train.local import LocalBackend
-from lockstep.transfer import make_transfer
+from lockstep.transfer import InProcessTransfer, make_transfer
 from lockstep.transfer.buckets import BucketTransfer
-from lockstep.transfer.inprocess import InProcessTransfer
-from lockstep.transfer.pack import Packed, Packer
+from lockstep.transfer.carriers import Packed, Packer
 from lockstep.wire.buckets import TensorSpec
 
 CPU = torch.device("cpu")

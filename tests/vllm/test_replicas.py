@@ -16,7 +16,7 @@ from inprocess import KV_BYTES, spec_of
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import DispatcherOfOwnWeights, make_engine
 from lockstep.schema.weights import WeightUpdate
-from lockstep.transfer.choose import make_transfer
+from lockstep.transfer import make_transfer
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4

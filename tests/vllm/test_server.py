@@ -22,7 +22,7 @@ from lockstep.engine.remote.http import HttpClient
 from lockstep.engine.vllm.server import VLLMServer
 from lockstep.errors import EngineError
 from lockstep.schema.weights import WeightBucket, WeightUpdate
-from lockstep.transfer.choose import make_transfer
+from lockstep.transfer import make_transfer
 from lockstep.wire.buckets import Layout
 
 TOLERANCE = 1e-4

@@ -58,7 +58,7 @@ from lockstep.schema.batch import (
     rollout_samples,
 )
 from lockstep.schema.rollout import RolloutGroup
-from lockstep.transfer import memory_report
+from lockstep.transfer import buckets
 from lockstep.transfer.buckets import serving
 
 
@@ -515,13 +515,13 @@ def explain_out_of_memory(side: Literal["engine", "trainer"], parts: OnlineParts
         yield
     except (RuntimeError, MemoryError) as error:
         others = isinstance(error, LockstepError) and not isinstance(error, EngineError | TrainError)
-        if others or transfer.transport == "shared" or not memory_report.ran_out_of_memory(error):
+        if others or transfer.transport == "shared" or not buckets.ran_out_of_memory(error):
             raise
-        text = memory_report.explain(
+        text = buckets.explain(
             side,
             before=transfer.before,
             after=transfer.after,
-            now=memory_report.take_memory_report(parts.engine, device=torch.device(parts.axes.device)),
+            now=buckets.take_memory_report(parts.engine, device=torch.device(parts.axes.device)),
         )
         kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
         raise kind(f"out-of-memory: {error}\n{text}") from error

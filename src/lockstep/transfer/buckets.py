@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -19,14 +19,12 @@ from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
 from lockstep.errors import EngineError
-from lockstep.observe.metrics import is_out_of_memory
-from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, WeightTransfer
+from lockstep.observe.metrics import GIB, is_out_of_memory, peak_rss_bytes
+from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, WeightTransfer, receives_weights
 from lockstep.protocols.train import TrainBackend
 from lockstep.ranks.context import RankContext, RankError
 from lockstep.schema.weights import MemoryReport, Transport, UpdateSession
-from lockstep.transfer.carriers import Carrier
-from lockstep.transfer.memory_report import take_memory_report
-from lockstep.transfer.pack import MIB, Packed, Packer
+from lockstep.transfer.carriers import MIB, Carrier, Packed, Packer
 from lockstep.transfer.verify import compare_heads
 from lockstep.wire.buckets import TensorSpec, WireError, split_heads
 
@@ -280,3 +278,69 @@ def _as_engine_error(config: EngineConfig) -> Iterator[None]:
             f"buffers of engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'",
             setting="engine.bucket_mb",
         ) from error
+
+
+# Memory of trainer and engine before and after the last weight update: they may share a GPU, and an
+# allocator's own message knows only one of them.
+
+
+def take_memory_report(engine: InferenceEngine, *, device: torch.device) -> MemoryReport:
+    """Report what trainer and engine hold now.
+
+    Args:
+        engine: one with weights of its own reports its memory; another one's is the trainer's.
+        device: of the trainer.
+    """
+    try:
+        theirs = engine.memory() if receives_weights(engine) else None
+    except EngineError:  # it has died, perhaps of the error that this report explains
+        theirs = None
+    return MemoryReport(trainer=trainer_memory(device), engine=theirs)
+
+
+def trainer_memory(device: torch.device) -> dict[str, float]:
+    """Memory of this process in bytes; on CUDA also the free memory of the whole device."""
+    if device.type != "cuda":
+        return {"rss_peak": float(peak_rss_bytes())}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "allocated": float(torch.cuda.memory_allocated(device)),
+        "reserved": float(torch.cuda.memory_reserved(device)),
+        "peak": float(torch.cuda.max_memory_allocated(device)),
+        "device_free": float(free),
+        "device_total": float(total),
+    }
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether the error or one of its causes is an out-of-memory error; an error of another process is
+    recognised by its text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if is_out_of_memory(cause) or "out of memory" in str(cause).lower():
+            return True
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return False
+
+
+def explain(
+    process: str, *, before: MemoryReport | None, after: MemoryReport | None, now: MemoryReport
+) -> str:
+    """Text that an out-of-memory error gets in addition."""
+    lines = [f"The {process} ran out of memory. Memory of trainer and engine:"]
+    if before is not None:
+        lines.append(f"  before the last weight update: {_shown(before)}")
+    if after is not None:
+        lines.append(f"  after it: {_shown(after)}")
+    lines.append(f"  now: {_shown(now)}")
+    return "\n".join(lines)
+
+
+def _shown(report: MemoryReport) -> str:
+    return f"trainer {_in_gib(report.trainer)}; engine {_in_gib(report.engine)}"
+
+
+def _in_gib(values: Mapping[str, float] | None) -> str:
+    if values is None:
+        return "not reported"
+    return ", ".join(f"{name} {value / GIB:.2f} GiB" for name, value in values.items()) or "nothing"
