@@ -43,7 +43,6 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.load import dump_toml, load_run
 from lockstep.config.rollout import RewardConfig
 from lockstep.engine.served import server as served
-from lockstep.engine.served.handler import bearer
 from lockstep.errors import ConfigError, DataError, EngineError, LockstepError, RewardError
 from lockstep.loop import copy_keeper as copies
 from lockstep.loop import world_server as worlds
@@ -58,6 +57,7 @@ from lockstep.rollout.rewards import RewardSet
 from lockstep.train.fsdp2 import sharded_model
 from lockstep.transfer.buckets import BucketTransfer
 from lockstep.transfer.carriers import MemoryCarrier
+from lockstep.wire.server_token import bearer
 
 # 26. The address of a local cluster: the attack on one that runs is in tests/cluster/test_ray.py
 

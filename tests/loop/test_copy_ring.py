@@ -23,7 +23,6 @@ import pytest
 from raising import raises
 from starting import until
 
-from lockstep.engine.served.handler import bearer
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop import copy_keeper, peer_copy
 from lockstep.loop.copy_keeper import CopyKeeper
@@ -32,6 +31,7 @@ from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
 from lockstep.ranks.copy_folder import part_files, whole_parts
 from lockstep.ranks.environment import COPIES, COPY_KEEPER
+from lockstep.wire.server_token import bearer
 
 SECONDS = 120
 STEP = "step-000001"

@@ -32,11 +32,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.engine.served.handler import TokenHandler, bearer
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.processes.supervisor import name_process
 from lockstep.ranks.copy_folder import copy_folder, is_copied_file
 from lockstep.ranks.environment import COPIES, COPY_KEEPER
+from lockstep.wire.server_token import TokenHandler, bearer
 
 CHUNK = 1 << 20
 """Bytes that are read, hashed and written at once."""

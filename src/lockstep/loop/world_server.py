@@ -33,7 +33,6 @@ from lockstep.config.load import build, parse_toml
 from lockstep.config.ppo import PPORun
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote.server import LOOPBACK
-from lockstep.engine.served.handler import TokenHandler, bearer
 from lockstep.errors import LockstepError, TrainError
 from lockstep.loop.axes import Axes
 from lockstep.loop.build import build_backend, make_planner, seed_generators
@@ -51,7 +50,7 @@ from lockstep.ranks.context import RankContext, init_ranks, lost_peer
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.schema.batch import PackedBatch, RolloutSample
 from lockstep.train import BACKENDS
-from lockstep.wire.server_token import TOKEN
+from lockstep.wire.server_token import TOKEN, TokenHandler, bearer
 
 _KEPT = 4
 """Calls whose answers are kept after they are done: one client asks from a few threads at most."""

@@ -67,7 +67,7 @@ class WeightBucket:
     """transport "memory": [num_bytes] uint8, valid until `receive` returns."""
     handle: Mapping[str, Any] | None = None
     """Plain JSON; "disk": {"path": a safetensors file with the tensors by name}; "ipc": {"key": names the
-    buffer, "memory": what lockstep.wire.ipc.export_handle gives}; "collective": {"group": its name,
+    buffer, "memory": what lockstep.wire.receive.export_handle gives}; "collective": {"group": its name,
     "address", "port", "world_size", "first_rank", "backend", "number"}, see lockstep.wire.receive."""
 
     def as_json(self) -> dict[str, Any]:

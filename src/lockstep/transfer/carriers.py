@@ -25,7 +25,7 @@ from lockstep.protocols.engine import ReceivesWeights
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.wire.buckets import Layout, TensorSpec, heads, pack, unpack
 from lockstep.wire.groups import Group, GroupError, Rendezvous, connect_group, host_store
-from lockstep.wire.ipc import export_handle
+from lockstep.wire.receive import export_handle
 
 _GRACE_SECONDS = 2.0
 """Seconds for the trainer's side of a collective to end, once the engine's side has failed."""

@@ -33,7 +33,6 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.engine.admission import admit_decoding, load_engine_class
 from lockstep.engine.remote.server import LOOPBACK
-from lockstep.engine.served.handler import TokenHandler, bearer
 from lockstep.errors import EngineError, LockstepError
 from lockstep.models.load import (
     LoadedModel,
@@ -50,7 +49,7 @@ from lockstep.schema.weights import WeightUpdate
 from lockstep.version import __version__
 from lockstep.wire.buckets import HEAD_VALUES, WireError, dtype_name
 from lockstep.wire.receive import Receiver
-from lockstep.wire.server_token import TOKEN
+from lockstep.wire.server_token import TOKEN, TokenHandler, bearer
 
 # The engine inside of the server: its samples, and its weights as they come in buckets.
 #

@@ -72,7 +72,7 @@ class _CudaTensor:
     """Pickled as the call that rebuilds a CUDA tensor in another process."""
 
     def __init__(self, memory: Mapping[str, Any]) -> None:
-        """memory: what lockstep.wire.ipc.export_handle gives of a flat uint8 tensor."""
+        """memory: what lockstep.wire.receive.export_handle gives of a flat uint8 tensor."""
         self._memory = memory
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
