@@ -14,7 +14,8 @@ from lockstep.recording import Recording
 from lockstep.schema.batch import PolicyBatch, PreferenceBatch, ValueBatch
 from lockstep_lab.replay.losses import token_loss
 from lockstep_lab.suite.job_files import read_job_file, read_lines
-from lockstep_lab.train_parity.inputs import generated_rows, main, make_inputs, random_documents
+from lockstep_lab.train_parity.documents import generated_rows, random_documents
+from lockstep_lab.train_parity.inputs import main, make_inputs
 from lockstep_lab.train_parity.job import (
     METRICS,
     InputsReport,

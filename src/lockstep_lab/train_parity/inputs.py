@@ -32,8 +32,6 @@ from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPOConfig, ValueConfig
 from lockstep.config.train import TrainConfig
-from lockstep.data.generated import reasoning_gym_dataset
-from lockstep.data.preferences import Pair, PreferenceSet, load_preferences, load_scored_pairs
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.architectures import quiet_transformers, text_config
@@ -51,11 +49,8 @@ from lockstep.schema.batch import (
     PolicyBatch,
     PolicySample,
     PreferenceBatch,
-    PreferenceSample,
-    StateSample,
     TrainSample,
     UnpairedBatch,
-    UnpairedSample,
     ValueBatch,
 )
 from lockstep.schema.recording import VALUE, InputMeta, RecordedInput, RecordingHeader
@@ -64,6 +59,16 @@ from lockstep_lab.replay.losses import token_loss
 from lockstep_lab.suite.job_files import read_job_file
 from lockstep_lab.suite.machine import versions
 from lockstep_lab.suite.worker import leave_with
+from lockstep_lab.train_parity.documents import (
+    _ZIPF_IDS,
+    _zipf,
+    generated_rows,
+    random_documents,
+    read_pairs,
+    scored,
+    spoiled,
+    unpaired,
+)
 from lockstep_lab.train_parity.job import INPUTS, REPORT, VALUE_INPUTS, InputsReport, InputsSpec, Role
 
 
@@ -90,7 +95,6 @@ def starting_backend(spec: InputsSpec, role: Role = "policy", **options: Any) ->
 DEFAULT_TASK = "reasoning_gym:gsm_symbolic"
 GROUP = 4
 """Completions generated per prompt."""
-_ZIPF_IDS = 512
 
 
 class Sizes(Record):
@@ -180,31 +184,6 @@ def _documents(spec: InputsSpec, sizes: Sizes) -> tuple[SFTSet, str, tuple[str, 
     data = data.model_copy(update={"size": size, "max_length": min(longest, data.max_length)})
     documents = load_sft(data, tokenizer=tokenizer, vocab_size=sizes.vocab_size)
     return documents, source, tuple(notes)
-
-
-def generated_rows(source: str, *, size: int, seed: int) -> list[dict[str, str]]:
-    """prompt and completion of `reasoning_gym:TASK`. Raises ConfigError."""
-    dataset = reasoning_gym_dataset(source.partition(":")[2], {}, seed=seed, size=size)
-    return [{"prompt": str(row["question"]), "completion": str(row["answer"])} for row in dataset]
-
-
-def random_documents(count: int, *, vocab_size: int, longest: int, seed: int = 0) -> list[TrainSample]:
-    """Ragged documents whose ids follow Zipf's law over the first of them, which a model learns in a few
-    steps."""
-    generator = np.random.default_rng([seed, 1])
-    samples = []
-    for index in range(count):
-        length = int(np.clip(generator.lognormal(3.6, 0.7), 4, longest))
-        mask = torch.ones(length, dtype=torch.bool)
-        mask[-1] = False
-        ids = _zipf(generator, length, vocab_size)
-        samples.append(TrainSample(token_ids=ids, loss_mask=mask, sample_id=index))
-    return samples
-
-
-def _zipf(generator: np.random.Generator, length: int, vocab_size: int) -> Tensor:
-    weights = 1.0 / np.arange(1, min(vocab_size, _ZIPF_IDS) + 1)
-    return torch.from_numpy(generator.choice(len(weights), size=length, p=weights / weights.sum()))
 
 
 # --- preferences -----------------------------------------------------------------------------------------
@@ -498,55 +477,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # --- preference pairs -------------------------------------------------------------------------------------
-
-
-def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int, vocab_size: int) -> PreferenceSet:
-    """Load at most max_samples / 2 pairs of `data`. Raises ConfigError, DataError."""
-    size = min(max(1, spec.max_samples // 2), data.size or spec.max_samples)
-    config = data.model_copy(update={"size": size, "max_length": min(longest, data.max_length)})
-    tokenizer = load_tokenizer(spec.model)
-    if spec.algorithm != "rm":
-        return load_preferences(config, tokenizer=tokenizer, vocab_size=vocab_size)
-    pad_id = text_config(meta_module(spec.model, dtype=torch.bfloat16)).pad_token_id
-    return load_scored_pairs(config, tokenizer=tokenizer, pad_id=pad_id, vocab_size=vocab_size)
-
-
-def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> PreferenceSet:
-    """Make pairs: each document is preferred to itself with random ids in its second half."""
-    generator = np.random.default_rng([seed, 3])
-    pairs: list[Pair] = []
-    for sample in samples:
-        ids = sample.token_ids.clone()
-        half = len(ids) // 2
-        ids[half:] = torch.from_numpy(generator.integers(0, vocab_size, len(ids) - half))
-        if not ids.equal(sample.token_ids):
-            pairs.append((sample, dataclasses.replace(sample, token_ids=ids)))
-    return PreferenceSet(pairs, shuffle=True, report={})
-
-
-def scored(pairs: PreferenceSet) -> PreferenceSet:
-    """Return the pairs for a reward model, which scores the last token; without a margin."""
-    of_states: list[Pair] = [(_last_state(pairs[i][0]), _last_state(pairs[i][1])) for i in range(len(pairs))]
-    return PreferenceSet(of_states, shuffle=True, report={}, margins=[0.0] * len(pairs))
-
-
-def _last_state(sample: TrainSample) -> StateSample:
-    mask = torch.zeros_like(sample.loss_mask)
-    mask[-1] = True
-    return StateSample(token_ids=sample.token_ids, loss_mask=mask, sample_id=sample.sample_id)
-
-
-def unpaired(samples: Sequence[PreferenceSample]) -> list[UnpairedSample]:
-    """Return each answer with a label of its own: the chosen one of a pair is desirable."""
-    return [
-        UnpairedSample(
-            token_ids=sample.token_ids,
-            loss_mask=sample.loss_mask,
-            sample_id=sample.sample_id,
-            desirable=sample.sample_id % 2 == 0,
-        )
-        for sample in samples
-    ]
 
 
 def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> list[list[PackedBatch]]:
