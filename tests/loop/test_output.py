@@ -50,7 +50,7 @@ def test_a_failed_run_says_why_last(lockstep: Commands, tiny_toml: Path, tmp_pat
     (tmp_path / "broken.py").write_text("import no_such_module as reward\n")
     argv = ("train", tiny_toml, "--run-dir", tmp_path / "run", "--rewards", "broken:reward")
     ended = lockstep(*argv, cwd=tmp_path, code=2)
-    assert ended.err.startswith("lockstep train: error[wrong-part]: ") and "no_such_module" in ended.err
+    assert ended.err.startswith("lockstep train: error[missing-package]: ") and "no_such_module" in ended.err
     assert "Traceback" not in ended.err
 
 
