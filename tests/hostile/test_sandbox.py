@@ -239,7 +239,7 @@ sys.stdout.flush()
 
 ODD = """
 import os, struct, time
-from lockstep.rollout import verifier_child as child
+from lockstep.rollout import verifiers as child
 
 def score(job):
     if job["answer"] == "raise":
@@ -334,10 +334,10 @@ def test_without_landlock_files_of_the_user_can_be_read_and_that_is_said(tmp_pat
 
 
 BARE = """
-from lockstep.rollout import sandbox, verifier_child
+from lockstep.rollout import sandbox, verifiers
 sandbox.lock = lambda *_, **__: {"landlock": 0, "seccomp": False}
 sandbox.isolate = lambda: []
-main = verifier_child.main
+main = verifiers.main
 """
 
 
