@@ -5,7 +5,6 @@ Imports nothing large: every reward's process loads it.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import copy
 import dataclasses
@@ -21,11 +20,14 @@ from dataclasses import dataclass
 from datetime import date, datetime
 from datetime import time as time_of_day
 from decimal import Decimal
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.text import printable
 from lockstep.protocols.reward import RewardInput
+
+if TYPE_CHECKING:
+    import asyncio
 
 LARGEST_REWARD = 1e30
 """In size, of a reward and of a total: sums and squares of larger ones overflow."""
@@ -258,6 +260,8 @@ class LoopThread:
         Raises:
             TimeoutError: a call blocks the event loop itself, so that nothing can be timed out one by one.
         """
+        import asyncio
+
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # Daemon threads: one that hangs in a reward must not keep the program from exiting.
@@ -292,6 +296,8 @@ async def gather(
     calls: Sequence[Callable[[], Awaitable[Any]]], timeout: float, concurrency: int
 ) -> list[Any]:
     """Return one outcome per call, in order, see LoopThread.run."""
+    import asyncio
+
     slots = asyncio.Semaphore(concurrency)
 
     async def one(call: Callable[[], Awaitable[Any]]) -> Any:
