@@ -13,7 +13,7 @@ from raising import raises
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
-from lockstep.loop import world as devices
+from lockstep.loop import world
 from lockstep.loop.axes import resolve_axes
 from lockstep.loop.build import build_online
 from lockstep.loop.world import World
@@ -61,7 +61,7 @@ def test_the_processes_of_a_world_see_its_gpus_by_local_rank(
 
 def test_the_node_counts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    layout = devices.layout_here(run_of(**OWN), rank_of(1, 4))
+    layout = world.layout_here(run_of(**OWN), rank_of(1, 4))
     assert (layout.ranks, layout.total) == (2, 8)
 
 
@@ -81,11 +81,11 @@ def test_a_world_that_shares_its_ranks_gpu_sees_what_the_rank_sees(
 
 def test_an_engine_has_the_gpus_behind_those_of_worlds() -> None:
     run = run_of(**OWN)
-    placed = devices.with_own_gpus(run, "cuda:1", ranks=rank_of(1, 2))
+    placed = world.with_own_gpus(run, "cuda:1", ranks=rank_of(1, 2))
     assert placed.engine.cuda_devices == (7,)
-    assert devices.with_own_gpus(run, "cpu", ranks=rank_of(1, 2)) is run
+    assert world.with_own_gpus(run, "cpu", ranks=rank_of(1, 2)) is run
     shared = run_of(colocate=OWN["colocate"], world_gpus="own")
-    assert devices.with_own_gpus(shared, "cuda:1", ranks=rank_of(1, 2)) is shared
+    assert world.with_own_gpus(shared, "cuda:1", ranks=rank_of(1, 2)) is shared
 
 
 def test_a_run_that_needs_more_gpus_than_are_seen_is_refused_before_it_loads(

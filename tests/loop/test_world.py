@@ -20,7 +20,6 @@ from lockstep.config.run import GRPORun
 from lockstep.engine.remote.http import HttpClient, Reply, Silent, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.errors import ModelError, TrainError
-from lockstep.loop import world as world_messages
 from lockstep.loop import world as world_module
 from lockstep.loop import world_server
 from lockstep.loop.axes import resolve_axes
@@ -120,7 +119,7 @@ def test_what_is_no_message_is_refused(monkeypatch):
         unpacked(other)
     with pytest.raises(TypeError, match="a Event cannot be sent"):
         packed([threading.Event()])
-    monkeypatch.setattr(world_messages, "MOST_BYTES", 31)
+    monkeypatch.setattr(world_module, "MOST_BYTES", 31)
     with pytest.raises(TrainError) as large:
         packed(torch.arange(4))
     assert large.value.data == {"code": "too-large", "setting": "rollout.prompts_per_step"}

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.processes import child
-from lockstep.processes.child import JobProcess
-from lockstep.processes.child import end_jobs as end
+from lockstep.processes.child import JobProcess, end_jobs
 
 SOCIABLE = """
 import os, signal, time
@@ -51,10 +50,10 @@ def started(folder: Path) -> list[JobProcess]:
 
 def test_all_are_told_before_any_is_waited_for(folder: Path) -> None:
     processes = started(folder)
-    end(processes)
+    end_jobs(processes)
     assert [process._process.returncode for process in processes] == [7, 7, 7]
     assert all(process.closed for process in processes)
-    end(processes)  # which changes nothing
+    end_jobs(processes)  # which changes nothing
 
 
 def test_whoever_does_not_end_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +61,7 @@ def test_whoever_does_not_end_is_killed(folder: Path, monkeypatch: pytest.Monkey
     alone, *others = started(folder)
     alone.end()
     assert alone._process.returncode == -9
-    end(others)
+    end_jobs(others)
 
 
 STALLS = """

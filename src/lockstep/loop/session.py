@@ -567,10 +567,9 @@ class Session:
             self.display.note(f"the logs of the other nodes stay there: {error}")
 
     def _write(self, step: int, values: Mapping[str, Any], *, evaluation: str | None = None) -> None:
-        if not self.ranks.is_first:
-            return
-        assert self._metrics is not None, "restore() opens the metrics"
-        self._metrics.write(step, values, evaluation=evaluation)
+        if self.ranks.is_first:
+            assert self._metrics is not None, "restore() opens the metrics"
+            self._metrics.write(step, values, evaluation=evaluation)
 
     def _wall(self) -> float:
         return float(self._state["wall_seconds"]) + time.monotonic() - self._started

@@ -7,11 +7,14 @@ time: no thread could stop it.
 from __future__ import annotations
 
 import os
+import re
+import resource
+import signal
 from collections.abc import Iterable, Mapping
 
 from lockstep.errors import ConfigError
-from lockstep.processes.child import JobProcess, ProcessEnded
-from lockstep.processes.child import end_jobs as end
+from lockstep.processes.child import JobProcess, ProcessEnded, end_jobs, receive, send
+from lockstep.processes.supervisor import supervise
 from lockstep.schema.rollout import Prompt
 
 CPU_SECONDS = 2.0
@@ -43,13 +46,13 @@ def prompt_kinds(prompts: Iterable[Prompt], expressions: Mapping[str, str]) -> d
             ]
     finally:
         if process is not None:
-            end([process])
+            end_jobs([process])
     return found
 
 
 def _started() -> JobProcess:
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    return JobProcess("lockstep.rollout.prompt_kinds_child", role="search", env=kept)
+    return JobProcess("lockstep.rollout.prompt_kinds", role="search", env=kept)
 
 
 def _is_found(process: JobProcess, name: str, expression: str, prompt: Prompt) -> bool:
@@ -66,3 +69,16 @@ def _is_found(process: JobProcess, name: str, expression: str, prompt: Prompt) -
             setting=f"eval.kinds.{name}",
             where=where,
         ) from None
+
+
+def main(*, jobs: int, replies: int) -> None:
+    """Answer jobs {expression, text, seconds} until their pipe closes; SIGPROF ends the process after so much
+    processor time."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    supervise(jobs)
+    while True:
+        job = receive(jobs)
+        signal.setitimer(signal.ITIMER_PROF, job["seconds"])
+        found = re.search(job["expression"], job["text"]) is not None
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(replies, {"id": job["id"], "found": found})

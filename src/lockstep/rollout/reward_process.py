@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo, printable, printable_lines
-from lockstep.processes.child import JobProcess, Message, ProcessEnded, receive, send
-from lockstep.processes.child import end_jobs as end
+from lockstep.processes.child import JobProcess, Message, ProcessEnded, end_jobs, receive, send
 from lockstep.processes.supervisor import supervise
 from lockstep.protocols.reward import RewardInput
 from lockstep.registry import load_object
@@ -178,7 +177,7 @@ def close_all(workers: Sequence[RewardWorker]) -> None:
         for worker in workers:
             locks.enter_context(worker._lock)
         running = [worker._process for worker in workers if worker._process is not None]
-        end(running, last={"end": True}, seconds=END_SECONDS)
+        end_jobs(running, last={"end": True}, seconds=END_SECONDS)
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         for worker in workers:
             worker._ended(max(0.0, deadline - time.monotonic()))

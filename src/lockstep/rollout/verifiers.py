@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import ConfigError
 from lockstep.observe.text import printable
-from lockstep.processes.child import JobProcess, Message, ProcessEnded, receive, send
-from lockstep.processes.child import end_jobs as end
+from lockstep.processes.child import JobProcess, Message, ProcessEnded, end_jobs, receive, send
 from lockstep.processes.supervisor import close_all_but
 from lockstep.rollout import grammar, sandbox
 from lockstep.rollout.reward_functions import decoded, encoded
@@ -103,7 +102,7 @@ class VerifierProcess:
     def close(self) -> None:
         """End the processes; a later job starts new ones."""
         with self._lock:
-            end(self._processes.values())
+            end_jobs(self._processes.values())
             self._processes.clear()
 
     def _score(self, package: str, job: Message, timeout: float) -> Score:
