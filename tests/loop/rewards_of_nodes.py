@@ -2,8 +2,7 @@
 
 `events.json` in the working directory lists [RANK, CALL, WHAT]: at the completion of this number that the
 rank scores since it was started, it is killed (WHAT: rank), or its node dies (node): all that runs there and
-what is in its memory. One event after the other, each once. [RANK, CALL, WHAT, FILE]: not before there is
-such a file, a pattern of Path.glob.
+what is in its memory. One event after the other, each once.
 """
 
 from __future__ import annotations
@@ -12,13 +11,9 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 from lockstep.protocols.reward import RewardInput
-
-SECONDS = 40.0
-"""Deadline of a wait for a file: less than a reward may take."""
 
 
 class EvenShare:
@@ -35,24 +30,14 @@ class EvenShare:
 
 
 def act(calls: int) -> None:
-    for number, (rank, call, what, *after) in enumerate(json.loads(Path("events.json").read_text())):
+    for number, (rank, call, what) in enumerate(json.loads(Path("events.json").read_text())):
         done = Path(f"done-{number}")
         if done.exists():
             continue
         if [rank, call] == [int(os.environ.get("RANK", "0")), calls]:
-            for pattern in after:
-                wait_for(pattern)
             done.touch()
             end(what)
         return
-
-
-def wait_for(pattern: str) -> None:
-    until = time.monotonic() + SECONDS
-    while not any(Path().glob(pattern)):
-        if time.monotonic() > until:
-            raise TimeoutError(f"there is no {pattern} after {SECONDS:g} s")
-        time.sleep(0.05)
 
 
 def end(what: str) -> None:
