@@ -11,7 +11,7 @@ number of layers that `lockstep plan` has room for. The run file is the example'
 the seconds of each phase, tokens per second, and for each GPU the most memory that nvidia-smi saw in use.
 
 `--pairs` is one rank with policy and reference on GPU 0, and value and reward model on GPU 1
-(cluster.world_gpus = "own"). It runs under Ray, without Ray, and where there is room without Ray on GPU 0
+(cluster.dedicated_gpus = true). It runs under Ray, without Ray, and where there is room without Ray on GPU 0
 alone ("shared": `--layers 4` has room on 80 GB), in that order, and the file is written after each. "equal"
 says which of them have the same metrics of every step to the bit, but for those of time and memory. With
 `--gpus 0` both pairs are on the CPU.
@@ -40,7 +40,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "ppo_ray" / "run.toml"
 PAIRS = {
     "ray": ["--cluster", "local"],
     "plain": [],
-    "shared": ["--cluster.world-gpus", "shared"],
+    "shared": ["--cluster.dedicated-gpus", "false"],
 }
 """The runs of --pairs: what each has other than the plan."""
 TIMES = re.compile(r"world/|timestamp|time/|memory/|throughput/|.*per_second")
@@ -183,7 +183,7 @@ def options_of(args: argparse.Namespace, folder: Path, *, dtype: str) -> list[st
     }
     if args.pairs:
         ranks = {"cluster.gpus": 1} if args.gpus else {}
-        values |= {"train.backend": "local", "cluster.slots": 1, "cluster.world-gpus": "own"} | ranks
+        values |= {"train.backend": "local", "cluster.slots": 1, "cluster.dedicated-gpus": "true"} | ranks
     elif args.gpus:
         values |= {"cluster.gpus": args.gpus, "cluster.slots": 1}
     values |= dict(pair.split("=", 1) for pair in args.set)

@@ -4,7 +4,7 @@
 
 Read from that commit: every setting in the tables of docs/reference/config.md, and every option that
 docs/reference/cli.md names in the section of a command. A setting is taken when a run of its kind has a field
-of that name; an option, when the command's help has it. Exit status 0 when all are.
+of that name, or of its current name; an option, when the command's help has it. Exit status 0 when all are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from lockstep.config.load import RUN_KINDS
+from lockstep.config.old_names import RENAMED
 
 SUBCOMMANDS = {
     "train": ["train grpo"],
@@ -56,9 +57,14 @@ def missing_settings(commit: str) -> Iterator[tuple[str, list[str]]]:
         if line.startswith("## "):
             kinds = re.findall(r'kind = "(\w+)"', line) or list(RUN_KINDS)
             continue
-        setting = re.match(r"\| `([a-z0-9_.]+)` \|", line)
-        if setting and not any(has(RUN_KINDS[kind], setting.group(1).split(".")) for kind in kinds):
-            yield setting.group(1), kinds
+        row = re.match(r"\| `([a-z0-9_.]+)` \|", line)
+        if row and not any(has(RUN_KINDS[kind], now(row.group(1)).split(".")) for kind in kinds):
+            yield row.group(1), kinds
+
+
+def now(setting: str) -> str:
+    """The current name of a setting."""
+    return {each.old: each.new for each in RENAMED}.get(setting, setting)
 
 
 def has(model: type[BaseModel], path: list[str]) -> bool:
@@ -104,7 +110,7 @@ def help_of(words: str) -> str:
 
 def is_setting(option: str) -> bool:
     """Whether it is a setting of a run, written as a flag."""
-    path = option.removeprefix("--").replace("-", "_").replace(".no_", ".").split(".")
+    path = now(option.removeprefix("--").replace("-", "_").replace(".no_", ".")).split(".")
     return any(has(model, path) for model in RUN_KINDS.values())
 
 

@@ -1,6 +1,7 @@
 """Write the parts of the docs that the code already knows; `--check` only says whether they are up to date.
 
 docs/reference/config.md       from the config models
+docs/reference/renamed-settings.md  from lockstep.config.old_names.RENAMED
 docs/reference/support.md      from lockstep.config.support
 docs/reference/errors.md       from lockstep.errors
 docs/reference/engines.md      from the translate.py of each engine, by calling it
@@ -25,6 +26,7 @@ from lockstep.config.algorithm import PUBLISHED, GRPOConfig
 from lockstep.config.base import OneOf
 from lockstep.config.engine import HAS_EFFECT, EngineConfig
 from lockstep.config.load import recipes, toml_value
+from lockstep.config.old_names import RENAMED
 from lockstep.config.ppo import PPOConfig, PPORun
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.config.support import AXES, BATCH_INVARIANT, SETTINGS, support_rows
@@ -56,6 +58,7 @@ def pages() -> dict[str, str]:
     """Path -> the text that it should have."""
     found = {
         "docs/reference/config.md": config_page(),
+        "docs/reference/renamed-settings.md": renamed_page(),
         "docs/reference/support.md": support_page(),
         "docs/reference/engines.md": engines_page(),
         "docs/reference/errors.md": errors_page(),
@@ -114,6 +117,31 @@ def config_page() -> str:
     parts.append('## `kind = "rm"`')
     parts.append("The settings of `sft`, but for these.")
     parts += sections(RewardModelRun, only={"algorithm"})
+    return "\n\n".join(parts) + "\n"
+
+
+def renamed_page() -> str:
+    """Every setting that has had another name or other values."""
+
+    def rows() -> Iterator[tuple[str, str]]:
+        for each in RENAMED:
+            for value in each.values or [None]:
+                old, new = each.shown(value)
+                yield f"`{old}`", f"`{new}`"
+
+    parts = [
+        "# Renamed settings",
+        NOTE,
+        "Lockstep 0.1 still accepts the old names and values, with one warning: in TOML files, as flags, in "
+        "overrides, as keyword arguments in Python, and in the `config.toml` of a run that is resumed. "
+        "Giving an old and a new name together is an error. Names of metrics have not changed.",
+        table(("old", "new"), rows()),
+        "A run that was started by an earlier version also resumes if its `config.toml` holds something that "
+        'new runs refuse: `train.min_lr_ratio` with `train.schedule = "constant"`, which has no effect and '
+        "is left out; one group in `cluster.colocate`, which is what every run does without it; and secrets "
+        "in plain text, such as an API key in `rewards.kwargs`, for which new runs have "
+        "`rewards.secrets` and `engine.secrets`.",
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -330,7 +358,7 @@ STARTS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("`prefix_caching = false`", {"prefix_caching": False}, {}),
     ("`eager = true`", {"eager": True}, {}),
     ("`batch_invariant = true`", {"batch_invariant": True, "unseeded": False}, {}),
-    ("`sleep = true`", {"sleep": True}, {}),
+    ("`offload = true`", {"offload": True}, {}),
     ("weights of the model's folder, not of the trainer", {}, {"weights": "folder"}),
     ("a model without a tokenizer", {}, {"tokenizer": None}),
     ('`model.dtype = "float32"`', {}, {"dtype": "float32"}),
@@ -371,8 +399,9 @@ def engines_page() -> str:
         "# Engine arguments",
         NOTE,
         "What vLLM and SGLang are given for each setting. Lockstep's own engines, `native` and `hf`, read "
-        'the settings themselves, also with `engine.process = "own"` (below: started). Every argument is '
-        "sent, so that no default of an engine counts, and what an engine would ignore or change is refused.",
+        'the settings themselves, also with `engine.process = "separate"` (below: started). Every argument '
+        "is sent, so that no default of an engine counts, and what an engine would ignore or change is "
+        "refused.",
         "## Where a setting counts",
         "Elsewhere it is refused when the config is made. `name`, `max_batch`, `transfer` and `verify` "
         "count everywhere.",

@@ -117,14 +117,14 @@ def test_it_draws_the_worlds_of_any_number_of_ranks() -> None:
     placed = plan._placed(run, 3, gpus=True)
     assert placed is not None and placed.draw(plan._roles(run)) == [
         "node 0: [gpu 0: rank 0] [gpu 1: rank 1] [gpu 2: rank 2]  each: policy + ref",
-        "  second world: [gpu 0: beside rank 0] [gpu 1: beside rank 1] [gpu 2: beside rank 2]  "
+        "  remote group 1: [gpu 0: beside rank 0] [gpu 1: beside rank 1] [gpu 2: beside rank 2]  "
         "each: value + reward_model",
     ]
 
 
 PLACED = [
     *("ppo", "--model.name", "shape:tiny-llama", "--algorithm.kl.coef", "0.1", "--memory-gib", "4"),
-    *("--cluster.colocate", '[["policy"], ["ref", "value"]]', "--cluster.world-gpus", "own"),
+    *("--cluster.colocate", '[["policy"], ["ref", "value"]]', "--cluster.dedicated-gpus", "true"),
 ]
 
 
@@ -132,7 +132,7 @@ def test_it_draws_gpus_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*PLACED, "--train.backend", "fsdp2", "--cluster.gpus", "2"]) == 0
     assert capsys.readouterr().out.splitlines()[:2] == [
         "node 0: [gpu 0: rank 0] [gpu 1: rank 1]  each: policy",
-        "  second world: [gpu 2: beside rank 0] [gpu 3: beside rank 1]  each: ref + value",
+        "  remote group 1: [gpu 2: beside rank 0] [gpu 3: beside rank 1]  each: ref + value",
     ]
 
 
@@ -140,7 +140,7 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     here = [word for word in PLACED if word not in ("--memory-gib", "4")]
-    with raises(ConfigError, "not-enough: cluster.world_gpus") as refused:
+    with raises(ConfigError, "not-enough: cluster.dedicated_gpus") as refused:
         plan.main([*here, "--train.backend", "fsdp2", "--ranks", "2"])
     assert (refused.value.fields["needed"], refused.value.fields["there"]) == (4, 3)
 
@@ -150,6 +150,6 @@ def test_a_plan_has_a_table_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> N
     made = plan_memory(run, device=torch.device("cuda"))
     plan.show(made, available=2**40, source="here")
     out = capsys.readouterr().out
-    assert out.count("memory on ") == 2 and "memory on the GPU of the second world" in out
-    assert plan.as_dict(made, available=2**40)["fullest"] == "second world"
-    assert "of the second world" in plan.verdict(made, available=1)
+    assert out.count("memory on ") == 2 and "memory on the GPU of remote group 1" in out
+    assert plan.as_dict(made, available=2**40)["fullest"] == "remote group 1"
+    assert "of remote group 1" in plan.verdict(made, available=1)

@@ -236,14 +236,14 @@ def test_a_boolean_takes_no_other_word(capsys):
 def test_cluster_none_reads_nothing_of_the_table(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('kind = "ppo"\n[cluster]\nslots = 2\ncolocate = [["policy"], ["value"]]\n')
-    assert train.parse([str(file)]).run.worlds == (("value",),)
+    assert train.parse([str(file)]).run.remote_groups == (("value",),)
     command = train.parse([str(file), "--cluster", "none"])
-    assert command.run.cluster is None and command.run.worlds == () and command.cluster is None
+    assert command.run.cluster is None and command.run.remote_groups == () and command.cluster is None
 
 
 def test_a_list_of_lists_is_one_value():
     groups = '[["policy"], ["value"], ["ref"]]'
     command = train.parse(["ppo", "--algorithm.kl.coef", "0.1", "--cluster.colocate", groups])
-    assert command.run.worlds == (("value",), ("ref",))
+    assert command.run.remote_groups == (("value",), ("ref",))
     with raises(ConfigError, "wrong-type: cluster.colocate"):
         train.parse(["ppo", "--cluster.colocate", "policy"])

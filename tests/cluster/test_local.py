@@ -74,7 +74,7 @@ def test_what_is_beside_the_ranks_must_be_on_their_node(
     provider = LocalProvider(log_dir=tmp_path)
     has = Node(name="a", address="10.0.0.1", cpus=64, gpus=4)
     monkeypatch.setattr(provider, "nodes", lambda: [has, has])
-    config = ClusterConfig(nodes=2, gpus=2, colocate=(("policy",), ("ref",)), world_gpus="own")
+    config = ClusterConfig(nodes=2, gpus=2, colocate=(("policy",), ("ref",)), dedicated_gpus=True)
     placement = placement_of(config)
     assert placement.ranks == 4 and placement.devices == 4
     check_nodes(provider, placement)

@@ -198,7 +198,7 @@ def test_one_node_with_two_ranks_trains_as_two_ranks_do(plain: Path, cache: Path
     """Those of PPO with the value model's processes in slots of their own, which Ray is asked for. Nobody
     else gets at the folder with the cluster's token meanwhile."""
     kind, out = plain.parent.name.rstrip("0123456789"), plain.with_name("one")
-    apart = 'colocate = [["policy"], ["value"]]\nworld_gpus = "own"\n' if kind == "ppo" else ""
+    apart = 'colocate = [["policy"], ["value"]]\ndedicated_gpus = true\n' if kind == "ppo" else ""
     with stranger(cache) as did:
         done = train(kind, out, "--cluster", "local", env=environment(cache), cluster=apart)
     assert did == []

@@ -39,13 +39,13 @@ def test_it_draws_the_ranks_of_each_node() -> None:
         ({"colocate": [["policy", "ref"], ["value", "policy"]]}, "duplicate: cluster.colocate, policy"),
         ({"colocate": [["ref"], ["value"]]}, "missing-setting: cluster.colocate"),
         ({"colocate": [["policy"], []]}, "empty: cluster.colocate"),
-        ({"world_seconds": 0}, "out-of-range: cluster.world_seconds"),
+        ({"remote_seconds": 0}, "out-of-range: cluster.remote_seconds"),
         ({"colocate": [["actor"]]}, "unknown-name: cluster.colocate, actor"),
         ({"secrets": ["HF_TOKEN=hf_abc"]}, "wrong-format: cluster.secrets[0]"),
         ({"nodess": 2}, "unknown-setting: cluster.nodess"),
-        ({"world_gpus": "own"}, "no-effect: cluster.world_gpus"),
-        ({"world_gpus": "own", "colocate": [["policy", "ref"]]}, "no-effect: cluster.world_gpus"),
-        ({"world_gpus": "mine"}, "unknown-name: cluster.world_gpus"),
+        ({"dedicated_gpus": True}, "no-effect: cluster.dedicated_gpus"),
+        ({"dedicated_gpus": True, "colocate": [["policy", "ref"]]}, "no-effect: cluster.dedicated_gpus"),
+        ({"dedicated_gpus": "mine"}, "wrong-type: cluster.dedicated_gpus"),
         ({"engine_gpus": -1}, "out-of-range: cluster.engine_gpus"),
     ],
 )
@@ -89,24 +89,28 @@ def test_roles_that_cannot_be_placed_are_refused(
 
 def test_each_group_without_the_policy_is_a_world() -> None:
     run = placed(["value", "ref"], ["policy"])
-    assert run.worlds == (("value", "ref"),) and run.cluster is not None
+    assert run.remote_groups == (("value", "ref"),) and run.cluster is not None
     assert run.cluster.draw(["policy", "ref", "value"]) == [
         "node 0: [cpu 0: rank 0]  each: policy",
-        "  second world: [cpu 0: beside rank 0]  each: value + ref",
+        "  remote group 1: [cpu 0: beside rank 0]  each: value + ref",
     ]
     run = placed(["value"], ["policy"], ["ref"])
-    assert run.worlds == (("value",), ("ref",)) and run.apart == {"ref", "value"} and run.cluster is not None
+    assert (
+        run.remote_groups == (("value",), ("ref",))
+        and run.remote_roles == {"ref", "value"}
+        and run.cluster is not None
+    )
     assert run.cluster.draw(["policy", "ref", "value"]) == [
         "node 0: [cpu 0: rank 0]  each: policy",
-        "  second world: [cpu 0: beside rank 0]  each: value",
-        "  third world: [cpu 0: beside rank 0]  each: ref",
+        "  remote group 1: [cpu 0: beside rank 0]  each: value",
+        "  remote group 2: [cpu 0: beside rank 0]  each: ref",
     ]
-    assert placed(["policy", "ref", "value"]).worlds == ()
-    assert placed(["policy"], kind="sft").apart == frozenset()
+    assert placed(["policy", "ref", "value"]).remote_groups == ()
+    assert placed(["policy"], kind="sft").remote_roles == frozenset()
 
 
-OWN: dict[str, object] = {"cluster.world_gpus": "own"}
-SERVER: dict[str, object] = {"engine.process": "own", "engine.name": "native", "cluster.engine_gpus": 1}
+OWN: dict[str, object] = {"cluster.dedicated_gpus": True}
+SERVER: dict[str, object] = {"engine.process": "separate", "engine.name": "native", "cluster.engine_gpus": 1}
 
 
 def test_it_draws_devices_of_worlds_and_engines() -> None:
@@ -114,10 +118,10 @@ def test_it_draws_devices_of_worlds_and_engines() -> None:
     run = placed(*groups, **OWN, **SERVER, **{"cluster.gpus": 2, "cluster.nodes": 2})
     assert run.cluster is not None and run.cluster.draw(["policy", "ref", "value"]) == [
         "node 0: [gpu 0: rank 0] [gpu 1: rank 1]  each: policy",
-        "  second world: [gpu 2: beside rank 0] [gpu 3: beside rank 1]  each: value + ref",
+        "  remote group 1: [gpu 2: beside rank 0] [gpu 3: beside rank 1]  each: value + ref",
         "  engines: [gpu 4: beside rank 0] [gpu 5: beside rank 1]",
         "node 1: [gpu 0: rank 2] [gpu 1: rank 3]  each: policy",
-        "  second world: [gpu 2: beside rank 2] [gpu 3: beside rank 3]  each: value + ref",
+        "  remote group 1: [gpu 2: beside rank 2] [gpu 3: beside rank 3]  each: value + ref",
         "  engines: [gpu 4: beside rank 2] [gpu 5: beside rank 3]",
     ]
     wide = {**SERVER, "engine.replicas": 2, "cluster.engine_gpus": 2, "engine.memory_fraction": 0.5}
@@ -153,8 +157,8 @@ def test_devices_that_cannot_be_given_are_refused(settings: dict[str, object], s
 
 def test_an_engine_beside_a_world_with_a_device_of_its_own_is_taken() -> None:
     beside = {**OWN, **SERVER, "cluster.engine_gpus": 0}
-    assert placed(["policy"], ["value", "ref"], **beside, **{"engine.cuda_devices": [2]}).worlds
-    assert placed(["policy"], ["value", "ref"], **beside, **{"engine.cuda_devices": [0]}).worlds
+    assert placed(["policy"], ["value", "ref"], **beside, **{"engine.cuda_devices": [2]}).remote_groups
+    assert placed(["policy"], ["value", "ref"], **beside, **{"engine.cuda_devices": [0]}).remote_groups
 
 
 def test_a_run_without_an_engine_has_no_devices_for_it() -> None:
@@ -166,10 +170,10 @@ def test_a_node_with_too_few_gpus_is_refused_by_both_numbers() -> None:
     run = placed(["policy"], ["value"], ["ref"], **OWN, **SERVER)
     assert run.cluster is not None
     run.cluster.check_devices(run.cluster.layout(2), there=8)
-    with raises(ConfigError, "not-enough: cluster.world_gpus") as refused:
+    with raises(ConfigError, "not-enough: cluster.dedicated_gpus") as refused:
         run.cluster.check_devices(run.cluster.layout(2), there=7)
     assert refused.value.fields["needed"] == 8 and refused.value.fields["there"] == 7
-    shared = run.cluster.model_copy(update={"world_gpus": "shared", "engine_gpus": 0})
+    shared = run.cluster.model_copy(update={"dedicated_gpus": False, "engine_gpus": 0})
     shared.check_devices(shared.layout(2), there=1)  # ranks may share GPUs
 
 

@@ -8,8 +8,8 @@ PYTHON, URL = "/envs/vllm/bin/python", "http://127.0.0.1:8000"
 WHERE = {
     "native": {"name": "native"},
     "hf": {"name": "hf"},
-    "native, started": {"name": "native", "process": "own"},
-    "hf, started": {"name": "hf", "process": "own"},
+    "native, started": {"name": "native", "process": "separate"},
+    "hf, started": {"name": "hf", "process": "separate"},
     "auto": {},
     "vllm, in process": {"name": "vllm"},
     "vllm, started": {"name": "vllm", "python": PYTHON},
@@ -18,7 +18,7 @@ WHERE = {
     "sglang, at a url": {"name": "sglang", "unseeded": True, "url": URL},
 }
 OTHER = {
-    "process": "own",
+    "process": "separate",
     "replicas": 2,
     "cuda_devices": (0,),
     "tp": 2,
@@ -30,7 +30,7 @@ OTHER = {
     "eager": True,
     "batch_invariant": True,
     "unseeded": True,
-    "sleep": True,
+    "offload": True,
     "bucket_mb": 64,
     "start_seconds": 5.0,
     "request_seconds": 5.0,
@@ -75,18 +75,18 @@ def test_the_trainers_own_modules_are_no_server(name, engine):
 
 def test_a_process_of_its_own_is_for_the_trainers_own_modules():
     for where in ("native", "hf"):
-        assert kind(EngineConfig(**WHERE[where], process="own")) == f"{where}, started"
-    config = EngineConfig(process="own", max_restarts=5)
+        assert kind(EngineConfig(**WHERE[where], process="separate")) == f"{where}, started"
+    config = EngineConfig(process="separate", max_restarts=5)
     assert has_own_weights(config) and not has_own_weights(EngineConfig())
     assert kind(resolved(config, native=True)) == "native, started"
     with raises(ValueError, "no-effect: engine.prefill_chunk"):
-        resolved(EngineConfig(process="own", prefill_chunk=5), native=False)
+        resolved(EngineConfig(process="separate", prefill_chunk=5), native=False)
     for where in ("vllm, in process", "vllm, started", "vllm, at a url", "sglang, started"):
         with raises(ValueError, "no-effect: engine.process"):
-            EngineConfig(**WHERE[where], process="own")
+            EngineConfig(**WHERE[where], process="separate")
     with raises(ValueError, "unsupported-combination: engine.transfer"):
-        EngineConfig(name="native", process="own", transfer="memory")
-    assert not has_own_weights(EngineConfig(name="their.module:Engine", process="own"))
+        EngineConfig(name="native", process="separate", transfer="memory")
+    assert not has_own_weights(EngineConfig(name="their.module:Engine", process="separate"))
 
 
 def test_auto_is_checked_as_what_it_comes_to():
@@ -153,7 +153,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
         {"name": "sglang", "python": PYTHON, "batch_invariant": True},
         {"name": "sglang", "url": URL, "batch_invariant": True},
         {"name": "vllm", "transfer": "memory"},
-        {"name": "hf", "transfer": "memory", "replicas": 4, "sleep": True},
+        {"name": "hf", "transfer": "memory", "replicas": 4, "offload": True},
     ],
 )
 def test_what_goes_together_is_accepted(settings):

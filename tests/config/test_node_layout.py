@@ -12,20 +12,20 @@ from lockstep.config.cluster import NodeLayout
     [
         (NodeLayout(ranks=1), 1, [(0,)], [()]),
         (NodeLayout(ranks=4), 4, [(0, 1, 2, 3), (0, 1, 2, 3)], [(), (), (), ()]),
-        (NodeLayout(ranks=1, worlds=1), 2, [(1,)], [()]),
-        (NodeLayout(ranks=2, worlds=1), 4, [(2, 3)], [(), ()]),
-        (NodeLayout(ranks=2, worlds=3), 8, [(2, 3), (4, 5), (6, 7)], [(), ()]),
+        (NodeLayout(ranks=1, remote_groups=1), 2, [(1,)], [()]),
+        (NodeLayout(ranks=2, remote_groups=1), 4, [(2, 3)], [(), ()]),
+        (NodeLayout(ranks=2, remote_groups=3), 8, [(2, 3), (4, 5), (6, 7)], [(), ()]),
         (NodeLayout(ranks=1, engine=1), 2, [(0,)], [(1,)]),
         (NodeLayout(ranks=2, engine=3), 8, [(0, 1)], [(2, 3, 4), (5, 6, 7)]),
-        (NodeLayout(ranks=2, worlds=2, engine=2), 10, [(2, 3), (4, 5)], [(6, 7), (8, 9)]),
+        (NodeLayout(ranks=2, remote_groups=2, engine=2), 10, [(2, 3), (4, 5)], [(6, 7), (8, 9)]),
     ],
 )
 def test_devices(
     layout: NodeLayout, total: int, worlds: list[tuple[int, ...]], engines: list[tuple[int, ...]]
 ) -> None:
     assert layout.total == total
-    assert [layout.of_world(number) for number in range(len(worlds))] == worlds
+    assert [layout.of_group(number) for number in range(len(worlds))] == worlds
     assert [layout.of_engine(rank) for rank in range(layout.ranks)] == engines
-    apart = [device for world in worlds if layout.worlds for device in world]
+    apart = [device for world in worlds if layout.remote_groups for device in world]
     used = [*range(layout.ranks), *apart, *(device for engine in engines for device in engine)]
     assert sorted(used) == list(range(total)), "each has one owner"

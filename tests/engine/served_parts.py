@@ -40,7 +40,7 @@ class Served:
     def __init__(
         self, model: LoadedModel, folder: Path, *, spec: dict[str, Any] | None = None, **settings: Any
     ) -> None:
-        self.config = EngineConfig(**{"process": "own", "name": "native"} | settings)
+        self.config = EngineConfig(**{"process": "separate", "name": "native"} | settings)
         self.model = model
         self.engine: Any = make_engine(self.config, spec=spec_of(model, folder, **spec or {}))
         self.transfer = make_transfer(self.config, self.engine, device="cpu", work_dir=folder)

@@ -48,7 +48,7 @@ def pid_of(engine):
 
 
 def test_it_has_weights_of_its_own(model):
-    own = EngineConfig(name="native", process="own")
+    own = EngineConfig(name="native", process="separate")
     assert is_external(own) and not is_external(EngineConfig(name="native"))
     with raises(ConfigError, "missing-argument"):
         make_engine(own, model=model)
@@ -156,7 +156,7 @@ def test_a_server_that_dies_comes_back_with_the_weights(served):
 def test_a_server_that_cannot_start_says_why(model, tmp_path):
     spec = spec_of(model, tmp_path)
     (spec.folder / "config.json").unlink()
-    config = EngineConfig(name="native", process="own")
+    config = EngineConfig(name="native", process="separate")
     with raises(EngineError, "process-died", reason="exited with status 1") as caught:
         make_engine(config, spec=spec)
     assert "config.json" in str(caught.value)  # of its log
@@ -164,7 +164,7 @@ def test_a_server_that_cannot_start_says_why(model, tmp_path):
 
 def test_nothing_secret_is_in_the_file_of_a_server(model, tmp_path, monkeypatch):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-    config = EngineConfig(name="native", process="own", env={"NCCL_DEBUG": "INFO"})
+    config = EngineConfig(name="native", process="separate", env={"NCCL_DEBUG": "INFO"})
     spec = make_server(config, spec_of(model, tmp_path)).spec
     assert spec.environment["ATEN_CPU_CAPABILITY"] == "default" and spec.environment[TOKEN] == spec.token
     assert spec.token not in (tmp_path / "native-server.json").read_text()

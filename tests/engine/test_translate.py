@@ -68,7 +68,7 @@ AT_START = {
     "prefix_caching": False,
     "eager": True,
     "batch_invariant": True,
-    "sleep": True,
+    "offload": True,
     "options": {"attention_backend": "x"},
 }
 ELSEWHERE = {

@@ -89,7 +89,7 @@ def test_the_prefix_cache_is_off_when_it_is_turned_off_and_only_then(caching):
         ({"tp": 2}, {}, {"tp_size": 2}),
         ({}, {"max_model_len": 99}, {"context_length": 107}),
         ({"memory_fraction": 0.7}, {}, {"mem_fraction_static": 0.7}),
-        ({"sleep": True}, {}, {"enable_memory_saver": True}),
+        ({"offload": True}, {}, {"enable_memory_saver": True}),
         (
             {"batch_invariant": False, "unseeded": True},
             {},
@@ -143,8 +143,8 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu():
     cpu = dataclasses.replace(SPEC, device="cpu", shares_device=False)
     with raises(ConfigError, "missing-device: engine.batch_invariant"):
         sglang_constructor(config(), cpu)
-    with raises(ConfigError, "missing-device: engine.sleep"):
-        sglang_constructor(config(batch_invariant=False, unseeded=True, sleep=True), cpu)
+    with raises(ConfigError, "missing-device: engine.offload"):
+        sglang_constructor(config(batch_invariant=False, unseeded=True, offload=True), cpu)
 
 
 def test_the_servers_command():

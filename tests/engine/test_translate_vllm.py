@@ -71,7 +71,7 @@ def test_nothing_is_left_to_the_constructors_defaults():
         ({"memory_fraction": 0.7}, {}, {"gpu_memory_utilization": 0.7}),
         ({"prefix_caching": False}, {}, {"enable_prefix_caching": False}),
         ({"eager": True}, {}, {"enforce_eager": True}),
-        ({"sleep": True}, {}, {"enable_sleep_mode": True}),
+        ({"offload": True}, {}, {"enable_sleep_mode": True}),
         ({}, {"weights": "folder"}, {"load_format": "auto"}),
         ({}, {"tokenizer": None}, {"skip_tokenizer_init": True}),
         ({}, {"dtype": "float32"}, {"dtype": "float32"}),
@@ -126,8 +126,8 @@ def test_options_may_not_change_what_requests_mean(options, message):
 def test_what_vllm_cannot_do_on_a_cpu_is_refused():
     with raises(ConfigError, "missing-device: engine.batch_invariant"):
         vllm_constructor(config(batch_invariant=True), CPU)
-    with raises(ConfigError, "missing-device: engine.sleep"):
-        vllm_constructor(config(sleep=True), CPU)
+    with raises(ConfigError, "missing-device: engine.offload"):
+        vllm_constructor(config(offload=True), CPU)
 
 
 def test_the_server_gets_the_same_arguments():

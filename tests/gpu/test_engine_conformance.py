@@ -109,7 +109,7 @@ def subject(request, tmp_path_factory):
         tolerance=0.06 if dtype == "float32" else 0.5,
         exact=False,
         seeded=seeded,
-        sleeps=config.sleep,
+        sleeps=config.offload,
     )
     transfer.close()
     engine.close()

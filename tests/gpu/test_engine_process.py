@@ -1,4 +1,4 @@
-"""engine.process = "own" on CUDA: a run equals the one with native in the trainer's process, to the bit.
+"""engine.process = "separate" on CUDA: a run equals the one with native in the trainer's process, to the bit.
 
 LOCKSTEP_GPU_ENGINE_PROCESS=1 python -m pytest tests/gpu/test_engine_process.py
 
@@ -84,7 +84,7 @@ def test_it_trains_to_the_bit_as_in_the_trainers_process(
     if placed and torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     run = tmp_path / "run"
-    train_online(run_of(run, process="own", transfer=transfer, verify="always", **placed))
+    train_online(run_of(run, process="separate", transfer=transfer, verify="always", **placed))
     ours = numbers(run)
     assert [row["logprob_gap_max"] for row in ours if "logprob_gap_max" in row] == [0.0] * 3
     assert ours == numbers(embedded)

@@ -19,14 +19,14 @@ from lockstep.loop.build import build_online
 from lockstep.loop.world import World
 from lockstep.ranks.context import RankContext
 
-OWN = {"colocate": [["policy"], ["ref"], ["value"]], "world_gpus": "own", "engine_gpus": 1}
+OWN = {"colocate": [["policy"], ["ref"], ["value"]], "dedicated_gpus": True, "engine_gpus": 1}
 UUIDS = "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g,GPU-h"
 
 
 def run_of(**cluster: object) -> GRPORun:
     values = parse_toml(TINY.encode(), origin="test")
     values |= {"kind": "ppo", "algorithm": {"kl": {"coef": 0.1}}, "cluster": cluster}
-    values["engine"] = {"name": "native", "process": "own"}
+    values["engine"] = {"name": "native", "process": "separate"}
     run = build(values, origin="test")
     assert isinstance(run, GRPORun)
     return run
@@ -54,7 +54,7 @@ def test_the_processes_of_a_world_see_its_gpus_by_local_rank(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     run, ranks = run_of(**OWN), rank_of(1, 2)
     axes = dataclasses.replace(resolve_axes(run, engine="native"), device="cuda:1")
-    worlds = [World(roles, run, axes, ranks=ranks, work_dir=tmp_path) for roles in run.worlds]
+    worlds = [World(roles, run, axes, ranks=ranks, work_dir=tmp_path) for roles in run.remote_groups]
     environments = [world._server.spec.environment for world in worlds]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
 
@@ -71,11 +71,11 @@ def test_a_world_that_shares_its_ranks_gpu_sees_what_the_rank_sees(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", UUIDS)
     run, ranks = run_of(colocate=OWN["colocate"]), rank_of(1, 2)
     axes = dataclasses.replace(resolve_axes(run, engine="native"), device="cuda:1")
-    world = World(run.worlds[0], run, axes, ranks=ranks, work_dir=tmp_path)
+    world = World(run.remote_groups[0], run, axes, ranks=ranks, work_dir=tmp_path)
     assert world._server.spec.environment["CUDA_VISIBLE_DEVICES"] == UUIDS
     run = run_of(**OWN)
     on_cpu = resolve_axes(run, engine="native")
-    own = World(run.worlds[0], run, on_cpu, ranks=ranks, work_dir=tmp_path)
+    own = World(run.remote_groups[0], run, on_cpu, ranks=ranks, work_dir=tmp_path)
     assert own._server.spec.environment["CUDA_VISIBLE_DEVICES"] == UUIDS
 
 
@@ -84,7 +84,7 @@ def test_an_engine_has_the_gpus_behind_those_of_worlds() -> None:
     placed = world.with_own_gpus(run, "cuda:1", ranks=rank_of(1, 2))
     assert placed.engine.cuda_devices == (7,)
     assert world.with_own_gpus(run, "cpu", ranks=rank_of(1, 2)) is run
-    shared = run_of(colocate=OWN["colocate"], world_gpus="own")
+    shared = run_of(colocate=OWN["colocate"], dedicated_gpus=True)
     assert world.with_own_gpus(shared, "cuda:1", ranks=rank_of(1, 2)) is shared
 
 
@@ -93,6 +93,6 @@ def test_a_run_that_needs_more_gpus_than_are_seen_is_refused_before_it_loads(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with raises(ConfigError, "not-enough: cluster.world_gpus") as refused:
+    with raises(ConfigError, "not-enough: cluster.dedicated_gpus") as refused:
         build_online(run_of(**OWN))
     assert (refused.value.fields["needed"], refused.value.fields["there"]) == (4, 3)

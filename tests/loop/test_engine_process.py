@@ -1,4 +1,4 @@
-"""engine.process = "own": the runs equal those with native in the trainer's process, to the bit."""
+"""engine.process = "separate": the runs equal those with native in the trainer's process, to the bit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def engine_metrics(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_it_trains_to_the_bit_as_in_the_trainers_process(kind, embedded, tmp_path):
     run, reference = tmp_path / "run", embedded(kind)
-    train_online(run_of(kind, run, process="own", verify="always"))
+    train_online(run_of(kind, run, process="separate", verify="always"))
     assert metrics_of(run) == metrics_of(reference)
     assert rollouts(run) == rollouts(reference)
     assert weights(run) == weights(reference)
@@ -111,7 +111,7 @@ def test_a_server_that_is_killed_in_a_batch_costs_no_bit(embedded, tmp_path, mon
 
     monkeypatch.setattr(EventStreams, "poll", cut)
     run, reference = tmp_path / "run", embedded("grpo")
-    train_online(run_of("grpo", run, process="own", verify="off"))
+    train_online(run_of("grpo", run, process="separate", verify="off"))
     assert len(killed) == 1
     assert [step["engine/restarts"] for step in engine_metrics(run)] == [0.0, 1.0, 1.0]
     assert rollouts(run) == rollouts(reference)
@@ -130,7 +130,7 @@ def test_a_server_that_is_killed_in_a_batch_costs_no_bit(embedded, tmp_path, mon
 
 def test_replicas_share_the_samples_and_keep_the_bits(embedded, tmp_path):
     run, reference = tmp_path / "run", embedded("grpo")
-    train_online(run_of("grpo", run, process="own", replicas=2, transfer="collective"))
+    train_online(run_of("grpo", run, process="separate", replicas=2, transfer="collective"))
     assert rollouts(run) == rollouts(reference)
     assert weights(run) == weights(reference)
 

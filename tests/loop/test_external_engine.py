@@ -61,7 +61,7 @@ def test_it_trains_to_the_bit_as_with_hf(transport: str, tmp_path: Path) -> None
         "engine.name": "external:ExternalHF",
         "engine.transfer": transport,
         "engine.verify": "always",
-        "engine.sleep": True,
+        "engine.offload": True,
     }
     train_online(run_of(tmp_path, "external", **chosen))
     assert_same(tmp_path / "external", tmp_path / "hf")

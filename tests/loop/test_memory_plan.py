@@ -94,23 +94,23 @@ def test_what_has_a_gpu_of_its_own_is_planned_there() -> None:
         "model": ModelConfig(name="shape:tiny-llama", dtype="bfloat16"),
         "algorithm": {"kl": {"coef": 0.1}},
         "train": TrainConfig(token_budget=2048),
-        "engine": EngineConfig(name="native", process="own"),
+        "engine": EngineConfig(name="native", process="separate"),
     }
 
     def planned(device: str = "cuda", **cluster: Any) -> MemoryPlan:
         run = PPORun(**settings, cluster=ClusterConfig(colocate=roles, **cluster))
         return plan_memory(run, device=torch.device(device))
 
-    shared, own = planned(), planned(world_gpus="own", engine_gpus=1)
-    on_cpu = planned("cpu", world_gpus="own", engine_gpus=1)
+    shared, own = planned(), planned(dedicated_gpus=True, engine_gpus=1)
+    on_cpu = planned("cpu", dedicated_gpus=True, engine_gpus=1)
     assert list(shared.by_place) == list(on_cpu.by_place) == [""]
-    assert list(own.by_place) == ["", "second world", "third world", "engines"]
+    assert list(own.by_place) == ["", "remote group 1", "remote group 2", "engines"]
     named = {place: {part.name for part in parts} for place, parts in own.by_place.items()}
-    assert "parameters" in named[""] and "reference model" in named["second world"]
+    assert "parameters" in named[""] and "reference model" in named["remote group 1"]
     assert "weights of the engine, whole" in named["engines"] and "KV cache" in named["engines"]
-    assert all(name.startswith("value model: ") for name in named["third world"] - {of_world("third")})
-    for number in ("second", "third"):
-        assert of_world(number) in named[f"{number} world"]
+    assert all(name.startswith("value model: ") for name in named["remote group 2"] - {of_group(2)})
+    for number in (1, 2):
+        assert of_group(number) in named[f"remote group {number}"]
     both = {part.name: part.bytes for part in shared.parts}
     apart = {part.name: part.bytes for part in own.parts}
     # Only where nothing larger is computed does scoring count, and an engine its libraries.
@@ -125,8 +125,8 @@ def test_what_has_a_gpu_of_its_own_is_planned_there() -> None:
     assert own.fullest == max(peaks, key=lambda place: peaks[place])
 
 
-def of_world(number: str) -> str:
-    return f"Python, torch, libraries of the {number} world"
+def of_group(number: int) -> str:
+    return f"Python, torch, libraries of remote group {number}"
 
 
 def test_reward_models_are_in_the_plan(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_what_native_keeps_between_rollouts() -> None:
     cuda = torch.device("cuda")
     assert cache(device=CPU).phase == cache(device=CPU, name="hf").phase == "generate"
     assert cache(device=CPU, name="native").phase == cache(device=cuda).phase == "always"
-    assert cache(device=cuda, name="native", sleep=True).phase == "generate"
+    assert cache(device=cuda, name="native", offload=True).phase == "generate"
     # 2 layers, keys and values, 2 heads of 16, 2 bytes
     assert cache(device=cuda, name="native", kv_cache_tokens=4000).bytes == 2 * 2 * 2 * 16 * 2 * 4000
 

@@ -161,7 +161,7 @@ def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_a
 def test_the_worlds_of_two_ranks_keep_the_bits(lockstep, place):
     flags = ("--train.backend", "fsdp2", "--train.device", "cpu", "--ranks", "2")
     four = ("--cluster.colocate", '[["policy"], ["ref"], ["value"], ["reward_model"]]')
-    places = {"one": (), "four": four, "own": (*four, "--cluster.world-gpus", "own")}
+    places = {"one": (), "four": four, "own": (*four, "--cluster.dedicated-gpus", "true")}
     text = (place / "run.toml").read_text().replace('kind = "grpo"', 'kind = "ppo"')
     (place / "ppo.toml").write_text(text + "[algorithm.kl]\ncoef = 0.1\n")
     for name, placed in places.items():

@@ -35,7 +35,7 @@ def run_of(text: str = PPO, **overrides: Any) -> GRPORun:
     return run
 
 
-ALL = {"algorithm__kl__coef": 0.05, "sleep": ["policy", "ref", "value"]}
+ALL = {"algorithm__kl__coef": 0.05, "offload": ["policy", "ref", "value"]}
 
 
 def test_tensors_come_back_as_they_were_left() -> None:
@@ -75,8 +75,8 @@ def held(parts: OnlineParts) -> dict[str, int]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_whose_roles_sleep_has_the_same_bits(dtype: str, tmp_path: Path) -> None:
     seen = []
-    for sleep in ([], ALL["sleep"]):
-        run = run_of(**{**ALL, "sleep": sleep, "model__dtype": dtype, "train__minibatches": 2})
+    for sleep in ([], ALL["offload"]):
+        run = run_of(**{**ALL, "offload": sleep, "model__dtype": dtype, "train__minibatches": 2})
         parts = build_online(run)
         trainer, steps = OnlineTrainer(parts), []
         for step in range(2):
@@ -114,13 +114,13 @@ def test_a_save_in_the_background_has_what_was_there(tmp_path: Path) -> None:
 
 def refusals() -> list[tuple[dict[str, Any], str, str]]:
     return [
-        ({"sleep": ["ref"]}, PPO, "no ref with memory of its own"),
-        ({"sleep": ["value"]}, TINY, "no value with memory of its own"),
-        ({"sleep": ["reward_model"]}, PPO, "no reward_model with memory of its own"),
-        ({"sleep": ["policy", "policy"]}, PPO, "names a role twice"),
-        ({"sleep": ["policy"], "train__backend": "deepspeed"}, PPO, "train.backend = 'local' or 'fsdp2'"),
-        ({"sleep": ["value"], "record__enabled": True}, PPO, "leave 'value' out"),
-        ({"sleep": ["value"], "train__execution": "joint", "train__cuda_graph": True}, PPO, "captured"),
+        ({"offload": ["ref"]}, PPO, "no ref with memory of its own"),
+        ({"offload": ["value"]}, TINY, "no value with memory of its own"),
+        ({"offload": ["reward_model"]}, PPO, "no reward_model with memory of its own"),
+        ({"offload": ["policy", "policy"]}, PPO, "names a role twice"),
+        ({"offload": ["policy"], "train__backend": "deepspeed"}, PPO, "train.backend = 'local' or 'fsdp2'"),
+        ({"offload": ["value"], "record__enabled": True}, PPO, "leave 'value' out"),
+        ({"offload": ["value"], "train__execution": "joint", "train__cuda_graph": True}, PPO, "captured"),
     ]
 
 
@@ -135,7 +135,8 @@ def test_the_plan_counts_sleeping_roles_in_their_turns_alone() -> None:
     device = torch.device("cuda")
     overrides = {**ALL, "model__dtype": "bfloat16"}
     awake_all, asleep = (
-        plan_memory(run_of(**{**overrides, "sleep": sleep}), device=device) for sleep in ([], ALL["sleep"])
+        plan_memory(run_of(**{**overrides, "offload": sleep}), device=device)
+        for sleep in ([], ALL["offload"])
     )
     shape = awake_all.shape
     before, after = phase_totals(awake_all.parts), phase_totals(asleep.parts)
@@ -151,9 +152,11 @@ def test_the_plan_counts_sleeping_roles_in_their_turns_alone() -> None:
     }
     assert after["update"] == max(update["policy"] + states, update["value"] + 14 * value)
     assert asleep.peak_bytes < awake_all.peak_bytes
-    assert any("sleep" in part.setting for part in awake_all.parts)
+    assert any("offload" in part.setting for part in awake_all.parts)
 
 
 def test_on_a_cpu_the_plan_is_the_same() -> None:
-    plans = [plan_memory(run_of(**{**ALL, "sleep": s}), device=torch.device("cpu")) for s in ([], ["policy"])]
+    plans = [
+        plan_memory(run_of(**{**ALL, "offload": s}), device=torch.device("cpu")) for s in ([], ["policy"])
+    ]
     assert plans[0].parts == plans[1].parts

@@ -156,7 +156,7 @@ def world_in(folder: Path) -> World:
     run = run_of(PPO, folder / "run", "ref", "value")
     axes = resolve_axes(run, engine="hf")
     alone, work_dir = RankContext.alone(), folder / "world"
-    return World(run.worlds[0], run, axes, ranks=alone, work_dir=work_dir, folder=folder / "run")
+    return World(run.remote_groups[0], run, axes, ranks=alone, work_dir=work_dir, folder=folder / "run")
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_call_has_a_deadline(world, monkeypatch):
     monkeypatch.setattr(World, "_post", silent)
     with pytest.raises(TrainError, match="did not answer within") as late:
         world.call("score")
-    assert late.value.data["code"] == "deadline" and late.value.data["setting"] == "cluster.world_seconds"
+    assert late.value.data["code"] == "deadline" and late.value.data["setting"] == "cluster.remote_seconds"
 
 
 def test_scores_of_another_shape_are_refused(world, host):
@@ -321,8 +321,8 @@ def test_a_value_model_that_is_killed_ends_the_run_which_goes_on_to_the_same_bit
     assert everything(folder) == everything(tmp_path / "together")
 
 
-APART = {"colocate": [["policy"], ["ref"], ["value"]], "world_gpus": "own"}
-TOGETHER = {"colocate": [["policy"], ["ref", "value"]], "world_gpus": "own"}
+APART = {"colocate": [["policy"], ["ref"], ["value"]], "dedicated_gpus": True}
+TOGETHER = {"colocate": [["policy"], ["ref", "value"]], "dedicated_gpus": True}
 
 
 @pytest.mark.exhaustive

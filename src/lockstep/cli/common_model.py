@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import EngineConfig
-from lockstep.config.load import build, read_toml
+from lockstep.config.load import saved_run
 from lockstep.config.model import Dtype, ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun, RunConfig
@@ -107,7 +107,7 @@ def find_run(where: str, checkpoint: str | None) -> tuple[RunConfig, Path] | Non
     folder = Path(where).expanduser()
     file = folder / "config.toml"
     if file.is_file():
-        return build(read_toml(file), origin=str(file)), find_weights(folder, checkpoint)
+        return saved_run(file), find_weights(folder, checkpoint)
     if checkpoint is not None:
         raise ConfigError(
             f"wrong-kind-of-file: --checkpoint {checkpoint} needs a run directory, and {where!r} holds no "

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from lockstep.config.base import Config
 from lockstep.config.load import RUN_KINDS, load_run, parse_value, recipes, to_values, toml_value
+from lockstep.config.old_names import current_flags
 from lockstep.config.problems import Problem, model_of, near_settings, refusal, tables
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError, nearest, unknown_name
@@ -77,7 +78,7 @@ def parse_flags(
     fields, defaults = _view(type(run), run)
     own = get_type_hints(general, include_extras=True)
     view = _typed_dict("Run", own | fields, description)
-    words = _spell_booleans(argv, booleans := _booleans(type(run), own))
+    words = _spell_booleans(current_flags(argv), booleans := _booleans(type(run), own))
     parsed, unknown = tyro.cli(
         view,
         args=words,

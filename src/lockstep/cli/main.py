@@ -16,11 +16,13 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from types import ModuleType, TracebackType
 
+from lockstep.config.old_names import SettingWarning
 from lockstep.errors import ConfigError, LockstepError, unknown_name
-from lockstep.observe.text import echo
+from lockstep.observe.text import echo, printable
 from lockstep.processes.garbage import search_rarely
 from lockstep.ranks.environment import in_launcher, without_local_rank
 from lockstep.ranks.launch import leave
@@ -78,6 +80,7 @@ COMMANDS = {
 """Command -> the module, imported at use, whose main(argv) returns the exit status; and one line of help."""
 
 INTERRUPTED = 130
+_FORMAT_WARNING = warnings.formatwarning
 _MACHINE = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE),
@@ -93,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
     _escape_tracebacks()
+    warnings.formatwarning = _warning
     search_rarely()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         echo(usage())
@@ -215,6 +219,15 @@ def _escape_tracebacks() -> None:
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """The text of a warning: one about settings is for users, who need no line of ours."""
+    if issubclass(category, SettingWarning):
+        return f"lockstep: warning: {printable(str(message))}\n"
+    return _FORMAT_WARNING(message, category, filename, lineno, line)
 
 
 def _reported_by_launcher(error: LockstepError) -> bool:

@@ -122,7 +122,7 @@ def _placed(run: RunConfig, ranks: int, *, gpus: bool) -> ClusterConfig | None:
     nothing."""
     if run.cluster is None or ranks == run.cluster.ranks:
         return run.cluster
-    if not run.apart and not run.cluster.engine_gpus:
+    if not run.remote_roles and not run.cluster.engine_gpus:
         return None
     sizes = {"nodes": 1, "gpus": ranks, "slots": 1} if gpus else {"nodes": 1, "gpus": 0, "slots": ranks}
     return run.cluster.model_copy(update=sizes)
@@ -173,7 +173,7 @@ def show(plan: MemoryPlan, *, available: int, source: str) -> None:
     )
     for place, parts in plan.by_place.items():
         each = f", each of {plan.ranks} ranks" if plan.ranks > 1 else ""
-        where = f"the GPU of the {place}{each}" if place else f"{plan.device}{each}"
+        where = f"the GPU of {place}{each}" if place else f"{plan.device}{each}"
         console.print(_table(parts, title=f"memory on {where}"))
         if len(plan.by_place) > 1:
             peak, phase = peak_of(parts)
@@ -212,7 +212,7 @@ def verdict(plan: MemoryPlan, *, available: int) -> str:
     at_peak = [part for part in plan.by_place[fullest] if part.phase in ("always", plan.peak_phase)]
     sizes = f"{gib(plan.peak_bytes)} needed, {gib(available)} available"
     if fullest:
-        sizes += f" on the GPU of the {fullest}"
+        sizes += f" on the GPU of {fullest}"
     return f"plan: does not fit, {sizes}: {explain_oom(at_peak)}"
 
 

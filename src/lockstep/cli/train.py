@@ -272,7 +272,7 @@ def _healing(command: TrainCommand, *, run_dir: Path, flags: str) -> HealingRule
         max_restarts=config.max_restarts,
         run_dir=run_dir.absolute(),
         each_node=command.cluster is not None and config.nodes > 1,
-        standby=config.standby,
+        standby=config.warm_spares,
         flags=flags,
         restart=command.restart,
     )

@@ -196,8 +196,10 @@ def check_nodes(provider: HasNodes, placement: Placement) -> None:
         has = "; ".join(f"{n.name}: {n.cpus} CPUs, {n.gpus} GPUs" for n in nodes) or "none"
         needs, lower = "", f"cluster.nodes or cluster.{kind}"
         if placement.per_rank > 1:
-            needs = f" and cluster.world_gpus or cluster.engine_gpus, {placement.devices} {kind} of each node"
-            lower += ", share the GPUs of ranks (cluster.world_gpus = 'shared', cluster.engine_gpus = 0)"
+            needs = (
+                f" and cluster.dedicated_gpus or cluster.engine_gpus, {placement.devices} {kind} of each node"
+            )
+            lower += ", share the GPUs of ranks (cluster.dedicated_gpus = false, cluster.engine_gpus = 0)"
         raise ConfigError(
             f"not-enough: cluster.nodes = {placement.nodes} with cluster.{kind} = "
             f"{placement.per_node}{needs}: the cluster has {len(fitting)} such "

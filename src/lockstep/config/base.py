@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.config.old_names import current, warn_once
 from lockstep.errors import ConfigError, LockstepError, hide, names_secret, together, unknown_name
 from lockstep.observe.files import path_problem
 from lockstep.observe.text import printable
@@ -120,6 +121,19 @@ def _checks(config: type[Config]) -> tuple[str, ...]:
 class Config(Record):
     """Base of all configs: a record whose numbers people set, so that each of them is one to compute with."""
 
+    section: ClassVar[str | None] = None
+    """Dotted path of the table in a run that has this type, "" for a run: of those with renamed settings."""
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None:
+            if self.section is not None:
+                values = current(values, origin=type(self).__name__, section=self.section)
+            super().__init__(**values)
+
+        # Otherwise pydantic would validate JSON through it, as Python values, and refuse lists for tuples.
+        __init__.__pydantic_base_init__ = True
+
     @model_validator(mode="after")
     def _check_all(self) -> Config:
         found: list[LockstepError] = []
@@ -164,6 +178,8 @@ class Config(Record):
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST_BYTES = 65536
+_SAVED: set[str] = set()
+"""Secrets of runs that were started before settings were searched for secrets."""
 _NO_SECRETS = ("true", "false", "none", "null", "0", "1", "empty", "dummy", "unused", "not-needed")
 """What is written where a client wants a key and the server asks for none: EMPTY in vLLM's examples."""
 _WELL_KNOWN = re.compile(
@@ -246,12 +262,30 @@ def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True
     """
     for path, text in _texts(name, value):
         why = _why_secret(path.rpartition(".")[2] if by_name else "", text)
-        if why is not None:
-            hide(text)  # from the errors of other settings as well, which are told together
+        if why is None:
+            continue
+        hide(text)  # from the errors of other settings as well, which are reported together
+        if text not in _SAVED:
             raise ConfigError(
                 f"secret-in-config: {printable(path)} {why}, and everybody who can read config.toml would "
                 f"have it; {instead}",
                 setting=path,
+            )
+
+
+def accept_saved_secrets(values: Mapping[str, Any], *, origin: str) -> None:
+    """Accept, in this process, the secrets that a run's own config.toml holds since before they were refused:
+    the run must still resume. Warns about each."""
+    for path, text in _texts("", values):
+        parts = path.split(".")
+        by_name = not set(parts) & set(_OWN_WORDS)
+        why = _why_secret(parts[-1] if by_name else "", text)
+        if why is not None and not set(parts) & set(_SECRET_PLACES):
+            hide(text)
+            _SAVED.add(text)
+            warn_once(
+                f"{origin}: {printable(path.lstrip('.'))} {why}, which a new run refuses: everybody who can "
+                "read this file has it; the run goes on with it"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seed, check
 from lockstep.config.data import DataConfig
@@ -16,6 +16,8 @@ Column = Literal["prompt_token_ids", "token_ids", "logprobs"]
 
 class GenerateConfig(Config):
     """Samples of many prompts, into a file."""
+
+    section: ClassVar[str | None] = ""
 
     seed: Seed = 0
     """Another seed gives other samples, and another order when data.shuffle is on."""

@@ -1,11 +1,11 @@
-"""Where roles and ranks run. Without --cluster only the roles' worlds are read of it."""
+"""Where ranks and roles run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal
+from typing import ClassVar
 
 from pydantic import Field, PositiveFloat, field_validator
 
@@ -15,63 +15,63 @@ from lockstep.errors import ConfigError
 
 POLICY = "policy"
 ROLES = (POLICY, "ref", "value", "reward_model")
-WORLD_NUMBERS = ("second", "third", "fourth")
-"""What worlds beside the policy's are called, in the order of cluster.colocate."""
 LONGEST_TEMP = 44
 """Characters of the folder that Ray's sockets lie in, so that their paths stay below the 107 of AF_UNIX."""
 MOST_SLOTS = 2**16
 
 
 class ClusterConfig(Config):
-    """Nodes and ranks of `lockstep train --cluster`, which a run without it ignores, and the worlds of roles,
-    which every run has."""
+    """Nodes and ranks of `lockstep train --cluster`, and where roles run. Without --cluster only the
+    placement of roles and the peer copies apply."""
+
+    section: ClassVar[str | None] = "cluster"
 
     nodes: PositiveInt = 1
     """Nodes that ranks are spread over, equally."""
     gpus: NonNegativeInt = 0
     """GPUs of each node that ranks are on, one per rank; 0: the ranks run on CPUs, as many on each node as
-    `slots`. Those of world_gpus and engine_gpus come on top."""
+    `slots`. dedicated_gpus and engine_gpus need more on top."""
     slots: PositiveInt = 1
     """Ranks on each node where there are no GPUs (gpus = 0)."""
     colocate: tuple[tuple[str, ...], ...] = ()
     """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. The groups name every
-    role of the run: each without the policy is a world of its own, with a process beside each rank.
-    As a flag it is one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
-    world_gpus: Literal["shared", "own"] = "shared"
-    """GPU of the process of such a world. shared: its rank's. own: one of its own, on the rank's node. On
-    CPUs: slots, of which only Ray knows."""
+    role of the run. A group without the policy is remote: its roles run in a separate process beside each
+    rank. As a flag it is one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
+    dedicated_gpus: bool = False
+    """Give each process of remote roles its own GPU, on the node of its rank; false: it shares the GPU of its
+    rank. On CPUs it takes a slot, which only Ray counts."""
     engine_gpus: int = Field(0, ge=0, le=1024)
-    """GPUs of each node, for each rank there, that its engine's server has for itself: engine.replicas *
-    engine.tp of them. 0: the server is on its rank's GPU, or where engine.cuda_devices says."""
-    world_seconds: PositiveFloat = 1200.0
-    """Deadline of a call to a world of its own: to score or train a rollout batch, to save or load. Below
-    --rank-timeout, so that the run ends with the error that names the roles."""
-    world_start_seconds: PositiveFloat = 600.0
-    """How long such a world may take to start and to load its models."""
-    world_restarts: NonNegativeInt = 3
-    """How often in a run each such world is started again when it dies. A value model's state dies with it:
-    then the run ends, and is resumed from its last checkpoint."""
+    """GPUs per rank that are reserved for the server of its engine, on the same node: engine.replicas *
+    engine.tp. 0: the server shares the GPU of its rank, or uses engine.cuda_devices."""
+    remote_seconds: PositiveFloat = 1200.0
+    """Deadline of one call to remote roles: scoring or training on a rollout batch, saving, loading. Keep it
+    below --rank-timeout, so that the run ends with an error that names the roles."""
+    remote_start_seconds: PositiveFloat = 600.0
+    """How long a process of remote roles may take to start and to load its models."""
+    remote_restarts: NonNegativeInt = 3
+    """How often in a run each process of remote roles is restarted after it dies. If it held the value model,
+    its state is lost: the run ends and can be resumed from its last checkpoint."""
     secrets: tuple[str, ...] = ()
-    """Names of environment variables that ranks need and nobody else may see, such as HF_TOKEN. Only names
-    travel: each node has the values in its own environment."""
+    """Names of secret environment variables that the ranks need, such as HF_TOKEN. Only the names are sent:
+    each node must have the values in its own environment."""
     temp_dir: FilePath | None = None
-    """Folder for Ray's files under --cluster local; None: ray/ in the cache folder (LOCKSTEP_CACHE)."""
+    """Folder for Ray's files under --cluster local. None: ray/ in the cache folder (LOCKSTEP_CACHE)."""
     object_store_mb: int = Field(80, ge=75, le=2**20)
-    """MB of Ray's object store under --cluster local. No tensor goes through it."""
+    """Size of Ray's object store under --cluster local, in MB. No tensor goes through it."""
     peer_copy: bool = False
-    """Keep each rank's state also in host memory that outlives it, copied while the next step goes on; when a
-    rank dies, all are started again and go on from there. Also with --ranks. On several nodes also in the
-    memory of the next node, so that the run outlives the death of a node."""
+    """Also keep each rank's state in host memory that outlives the rank; it is copied while the next step
+    runs. When a rank dies, all ranks are restarted from these copies. Works with --ranks too. On several
+    nodes each node also holds the copy of another one, so that the run survives the loss of a node."""
     max_restarts: NonNegativeInt = 3
-    """With peer_copy: how often in a run. Then a death ends it."""
-    standby: bool = True
-    """With peer_copy: a process per rank that has imported everything waits, from the first copy on, to take
-    the place of one that dies. It needs no GPU, and some 0.4 GB of host memory."""
+    """With peer_copy: how often the ranks are restarted in a run. After that a death ends the run."""
+    warm_spares: bool = True
+    """With peer_copy: from the first copy on, keep one spare process per rank that has imported everything
+    and replaces a rank that dies. A spare uses no GPU and about 0.4 GB of host memory."""
     copy_dir: FilePath | None = None
-    """With peer_copy: a folder in memory (tmpfs), on each node, with room for two copies of the state of all
-    ranks; None: /dev/shm."""
+    """With peer_copy: a folder in memory (tmpfs) on each node, with room for two copies of the state of all
+    ranks. None: /dev/shm."""
     node_seconds: PositiveFloat = 600.0
-    """With peer_copy on several nodes: how long to wait for a node in the place of one that has died."""
+    """With peer_copy on several nodes: how long to wait for a replacement of a node that died."""
 
     @property
     def per_node(self) -> int:
@@ -84,40 +84,43 @@ class ClusterConfig(Config):
         return self.nodes * self.per_node
 
     @property
-    def worlds(self) -> tuple[tuple[str, ...], ...]:
-        """The roles of each world that the policy is not in; empty: all are with the policy."""
+    def remote_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of cluster.colocate without the policy; empty: every role runs with the policy."""
         return tuple(group for group in self.colocate if POLICY not in group)
 
     def layout(self, ranks: int | None = None) -> NodeLayout:
-        """Which device of a node is whose.
+        """Return which devices of a node belong to which process.
 
         Args:
-            ranks: on the node; None: as many as these settings say.
+            ranks: on the node; None: as the settings say.
         """
         return NodeLayout(
             ranks=self.per_node if ranks is None else ranks,
-            worlds=len(self.worlds) if self.world_gpus == "own" else 0,
+            remote_groups=len(self.remote_groups) if self.dedicated_gpus else 0,
             engine=self.engine_gpus,
         )
 
     def check_devices(self, layout: NodeLayout, *, there: int, otherwise: str = "") -> None:
-        """Raise ConfigError if worlds or engines are to have GPUs of their own on a node with too few;
-        otherwise: what else to do about it."""
+        """Raise ConfigError if a node has too few GPUs for ranks, remote roles and engines.
+
+        Args:
+            there: GPUs of the node.
+            otherwise: another way out, for the end of the message.
+        """
         if layout.per_rank > 1 and layout.total > there:
-            settings = ["fewer ranks", *(["cluster.world_gpus = 'shared'"] if layout.worlds else [])]
+            settings = ["fewer ranks", *(["cluster.dedicated_gpus = false"] if layout.remote_groups else [])]
             if layout.engine:
                 settings.append("a smaller cluster.engine_gpus (0: on the GPU of its rank)")
             raise ConfigError(
                 f"not-enough: a node needs {layout.sums('GPUs')}, and this one shows {there}; set "
                 f"{', or '.join(settings)}, or show it more (CUDA_VISIBLE_DEVICES){otherwise}",
-                setting="cluster.world_gpus" if layout.worlds else "cluster.engine_gpus",
+                setting="cluster.dedicated_gpus" if layout.remote_groups else "cluster.engine_gpus",
                 needed=layout.total,
                 there=there,
             )
 
     def check_roles(self, roles: Sequence[str]) -> None:
-        """Raise ConfigError unless the groups, if there are any, name the roles of a run, all of them and no
-        others."""
+        """Raise ConfigError unless cluster.colocate is empty or names exactly the roles of a run."""
         if not self.colocate:
             return
         named = [role for group in self.colocate for role in group]
@@ -144,7 +147,7 @@ class ClusterConfig(Config):
         for number, name in enumerate(secrets):
             if not name.isidentifier() or not name.isascii():
                 raise ConfigError(  # without the text, which may be a secret
-                    f"secrets[{number}], of {len(name)} characters, is no name of an environment variable; "
+                    f"secrets[{number}], of {len(name)} characters, cannot name an environment variable; "
                     "write names such as HF_TOKEN, never values",
                     code="wrong-format",
                     setting=f"secrets[{number}]",
@@ -176,9 +179,7 @@ class ClusterConfig(Config):
                 setting="colocate",
             )
         if not all(groups):
-            raise ConfigError(
-                "empty: colocate has an empty group, a world of nothing; leave it out", setting="colocate"
-            )
+            raise ConfigError("empty: colocate has an empty group; leave it out", setting="colocate")
         return groups
 
     @check
@@ -196,43 +197,47 @@ class ClusterConfig(Config):
                 setting="nodes",
                 ranks=self.ranks,
             )
-        if self.world_gpus == "own" and not self.worlds:
+        if self.dedicated_gpus and not self.remote_groups:
             raise ConfigError(
-                "no-effect: world_gpus = 'own' without a world beside the policy's: all roles share the "
-                "processes of the ranks; leave it out, or write several groups in colocate",
-                setting="world_gpus",
+                "no-effect: dedicated_gpus = true without remote roles: all roles share the processes of the "
+                "ranks; leave it out, or write several groups in colocate",
+                setting="dedicated_gpus",
             )
         return self
 
     def draw(self, roles: Sequence[str]) -> list[str]:
-        """Return a line per node: which ranks it runs, on what, and which roles each of them holds; one for
-        the processes of each further world, one for engines with devices of their own, and one for copies
-        that go from node to node.
+        """Return the lines that draw the run: one per node with its ranks, their devices and roles; one per
+        group of remote roles; one for engines with devices of their own; one for copies between nodes.
 
         Example:
             >>> ClusterConfig(nodes=2, gpus=2).draw(["policy", "ref"])[0]
             'node 0: [gpu 0: rank 0] [gpu 1: rank 1]  each: policy + ref'
         """
         kind, layout = "gpu" if self.gpus else "cpu", self.layout()
-        apart = [role for world in self.worlds for role in world]
-        here = [role for role in roles if role not in apart]
+        remote = [role for group in self.remote_groups for role in group]
+        here = [role for role in roles if role not in remote]
         lines = []
         for node in range(self.nodes):
             ranks = [(slot, node * self.per_node + slot) for slot in range(self.per_node)]
             boxes = " ".join(f"[{kind} {slot}: rank {rank}]" for slot, rank in ranks)
             lines.append(f"node {node}: {boxes}  each: {' + '.join(here)}")
-            for index, (number, world) in enumerate(zip(WORLD_NUMBERS, self.worlds, strict=False)):
-                of_world = layout.of_world(index)
-                boxes = " ".join(f"[{kind} {of_world[slot]}: beside rank {rank}]" for slot, rank in ranks)
-                lines.append(f"  {number} world: {boxes}  each: {' + '.join(world)}")
+            for index, group in enumerate(self.remote_groups):
+                devices = layout.of_group(index)
+                boxes = " ".join(f"[{kind} {devices[slot]}: beside rank {rank}]" for slot, rank in ranks)
+                lines.append(f"  {remote_name(index)}: {boxes}  each: {' + '.join(group)}")
             if layout.engine:
                 shares = [(" + ".join(map(str, layout.of_engine(slot))), rank) for slot, rank in ranks]
-                boxes = " ".join(f"[{kind} {devices}: beside rank {rank}]" for devices, rank in shares)
+                boxes = " ".join(f"[{kind} {share}: beside rank {rank}]" for share, rank in shares)
                 lines.append(f"  engines: {boxes}")
         if self.peer_copy and self.nodes > 1:
             ring = " -> ".join(f"node {node}" for node in [*range(self.nodes), 0])
             lines.append(f"copies in memory after each step: {ring}")
         return lines
+
+
+def remote_name(index: int) -> str:
+    """Return the name of a group of remote roles, which are numbered from 1 for users."""
+    return f"remote group {index + 1}"
 
 
 def check_temp_dir(path: PurePath) -> None:
@@ -248,60 +253,60 @@ def check_temp_dir(path: PurePath) -> None:
 
 # Which device of a node each process of a run computes on.
 #
-#     2 ranks, 2 worlds with GPUs of their own, 2 GPUs for the engine of each rank:
+#     2 ranks, 2 groups of remote roles with dedicated GPUs, 2 GPUs for the engine of each rank:
 #
 #     gpu 0, 1   ranks 0 and 1
-#     gpu 2, 3   the second world, beside rank 0 and beside rank 1
-#     gpu 4, 5   the third world
+#     gpu 2, 3   remote group 1, beside rank 0 and beside rank 1
+#     gpu 4, 5   remote group 2
 #     gpu 6, 7   the engine of rank 0
 #     gpu 8, 9   the engine of rank 1
 #
 # Numbers count what the node's ranks see: entries of CUDA_VISIBLE_DEVICES where that is set, GPUs where it
-# is not. Ranks come first, so that local rank r has GPU r, and so a process of a world, among those of its
-# world.
+# is not. Ranks come first, so that local rank r has GPU r; the process of a remote group beside it has the
+# group's r-th GPU.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeLayout:
-    """Devices of one node; without GPUs its places on CPUs.
+    """Devices of one node: GPUs, or slots on CPUs.
 
     Example:
-        >>> layout = NodeLayout(ranks=2, worlds=2, engine=2)
-        >>> layout.total, layout.of_world(1), layout.of_engine(1)
+        >>> layout = NodeLayout(ranks=2, remote_groups=2, engine=2)
+        >>> layout.total, layout.of_group(1), layout.of_engine(1)
         (10, (4, 5), (8, 9))
     """
 
     ranks: int
     """On this node."""
-    worlds: int = 0
-    """Worlds beside the policy's whose processes have devices of their own."""
+    remote_groups: int = 0
+    """Groups of remote roles with dedicated devices."""
     engine: int = 0
-    """Devices of each rank's engine that nothing else is on."""
+    """Devices per rank that are reserved for its engine."""
 
     @property
     def per_rank(self) -> int:
-        """Devices that there must be for each rank."""
-        return 1 + self.worlds + self.engine
+        """Devices that each rank needs."""
+        return 1 + self.remote_groups + self.engine
 
     @property
     def total(self) -> int:
-        """Devices that there must be on the node."""
+        """Devices that the node needs."""
         return self.ranks * self.per_rank
 
-    def of_world(self, number: int) -> tuple[int, ...]:
-        """The devices of a world, from 0, by local rank; the ranks' where it has none of its own."""
-        first = (number + 1) * self.ranks if self.worlds else 0
+    def of_group(self, index: int) -> tuple[int, ...]:
+        """Return the devices of a group of remote roles by local rank; without dedicated ones, the ranks'."""
+        first = (index + 1) * self.ranks if self.remote_groups else 0
         return tuple(range(first, first + self.ranks))
 
     def of_engine(self, local_rank: int) -> tuple[int, ...]:
-        """The devices of the engine of one rank; none: it is on the rank's."""
-        first = (1 + self.worlds) * self.ranks + local_rank * self.engine
+        """Return the devices reserved for the engine of one rank; empty: it shares the rank's device."""
+        first = (1 + self.remote_groups) * self.ranks + local_rank * self.engine
         return tuple(range(first, first + self.engine))
 
     def sums(self, kind: str) -> str:
-        """Say how the total comes about, for messages."""
-        others = ((self.worlds, "of each world beside it"), (self.engine, "of its engine"))
-        parts = ["1 of its own", *(f"{count} {what}" for count, what in others if count)]
+        """Return the sum that gives the total, for messages."""
+        others = ((self.remote_groups, "for remote roles"), (self.engine, "for its engine"))
+        parts = ["1 for itself", *(f"{count} {what}" for count, what in others if count)]
         return f"{self.total} {kind}, {self.per_rank} for each of {self.ranks} ranks ({', '.join(parts)})"
 
 
@@ -311,7 +316,7 @@ def _check_engine_gpus(engine: EngineConfig, cluster: ClusterConfig) -> None:
     taken = sorted(set(engine.cuda_devices) & set(range(1, cluster.layout(ranks=1).total)))
     if taken and not gpus:  # engine.cuda_devices is refused with several ranks
         raise ConfigError(
-            f"duplicate: engine.cuda_devices = {list(engine.cuda_devices)} and cluster.world_gpus = 'own' "
+            f"duplicate: engine.cuda_devices = {list(engine.cuda_devices)} and cluster.dedicated_gpus = true "
             f"both ask for GPU {taken[0]}; leave engine.cuda_devices out and set cluster.engine_gpus = "
             f"{needed}"
         )
@@ -321,7 +326,7 @@ def _check_engine_gpus(engine: EngineConfig, cluster: ClusterConfig) -> None:
     if not kind(engine).endswith(", started"):
         raise ConfigError(
             f"unsupported-combination: {what} with engine.name = {engine.name!r}, which is no server that "
-            "Lockstep starts: set engine.process = 'own' (native and hf) or engine.python (vllm and "
+            "Lockstep starts: set engine.process = 'separate' (native and hf) or engine.python (vllm and "
             "sglang), or leave it out",
             setting="cluster.engine_gpus",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -35,7 +35,7 @@ _WHY = {
     "makes invariant (with engine.name = 'native'), and of a running vLLM it cannot be seen whether the mode "
     "is on",
     "unseeded": "every sample has its seed there",
-    "sleep": "a server that Lockstep did not start keeps its memory",
+    "offload": "a server that Lockstep did not start keeps its memory",
     "bucket_mb": "weights are not sent",
     "start_seconds": "nothing is started or waited for",
     "request_seconds": "it runs in the trainer's own thread",
@@ -75,11 +75,13 @@ _EMBEDDED = tuple(name for name, engine in engines().items() if not engine.exter
 class EngineConfig(Config):
     """The inference engine that samples."""
 
+    section: ClassVar[str | None] = "engine"
+
     name: Name = "auto"
     """native, hf, vllm, sglang, `module:Class` for your own, or auto: native on CUDA, hf on a CPU."""
-    process: Literal["auto", "own"] = "auto"
-    """native and hf. own: a process of their own, which Lockstep starts and sends weights to, as to a vLLM
-    server; auto: the trainer's process, where they read its weights."""
+    process: Literal["auto", "separate"] = "auto"
+    """native and hf. separate: the engine runs in its own process, which Lockstep starts and sends weights
+    to, as to a vLLM server. auto: it runs in the trainer's process and reads the trainer's weights."""
     max_batch: PositiveInt = 256
     """Samples decoded together."""
     kv_cache_tokens: PositiveInt | None = None
@@ -114,8 +116,8 @@ class EngineConfig(Config):
     """The engine's own mode in which a sample does not depend on its batch, bit for bit."""
     unseeded: bool = False
     """Accept an engine whose samples do not follow from the seed: sglang without batch_invariant."""
-    sleep: bool = False
-    """Give the engine's memory back while the trainer trains."""
+    offload: bool = False
+    """Release the engine's GPU memory while the policy trains."""
     transfer: Literal["auto", "memory", "ipc", "collective", "disk"] = "auto"
     """How weights reach the engine: in the same process, CUDA IPC, NCCL or gloo, or files."""
     bucket_mb: PositiveInt = 512
@@ -167,7 +169,7 @@ def resolved(config: EngineConfig, *, native: bool) -> EngineConfig:
 def has_own_weights(config: EngineConfig) -> bool:
     """Whether weights are sent to the engine. Of a `module:Class` only the class knows:
     lockstep.engine.build.is_external."""
-    engine, own = engines().get(config.name), config.process == "own"
+    engine, own = engines().get(config.name), config.process == "separate"
     return config.name == "auto" and own if engine is None else engine.external or own
 
 
@@ -175,7 +177,7 @@ def kind(config: EngineConfig) -> str:
     """Return the engine and where it runs: "native", "hf", "native, started", "vllm, in process", ..."""
     engine = engines().get(config.name)
     if engine is None or not engine.external:
-        return config.name + (", started" if config.process == "own" else "")
+        return config.name + (", started" if config.process == "separate" else "")
     if config.url is not None:
         return f"{config.name}, at a url"
     here = config.python is None and "in process" in engine.settings

@@ -18,7 +18,8 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.base import Config, Record
+from lockstep.config.base import Config, Record, accept_saved_secrets
+from lockstep.config.old_names import current, current_overrides, warn_once
 from lockstep.config.ppo import PPORun
 from lockstep.config.problems import DEPTH, explain, model_of, refusal, unknown_keys, unusable
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, RunConfig, SFTRun
@@ -41,7 +42,7 @@ TOML_BYTES = 2**20
 _LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
 """tomllib takes time with the square of a key's parts: minutes for a key of some hundred kilobytes."""
 
-RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every", "cluster", "sleep")
+RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every", "cluster", "offload")
 """Tables that may differ when a run is resumed: none of them changes what one step computes."""
 
 PARALLELISM = (
@@ -85,7 +86,7 @@ def load_run(
         origin = f"{kind} run"
     else:
         path = find(source)
-        values, origin = read_toml(path), str(source)
+        values, origin = current(read_toml(path), origin=str(source)), str(source)
         if kind is not None and values.setdefault("kind", kind) != kind:
             file_kind = build(values, origin=origin).kind
             raise ConfigError(
@@ -169,7 +170,49 @@ def _saved_run(folder: Path, *, verb: str = "resume") -> RunConfig:
             path=folder,
         )
     check_inside(file, ConfigError, root=folder)
-    return build(read_toml(file), origin=str(file))
+    return saved_run(file)
+
+
+def saved_run(file: Path) -> RunConfig:
+    """Load a run's own config.toml, which an earlier version may have written: renamed settings, and settings
+    that had no effect and are refused now, are accepted with a warning.
+
+    Raises:
+        ConfigError: it is not the config of a run.
+    """
+    return saved_values(read_toml(file), origin=str(file))
+
+
+def saved_values(values: Mapping[str, Any], *, origin: str) -> RunConfig:
+    """Check the values of a run's own config.toml: see `saved_run`."""
+    values = _without_idle(current(values, origin=origin), origin=origin)
+    accept_saved_secrets(values, origin=origin)
+    return build(values, origin=origin)
+
+
+def _without_idle(values: dict[str, Any], *, origin: str) -> dict[str, Any]:
+    """Leave out settings that earlier versions accepted although they had no effect."""
+    train, value, cluster = (_table(values, name) for name in ("train", "value", "cluster"))
+    ratio, constant = train.get("min_lr_ratio"), train.get("schedule", "constant") == "constant"
+    if constant and ratio:
+        if value.get("schedule", "constant") != "constant":  # a value model's own decay took it
+            values = values | {"value": {"min_lr_ratio": ratio} | value}
+        train = {name: each for name, each in train.items() if name != "min_lr_ratio"}
+        values = values | {"train": train}
+        warn_once(
+            f"{origin}: train.min_lr_ratio = {ratio} is left out: it has no effect with train.schedule = "
+            "'constant'"
+        )
+    groups = cluster.get("colocate")
+    if isinstance(groups, list) and len(groups) == 1 and "policy" in groups[0]:
+        # One group is what all roles are in without it; earlier versions took one that did not name them all.
+        values = values | {"cluster": {name: each for name, each in cluster.items() if name != "colocate"}}
+    return values
+
+
+def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = values.get(name)
+    return dict(table) if isinstance(table, Mapping) else {}
 
 
 def find(source: str | Path) -> Path:
@@ -282,6 +325,8 @@ def check(values: Mapping[str, Any], model: type[AnyConfig], *, origin: str) -> 
         ConfigError: with all problems, each by its dotted path.
     """
     problems = list(unusable(values))
+    if issubclass(model, Config) and model.section is not None:
+        values = current(values, origin=origin, section=model.section)
     checked = None
     if not problems:
         problems, known = unknown_keys(values, model)
@@ -316,9 +361,10 @@ def dump_toml(run: Config) -> str:
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested `values` with dotted `overrides` set; None removes a setting."""
-    result = _plain(values)
-    for path, value in overrides.items():
+    """Return a copy of nested `values` with dotted `overrides` set; None removes a setting. Both may have old
+    names; an override wins over a value."""
+    result = current(_plain(values), origin="settings")
+    for path, value in current_overrides(overrides, origin="overrides").items():
         *sections, key = path.split(".")
         table = result
         for section in sections:

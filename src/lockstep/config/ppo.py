@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from lockstep.config.algorithm import GRPOConfig, KLConfig
 from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, check
 from lockstep.config.model import Dtype, LoraConfig, ModelConfig
-from lockstep.config.run import GRPORun, SleepingRole
+from lockstep.config.run import GRPORun, Role
 from lockstep.config.support import check_backend
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
@@ -193,7 +193,7 @@ class PPORun(GRPORun):
     value: ValueConfig = ValueConfig()
 
     @property
-    def roles(self) -> tuple[SleepingRole, ...]:
+    def roles(self) -> tuple[Role, ...]:
         """The models of the run that have memory of their own."""
         return (*super().roles, "value")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -31,6 +31,8 @@ from lockstep.errors import ConfigError
 
 class RunConfig(Config):
     """The settings that all kinds of run share."""
+
+    section: ClassVar[str | None] = ""
 
     seed: Seed = 0
     """Seed of the data order and of the sampling noise."""
@@ -94,21 +96,21 @@ class RunConfig(Config):
         return self
 
     @property
-    def worlds(self) -> tuple[tuple[str, ...], ...]:
-        """The roles of each world that the policy is not in."""
-        return () if self.cluster is None else self.cluster.worlds
+    def remote_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of cluster.colocate without the policy, each in a separate process beside each rank."""
+        return () if self.cluster is None else self.cluster.remote_groups
 
     @property
-    def apart(self) -> frozenset[str]:
-        """Roles that are not with the policy."""
-        return frozenset(role for world in self.worlds for role in world)
+    def remote_roles(self) -> frozenset[str]:
+        """Roles that do not run in the policy's process."""
+        return frozenset(role for group in self.remote_groups for role in group)
 
     @check
-    def _check_worlds(self) -> RunConfig:
+    def _check_remote_groups(self) -> RunConfig:
         if self.cluster is None or not self.cluster.colocate:
             return self
         if not isinstance(self, GRPORun):
-            if not self.apart:
+            if not self.remote_roles:
                 return self
             raise ConfigError(
                 f"unsupported-combination: cluster.colocate has several groups with kind = {self.kind!r}: "
@@ -117,20 +119,20 @@ class RunConfig(Config):
                 name=self.kind,
             )
         self.cluster.check_roles(self.roles)
-        if not self.apart:
+        if not self.remote_roles:
             return self
         if self.train.backend not in ("local", "fsdp2"):
             raise ConfigError(
                 "unsupported-combination: cluster.colocate has several groups with train.backend = "
-                f"{self.train.backend!r}: roles have worlds of their own with 'local' and 'fsdp2'; set one "
+                f"{self.train.backend!r}: remote roles need 'local' or 'fsdp2'; set one "
                 "of them, or write one group",
                 setting="cluster.colocate",
                 name=self.train.backend,
             )
-        if self.record.enabled and "value" in self.apart:
+        if self.record.enabled and "value" in self.remote_roles:
             raise ConfigError(
-                "unsupported-combination: record.enabled = true with 'value' in a world of its own in "
-                "cluster.colocate: inputs are recorded in the policy's process only; put it with the policy, "
+                "unsupported-combination: record.enabled = true with 'value' as a remote role in "
+                "cluster.colocate: only the policy's process records inputs; put it with the policy, "
                 "or set record.enabled = false"
             )
         return self
@@ -140,7 +142,7 @@ class RunConfig(Config):
         cluster, device = self.cluster, self.train.device
         if cluster is None or cluster.layout().per_rank == 1:
             return self
-        own = "world_gpus = 'own'" if cluster.world_gpus == "own" else f"engine_gpus = {cluster.engine_gpus}"
+        own = "dedicated_gpus = true" if cluster.dedicated_gpus else f"engine_gpus = {cluster.engine_gpus}"
         if device.startswith("cuda:"):
             raise ConfigError(
                 f"contradiction: train.device = {device!r} with cluster.{own}: GPUs are counted from that of "
@@ -234,7 +236,7 @@ def _check_eval_tokens(run: GRPORun) -> None:
         )
 
 
-SleepingRole = Literal["policy", "ref", "value", "reward_model"]
+Role = Literal["policy", "ref", "value", "reward_model"]
 
 
 class GRPORun(RunConfig):
@@ -250,20 +252,20 @@ class GRPORun(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     reward_model: RewardRoleConfig | None = None
-    """None: only functions and verifiers."""
+    """None: rewards are functions and verifiers only."""
     engine: EngineConfig = EngineConfig()
-    sleep: tuple[SleepingRole, ...] = ()
-    """Roles that give up their GPU memory to others while they do not work: it is copied to host memory and
-    back, so a step takes longer. policy: the optimizer's states. value: the value model's weights and states.
-    ref, reward_model: everything. With train.backend local and fsdp2; numbers stay the same, bit for bit. For
-    the engine, see engine.sleep."""
+    offload: tuple[Role, ...] = ()
+    """Roles whose GPU memory is offloaded to host memory while they are idle; the copies make a step slower.
+    policy: the optimizer states. value: the value model's weights and optimizer states. ref, reward_model:
+    everything. Works with train.backend local and fsdp2; results stay bitwise the same. The engine has
+    engine.offload."""
     eval: EvalConfig = EvalConfig()
 
     @property
-    def roles(self) -> tuple[SleepingRole, ...]:
-        """The models of the run that have memory of their own."""
+    def roles(self) -> tuple[Role, ...]:
+        """The models of the run that hold memory of their own."""
         ref = self.algorithm.kl.coef > 0 and self.model.lora is None
-        own: tuple[SleepingRole, ...] = ("policy", "ref") if ref else ("policy",)
+        own: tuple[Role, ...] = ("policy", "ref") if ref else ("policy",)
         return own if self.reward_model is None else (*own, "reward_model")
 
     @property
@@ -359,7 +361,7 @@ class GRPORun(RunConfig):
     @check
     def _check_engine(self) -> GRPORun:
         engine = engines().get(self.engine.name)
-        served = self.engine.process == "own" and self.engine.name in ("auto", "native", "hf")
+        served = self.engine.process == "separate" and self.engine.name in ("auto", "native", "hf")
         alone = self.train.batch_invariant if served else self.engine.batch_invariant
         if self.train.deterministic and has_own_weights(self.engine) and not alone:
             raise ConfigError(
@@ -378,38 +380,38 @@ class GRPORun(RunConfig):
 
     @check
     def _check_sleep(self) -> GRPORun:
-        what, train = f"sleep = {list(self.sleep)}", self.train
-        missing = sorted(set(self.sleep) - set(self.roles))
+        what, train = f"offload = {list(self.offload)}", self.train
+        missing = sorted(set(self.offload) - set(self.roles))
         if missing:
             raise ConfigError(
                 f"unknown-name: {what}: this run has no {missing[0]} with memory of its own (it has "
                 f"{', '.join(self.roles)}); leave {missing[0]!r} out",
-                setting="sleep.roles",
+                setting="offload",
             )
-        if len(set(self.sleep)) < len(self.sleep):
-            raise ConfigError(f"duplicate: {what} names a role twice; name each once", setting="sleep.roles")
-        trained = [role for role in self.sleep if role != "reward_model"]
+        if len(set(self.offload)) < len(self.offload):
+            raise ConfigError(f"duplicate: {what} names a role twice; name each once", setting="offload")
+        trained = [role for role in self.offload if role != "reward_model"]
         backend = backends().get(train.backend)
         if trained and backend is not None and not backend.rests:
             resting = " or ".join(repr(name) for name, other in backends().items() if other.rests)
             raise ConfigError(
-                f"unsupported-combination: {what} with train.backend = {train.backend!r}, which cannot give "
-                f"its memory back between calls: set train.backend = {resting}, or leave out "
+                f"unsupported-combination: {what} with train.backend = {train.backend!r}, which cannot "
+                f"offload its memory between calls: set train.backend = {resting}, or leave out "
                 f"{' and '.join(map(repr, trained))}",
-                setting="sleep.roles",
+                setting="offload",
             )
         if train.cuda_graph and {"ref", "value"} & set(trained):
             raise ConfigError(
                 f"unsupported-combination: {what} with train.cuda_graph = true: a graph reads weights where "
                 "they were when it was captured; name 'policy' and 'reward_model' alone, or leave "
                 "train.cuda_graph out",
-                setting="sleep.roles",
+                setting="offload",
             )
         if self.record.enabled and "value" in trained:
             raise ConfigError(
                 f"unsupported-combination: {what} with record.enabled = true: recording reads the value "
                 "model's weights between its calls; leave 'value' out",
-                setting="sleep.roles",
+                setting="offload",
             )
         return self
 

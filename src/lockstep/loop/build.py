@@ -21,7 +21,7 @@ from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
 from lockstep.config.engine import kind
-from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig, SleepingRole
+from lockstep.config.run import DPORun, GRPORun, OfflineRun, Role, RunConfig
 from lockstep.data.prompts import FixedPrompts, PromptSet, evaluates, load_train_and_held_out
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError, together
@@ -164,7 +164,7 @@ def build_online(
         model,
         total_steps=policy_steps(run) * run.train.minibatches * run.train.epochs_per_batch,
         temperature=run.rollout.sampling.temperature,
-        ref=algorithm.needs_ref and "ref" not in run.apart,
+        ref=algorithm.needs_ref and "ref" not in run.remote_roles,
     )
     put_to_sleep(run, *_with_policy(run), backend=backend)
     plan = make_planner(run, axes, ranks)
@@ -230,9 +230,9 @@ def _load_prompts(
     return loaded[0]
 
 
-def _with_policy(run: GRPORun) -> tuple[SleepingRole, ...]:
+def _with_policy(run: GRPORun) -> tuple[Role, ...]:
     """Roles whose memory is the policy's backend's."""
-    return ("policy",) if "ref" in run.apart else ("policy", "ref")
+    return ("policy",) if "ref" in run.remote_roles else ("policy", "ref")
 
 
 def _verifier(parts: OnlineParts) -> Verifier:

@@ -17,10 +17,10 @@ from typing import cast
 import torch
 
 from lockstep.config.batch import RewardRoleConfig
-from lockstep.config.cluster import WORLD_NUMBERS
+from lockstep.config.cluster import remote_name
 from lockstep.config.declarations import backends, engines
 from lockstep.config.ppo import PPORun, ValueConfig
-from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig, SleepingRole
+from lockstep.config.run import DPORun, GRPORun, OfflineRun, Role, RunConfig
 from lockstep.config.support import shards_weights
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
@@ -118,7 +118,7 @@ def plan_memory(
     kind = "cuda" if device.type == "cuda" else "cpu"
     parts = [
         MemoryPart(name=_RUNTIME, bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
-        *_world_parts(run, kind),
+        *_remote_parts(run, kind),
         *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
         *(_value_parts(run, tokens, device=device, ranks=ranks) if isinstance(run, PPORun) else ()),
         *(generate_parts(shape, run, device=kind) if isinstance(run, GRPORun) else ()),
@@ -142,16 +142,17 @@ def plan_memory(
 
 
 def _placed(parts: Sequence[MemoryPart], run: GRPORun) -> list[MemoryPart]:
-    """The parts with their places: processes of other worlds and engines are beside the rank on its GPU, or
-    have their own."""
+    """Return the parts with their places: remote roles and engines share the GPU of the rank or have their
+    own."""
     if run.cluster is None:
         return list(parts)
     layout = run.cluster.layout()
     places: dict[str, str] = {}
     """By role, or by the part's name."""
-    if layout.worlds:
-        for number, world in zip(WORLD_NUMBERS, run.worlds, strict=False):
-            places |= dict.fromkeys([*world, f"{_RUNTIME} of the {number} world"], f"{number} world")
+    if layout.remote_groups:
+        for index, group in enumerate(run.remote_groups):
+            name = remote_name(index)
+            places |= dict.fromkeys([*group, f"{_RUNTIME} of {name}"], name)
     if layout.engine:
         places |= dict.fromkeys(_OF_ENGINE, "engines")
 
@@ -169,8 +170,8 @@ def _scoring_parts(shape: ModelShape, run: GRPORun, *, step: tuple[int, int], ra
     Args:
         step: as of `_train_parts`.
     """
-    own = run.cluster is not None and run.cluster.world_gpus == "own"
-    if not own or not any("ref" in world and "value" not in world for world in run.worlds):
+    own = run.cluster is not None and run.cluster.dedicated_gpus
+    if not own or not any("ref" in group and "value" not in group for group in run.remote_groups):
         return []
     train = run.train.model_copy(update={"activation_checkpointing": True})
     parts = _train_parts(
@@ -184,16 +185,16 @@ def _scoring_parts(shape: ModelShape, run: GRPORun, *, step: tuple[int, int], ra
     ]
 
 
-def _world_parts(run: RunConfig, kind: str) -> list[MemoryPart]:
-    """What the processes of other worlds need beside the roles."""
+def _remote_parts(run: RunConfig, kind: str) -> list[MemoryPart]:
+    """What the processes of remote roles need beside the models."""
     return [
         MemoryPart(
-            name=f"{_RUNTIME} of the {number} world",
+            name=f"{_RUNTIME} of {remote_name(index)}",
             bytes=_RUNTIME_BYTES[kind],
             phase="always",
             setting="cluster.colocate",
         )
-        for number, _ in zip(WORLD_NUMBERS, run.worlds, strict=False)
+        for index in range(len(run.remote_groups))
     ]
 
 
@@ -308,7 +309,7 @@ def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize
 def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[MemoryPart]:
     """Return the parts of memory that sampling one rollout batch holds beside the weights."""
     gpus = 0 if run.cluster is None or device == "cpu" else run.cluster.engine_gpus
-    apart = shards_weights(run.train) or run.engine.process == "own" or gpus > 0
+    apart = shards_weights(run.train) or run.engine.process == "separate" or gpus > 0
     split = run.engine.tp if gpus else 1
     batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
     length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
@@ -332,8 +333,8 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[Memo
         MemoryPart(
             name="KV cache",
             bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_tokens or batch * length) // split,
-            phase="always" if keeps and not run.engine.sleep else "generate",
-            setting=either(keeps and "engine.sleep = true", f"engine.max_batch, {sizes}"),
+            phase="always" if keeps and not run.engine.offload else "generate",
+            setting=either(keeps and "engine.offload = true", f"engine.max_batch, {sizes}"),
         ),
         MemoryPart(
             name="logits of one decoding step",
@@ -377,18 +378,18 @@ def _is_static(train: TrainConfig) -> bool:
 #                     optimizer's states    in its update
 #     reward_model    weights               while it scores, beside generation
 #
-# Roles that do not sleep are there all the time. Parts in host memory come back for the calls that use them:
-# see lockstep.models.rest.
+# Roles that are not offloaded hold their memory all the time. Offloaded parts come back for the calls that
+# use them: see lockstep.models.rest.
 
 
-AWAKE: Mapping[tuple[SleepingRole, RestPart], tuple[Phase, ...]] = {
+AWAKE: Mapping[tuple[Role, RestPart], tuple[Phase, ...]] = {
     ("policy", "states"): ("update",),
     ("ref", "ref"): ("train",),
     ("value", "weights"): ("train", "update"),
     ("value", "states"): ("update",),
     ("reward_model", "weights"): ("generate",),
 }
-"""Of each part that can sleep, the phases of the memory plan in which it is on the device."""
+"""Part that can be offloaded -> the phases of the memory plan in which it is on the device."""
 VALUE_PREFIX = "value model: "
 """What names of the value model's parts begin with in a plan."""
 _PARTS: Mapping[str, RestPart] = {
@@ -404,10 +405,10 @@ _PARTS: Mapping[str, RestPart] = {
 """Names of a memory plan. A part of another name counts as always there."""
 
 
-def put_to_sleep(run: GRPORun, *roles: SleepingRole, backend: TrainBackend) -> None:
+def put_to_sleep(run: GRPORun, *roles: Role, backend: TrainBackend) -> None:
     """Begin the schedule for those of `roles`, all of one backend, that sleep in this run. Called as soon as
     they are built: the next one to be loaded has their memory."""
-    parts = [part for role, part in AWAKE if role in roles and role in run.sleep]
+    parts = [part for role, part in AWAKE if role in roles and role in run.offload]
     if parts:
         cast(RestingBackend, backend).rest(*parts)
 
@@ -416,12 +417,12 @@ def sleeping_parts(parts: Sequence[MemoryPart], run: GRPORun) -> Iterator[Memory
     """The plan of a run on a GPU with what sleeps in the phases in which it is awake, and in host memory."""
     for part in parts:
         kind = _PARTS.get(part.name.removeprefix(VALUE_PREFIX))
-        role = cast(SleepingRole, "ref" if kind == "ref" else part.role)
+        role = cast(Role, "ref" if kind == "ref" else part.role)
         phases = AWAKE.get((role, kind)) if kind is not None and part.phase == "always" else None
         if phases is None:
             yield part
-        elif role not in run.sleep:
-            yield dataclasses.replace(part, setting=f"{part.setting} or sleep = ['{role}', ...]")
+        elif role not in run.offload:
+            yield dataclasses.replace(part, setting=f"{part.setting} or offload = ['{role}', ...]")
         else:
             for phase in phases:
                 yield dataclasses.replace(part, role=role, phase=phase)

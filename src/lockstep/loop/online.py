@@ -335,13 +335,13 @@ class OnlineTrainer:
         step: int,
         on_groups: Callable[[Sequence[RolloutGroup]], None] | None = None,
     ) -> StepResult:
-        """Do every optimizer step of the rollout batch of `step`. With engine.sleep the engine sleeps from
+        """Do every optimizer step of the rollout batch of `step`. With engine.offload the engine sleeps from
         here to the next `push`.
 
         Args:
             on_groups: called with the groups of the result before forward and backward.
         """
-        if self.parts.run.engine.sleep and not self._asleep:
+        if self.parts.run.engine.offload and not self._asleep:
             with self.spans("sleep"), self.parts.ranks.together("putting the engine to sleep"):
                 self.parts.engine.sleep()
             self._asleep = True

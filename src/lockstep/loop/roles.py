@@ -263,7 +263,7 @@ def build_reward_models(
                 f"{policy.name!r} has no tokenizer to decode its samples; add the tokenizer's files to it"
             )
         models = RewardModels(run.reward_model, device=torch.device(axes.device))
-        if "reward_model" in run.sleep:
+        if "reward_model" in run.offload:
             models.rest()
         return models
 

@@ -103,7 +103,7 @@ class World:
     """Roles of a run that are together in a process which is not the trainer's.
 
     Args:
-        roles: one of run.worlds.
+        roles: one of run.remote_groups.
         run: as it was started; axes: as the trainer resolved them.
         work_dir: for a folder of this world's, with log and description of the process beside this rank.
         folder: of the run, for the command that resumes it; None: unknown.
@@ -130,7 +130,7 @@ class World:
         own = work_dir / "+".join(self.roles) / (f"rank-{ranks.rank}" if ranks.world_size > 1 else "")
         gpus: dict[str, str] = {}
         if axes.device.startswith("cuda"):
-            gpus = gpus_of_world(run, run.worlds.index(self.roles), ranks=ranks)
+            gpus = gpus_of_world(run, run.remote_groups.index(self.roles), ranks=ranks)
         self._server = _server(self.name, run.cluster, own, gpus=gpus)
         spec = self._server.spec
         headers = {"Authorization": f"Bearer {spec.token}"}
@@ -167,7 +167,7 @@ class World:
 
         def ask() -> None:
             try:
-                begun.set_result(self._ask(name, arguments, seconds=self._config.world_seconds))
+                begun.set_result(self._ask(name, arguments, seconds=self._config.remote_seconds))
             except BaseException as error:  # raised where it is waited for
                 begun.set_exception(error)
 
@@ -183,12 +183,12 @@ class World:
 
         Raises:
             LockstepError: an error of the role, of the same class and with its code; or TrainError: no
-                answer within cluster.world_seconds, or the process died and cannot be started again.
+                answer within cluster.remote_seconds, or the process died and cannot be started again.
         """
         while True:
             begun = self._begun.pop(name, None)
             if begun is None:
-                reply = self._ask(name, arguments, seconds=self._config.world_seconds)
+                reply = self._ask(name, arguments, seconds=self._config.remote_seconds)
             else:
                 reply = begun.result()
             deaths = [None if reply.death is None else str(reply.death)]
@@ -245,7 +245,7 @@ class World:
                 ) from sign
             except Silent as sign:
                 self._server.ask_for_traceback()
-                setting = "world_start_seconds" if name == "build" else "world_seconds"
+                setting = "remote_start_seconds" if name == "build" else "remote_seconds"
                 raise TrainError(
                     f"deadline: the {self.name} did not answer within cluster.{setting} = {seconds:g}, at "
                     f"{name}; raise it if the work is only slow. {self._server.log_text()}",
@@ -315,8 +315,8 @@ class World:
             lost = (
                 "it works together with those of other ranks, which are elsewhere, so it cannot return alone"
             )
-        elif self.restarts >= self._config.world_restarts:
-            lost = f"it was started again cluster.world_restarts = {self.restarts} times already"
+        elif self.restarts >= self._config.remote_restarts:
+            lost = f"it was started again cluster.remote_restarts = {self.restarts} times already"
         if lost is not None:
             folder = self._folder
             on = "" if folder is None else f": {resume_command(folder, self._ranks)}"
@@ -345,7 +345,7 @@ class World:
     def _load(self, meeting: Mapping[str, str] | None) -> Mapping[str, Any]:
         """What the process says of itself. Raises WorldDied, and the errors of loading a role."""
         about = {**self._about, "threads": torch.get_num_threads(), "meeting": meeting}
-        reply = self._ask("build", about, seconds=self._config.world_start_seconds)
+        reply = self._ask("build", about, seconds=self._config.remote_start_seconds)
         if reply.death is not None:
             raise reply.death
         loaded: Mapping[str, Any] = reply.value
@@ -404,8 +404,8 @@ def _server(name: str, config: ClusterConfig, work_dir: Path, *, gpus: dict[str,
             environment=server_environment(needed=own_program() | carried | gpus, extra={TOKEN: token}),
             port=port,
             log=work_dir.resolve() / "world.log",
-            start_seconds=config.world_start_seconds,
-            start_setting="cluster.world_start_seconds",
+            start_seconds=config.remote_start_seconds,
+            start_setting="cluster.remote_start_seconds",
             token=token,
         )
     )
@@ -526,10 +526,10 @@ def gpus_of_world(run: GRPORun, number: int, *, ranks: RankContext) -> dict[str,
     its world on this node, of which it takes that of its local rank, so that NCCL works among them. Empty: it
     sees what its rank sees."""
     layout = layout_here(run, ranks)
-    if not layout.worlds:
+    if not layout.remote_groups:
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": server_gpus(layout.of_world(number), device="cuda", visible=visible)}
+    return {"CUDA_VISIBLE_DEVICES": server_gpus(layout.of_group(number), device="cuda", visible=visible)}
 
 
 def with_own_gpus(run: GRPORun, device: str, *, ranks: RankContext) -> GRPORun:

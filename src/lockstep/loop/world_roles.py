@@ -196,7 +196,7 @@ def build_others(
         value: ValueRole | WorldValue | None = None
         if (world := of_role.get("value")) is not None:
             assert isinstance(run, PPORun)
-            own = run.cluster is not None and run.cluster.world_gpus == "own"
+            own = run.cluster is not None and run.cluster.dedicated_gpus
             value = WorldValue(
                 world=world,
                 backend=WorldState(world),
@@ -219,14 +219,16 @@ def _worlds(
     run: GRPORun, axes: Axes, *, ranks: RankContext, folder: Path | None
 ) -> tuple[tuple[World, ...], OwnedFolder | None]:
     """The worlds, not started, and a temporary folder of their files, where there is no run's folder."""
-    if not run.worlds:
+    if not run.remote_groups:
         return (), None
     temporary, files = None, folder
     if files is None:  # removed when the process ends, if nobody closes
         temporary = OwnedFolder("world")
         files = temporary.path
     files /= "world"
-    worlds = (World(roles, run, axes, ranks=ranks, work_dir=files, folder=folder) for roles in run.worlds)
+    worlds = (
+        World(roles, run, axes, ranks=ranks, work_dir=files, folder=folder) for roles in run.remote_groups
+    )
     return tuple(worlds), temporary
 
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.config.load import build, parse_toml
+from lockstep.config.load import parse_toml, saved_values
 from lockstep.config.ppo import PPORun
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote.server import LOOPBACK
@@ -225,14 +225,14 @@ class RoleHost:
             ConfigError, ModelError: what the trainer's process would raise.
         """
         torch.set_num_threads(threads)
-        made = build(parse_toml(run.encode(), origin="the trainer's run"), origin="the trainer's run")
+        made = saved_values(parse_toml(run.encode(), origin="the trainer's run"), origin="the trainer's run")
         assert isinstance(made, GRPORun) and made.cluster is not None
         self._open.enter_context(deterministic(made.train))
         own, ranks = Axes(**axes), RankContext.alone(axes["device"])
         if meeting is not None:
             os.environ.update(meeting)
             kind = own.device.partition(":")[0]
-            ranks = init_ranks(device=kind, seconds=made.cluster.world_seconds)
+            ranks = init_ranks(device=kind, seconds=made.cluster.remote_seconds)
             own = dataclasses.replace(own, device=str(ranks.device))
         device = torch.device(own.device)
         if device.type == "cuda" and device.index is not None:
@@ -243,7 +243,7 @@ class RoleHost:
         if "ref" in roles:
             temperature = made.rollout.sampling.temperature
             self._ref = build_backend(made, own, policy, total_steps=0, temperature=temperature, ref=False)
-            if "ref" in made.sleep:
+            if "ref" in made.offload:
                 _rest(self._ref)
         if "reward_model" in roles:
             self._rewards = build_reward_models(made, own, policy, ranks=RankContext.alone(own.device))

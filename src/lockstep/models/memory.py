@@ -240,7 +240,7 @@ class MemoryPart:
     role: str = "policy"
     """Which of the run's models it is for: policy, value or reward_model."""
     place: str = ""
-    """What it is on a GPU of its own with, such as "second world"; "": the rank's device."""
+    """What it is on a GPU of its own with, such as "remote group 1"; "": the rank's device."""
 
 
 def forward_sizes(

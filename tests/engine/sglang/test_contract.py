@@ -208,7 +208,7 @@ def test_every_sampling_field_exists(wheel, fake):
 CONFIGS = [
     {},
     {"eager": True, "prefix_caching": False, "memory_fraction": 0.4},
-    {"batch_invariant": True, "sleep": True, "tp": 2, "cuda_devices": (0, 1)},
+    {"batch_invariant": True, "offload": True, "tp": 2, "cuda_devices": (0, 1)},
     {"options": {"attention_backend": "triton", "sampling_backend": "pytorch", "log_level": "warning"}},
 ]
 

@@ -236,7 +236,7 @@ def test_a_server_that_does_not_answer_an_update_is_ended(engines, tmp_path):
 
 
 def test_pushed_weights_are_given_back_and_must_come_again(engines, tmp_path):
-    engine = engines(sleep=True, spec=PUSHED)
+    engine = engines(offload=True, spec=PUSHED)
     push(engine, tmp_path)
     engine.sleep()
     with raises(EngineError, "wrong-state: asleep"):
@@ -254,7 +254,7 @@ def test_pushed_weights_are_given_back_and_must_come_again(engines, tmp_path):
 
 
 def test_weights_of_a_folder_stay(engines, tmp_path):
-    engine = engines(sleep=True)
+    engine = engines(offload=True)
     engine.sleep()
     engine.wake()
     assert engine.generate([request(10)])[0][0].token_ids == (11, 12, 13, 14)
@@ -263,7 +263,7 @@ def test_weights_of_a_folder_stay(engines, tmp_path):
 
 
 def test_an_engine_that_works_does_not_sleep(engines):
-    engine = engines({"token_seconds": 0.01}, sleep=True)
+    engine = engines({"token_seconds": 0.01}, offload=True)
     thread = threading.Thread(target=lambda: engine.generate([request(10, max_tokens=60)]))
     thread.start()
     time.sleep(0.2)

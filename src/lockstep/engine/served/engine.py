@@ -1,4 +1,4 @@
-"""`engine.process = "own"`: native or hf behind a server of ours.
+"""`engine.process = "separate"`: native or hf behind a server of ours.
 
     trainer's process                                       server's process (lockstep.engine.served.server)
     ServedEngine ── one POST for what is submitted ───────► engine, as it is embedded elsewhere
@@ -221,7 +221,7 @@ def describe_server(config: EngineConfig, spec: EngineSpec, *, port: int) -> dic
     }
 
 
-_EMBEDDED = ("name", "max_batch", "kv_cache_tokens", "prefill_chunk", "memory_fraction", "eager", "sleep")
+_EMBEDDED = ("name", "max_batch", "kv_cache_tokens", "prefill_chunk", "memory_fraction", "eager", "offload")
 """Settings that the engine itself reads."""
 
 

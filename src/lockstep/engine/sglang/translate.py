@@ -119,9 +119,9 @@ def _own_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         raise ConfigError(
             "missing-device: engine.batch_invariant = true needs a GPU: SGLang's kernels for it are CUDA's"
         )
-    if spec.device == "cpu" and config.sleep:
+    if spec.device == "cpu" and config.offload:
         raise ConfigError(
-            "missing-device: engine.sleep = true needs a GPU: SGLang gives back CUDA memory only"
+            "missing-device: engine.offload = true needs a GPU: SGLang gives back CUDA memory only"
         )
     arguments: dict[str, Any] = {
         "model_path": str(spec.folder),
@@ -132,7 +132,7 @@ def _own_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         "max_running_requests": config.max_batch,
         "tp_size": config.tp,
         "disable_radix_cache": not config.prefix_caching,
-        "enable_memory_saver": config.sleep,
+        "enable_memory_saver": config.offload,
         "enable_deterministic_inference": config.batch_invariant,
         "sampling_defaults": "openai",
         "load_format": "dummy" if spec.weights == "pushed" else "auto",

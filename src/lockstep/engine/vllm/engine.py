@@ -261,14 +261,14 @@ class VLLMEngine(ReceivingEngine):
     # life
 
     def sleep(self) -> None:
-        """Free memory: weights go to the host, the KV cache dropped, when engine.sleep is on. Otherwise
+        """Free memory: weights go to the host, the KV cache dropped, when engine.offload is on. Otherwise
         only refuses to work until `wake`."""
         until = time.monotonic() + self._config.update_seconds
         with self._turn_for("sleep", until=until):
             self._require_open()
             self._require_idle("sleep")
             self._require_no_session("sleep")
-            if self._state == "awake" and self._config.sleep:
+            if self._state == "awake" and self._config.offload:
                 self._in_thread(self._core.sleep, what="sleep", until=until)
             self._state = "asleep"
 
@@ -276,7 +276,7 @@ class VLLMEngine(ReceivingEngine):
         until = time.monotonic() + self._config.update_seconds
         with self._turn_for("wake", until=until):
             self._require_open()
-            if self._state == "asleep" and self._config.sleep:
+            if self._state == "asleep" and self._config.offload:
                 self._in_thread(self._core.wake, what="wake", until=until)
             self._state = "awake"
 

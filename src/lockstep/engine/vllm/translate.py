@@ -91,9 +91,9 @@ def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
             "kernels crash there; leave it out (in float32 on a CPU vLLM's samples do not depend on their "
             "batch anyway)"
         )
-    if on_cpu and config.sleep:
+    if on_cpu and config.offload:
         raise ConfigError(
-            "missing-device: engine.sleep = true is not available on a CPU: vLLM has no sleep mode there"
+            "missing-device: engine.offload = true is not available on a CPU: vLLM has no sleep mode there"
         )
     arguments: dict[str, Any] = {
         "model": str(spec.folder),
@@ -107,7 +107,7 @@ def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         "tensor_parallel_size": config.tp,
         "enable_prefix_caching": config.prefix_caching,
         "enforce_eager": config.eager,
-        "enable_sleep_mode": config.sleep,
+        "enable_sleep_mode": config.offload,
         # Otherwise vLLM takes defaults (temperature, top_k, repetition_penalty) from the model folder's
         # generation_config.json.
         "generation_config": "vllm",
