@@ -1,4 +1,4 @@
-"""`lockstep generate`: samples of many prompts, into a file.
+"""`lockstep generate`: sample completions of many prompts into a file.
 
 lockstep generate --model MODEL --data prompts.jsonl --n 8 --out samples.jsonl
 lockstep generate --engine vllm --engine.python PYTHON --model MODEL --data prompts.jsonl --out s.parquet
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 USAGE = """usage: lockstep generate [FILE.toml] --model MODEL --data DATA --out FILE [OPTIONS]
 
-Samples of many prompts, into a .jsonl or .parquet file. The same command, given again, continues where
-it was stopped.
+Sample completions of many prompts into a .jsonl or .parquet file. Run the same command again to continue an
+interrupted one.
 
   --model MODEL       a folder, a hub name, bundled:NAME, or a run directory (--checkpoint export|last|STEP)
   --engine NAME       native, hf, vllm, sglang (--engine.python PATH starts a server, --engine.url uses one)
   --data DATA         what data.source takes: a file, a folder, a hub name, reasoning_gym:TASK, ids
-  --out FILE          where the rows go
-  --n N               samples of each prompt
+  --out FILE          output file
+  --n N               samples per prompt
   --temperature T, --max-tokens N, --top-p P, --chat-template TEMPLATE, --system-prompt TEXT
 
 `lockstep generate --help-all` lists every setting."""
@@ -58,12 +58,12 @@ SHORT = {
     "--system-prompt": "--data.system-prompt",
 }
 _SAME_SAMPLES = ("name", "batch_invariant", "max_model_len", "options")
-"""Of `engine`, what decides a sample; the rest says where and how fast."""
+"""Settings of `engine` that decide a sample; the others decide only where and how fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(BatchFlags):
-    """What is no setting."""
+    """Flags that are not settings."""
 
     checkpoint: Annotated[
         str | None,

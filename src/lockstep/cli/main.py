@@ -1,11 +1,11 @@
-"""`lockstep COMMAND ...`: picks the command's module, and turns errors into one message and an exit status.
+"""`lockstep COMMAND ...`: run the command's module, and turn errors into one message and an exit status.
 
-Exit status: 0 when what was asked for holds; 1 when it does not, or something failed that had begun; 2 when
-something given is wrong (an argument, setting, data set, model, checkpoint or recording) and nothing had
-begun; 130 for Ctrl-C, 143 for SIGTERM.
+Exit status: 0 for success; 1 if the work failed after it had begun, or a check did not hold; 2 if an input
+(argument, setting, data set, model, checkpoint or recording) is wrong and nothing had begun; 130 for Ctrl-C,
+143 for SIGTERM.
 
-Errors in files, settings and machines become one message. Any other exception is a mistake of
-ours, and keeps its traceback. Nothing of either reaches the terminal unescaped.
+Errors in files, settings and machines become one message. Any other exception is a bug and keeps its
+traceback. All of it is escaped before it reaches the terminal.
 """
 
 from __future__ import annotations
@@ -31,53 +31,57 @@ from lockstep.version import __version__
 COMMANDS = {
     "train": ("lockstep.cli.train", "train a policy: lockstep train grpo --recipe demo"),
     "sample": ("lockstep.cli.sample", "print completions of a run's checkpoint"),
-    "chat": ("lockstep.cli.chat", "talk to a run's checkpoint"),
+    "chat": ("lockstep.cli.chat", "chat with a run's checkpoint"),
+    "generate": ("lockstep.cli.generate", "sample completions of many prompts into a file"),
+    "score": ("lockstep.cli.score", "score the samples in a file with reward functions or a reward model"),
+    "select": (
+        "lockstep.cli.select",
+        "turn scored samples into data for SFT (best-of-n, rejection sampling) or DPO (pairs)",
+    ),
+    "plan": ("lockstep.cli.plan", "show a run's parameters, memory and micro-batches before it starts"),
+    "doctor": (
+        "lockstep.cli.doctor",
+        "check what this machine can run, and settings that often cause trouble",
+    ),
+    "support": (
+        "lockstep.cli.support",
+        "list which combinations are supported, and the tests that cover them",
+    ),
+    "submit": ("lockstep.cli.submit", "submit a run to a Ray cluster, where it outlives this shell"),
+    "status": ("lockstep.cli.status", "show whether a run is alive and what it is doing"),
+    "stop": ("lockstep.cli.stop", "ask a run to save a checkpoint and exit, and wait for it"),
+    "logs": ("lockstep.cli.logs", "show the end of a rank's log; --follow keeps following it"),
+    "hang": (
+        "lockstep.cli.hang",
+        "explain why a run makes no progress: which rank waits for which, in which collective, at which line",
+    ),
     "recording": (
         "lockstep_lab.cli.recording",
-        "what a recording holds: info, validate, list, show, slice, merge, import",
+        "inspect and edit recordings: info, validate, list, show, slice, merge, import",
     ),
     "replay": (
         "lockstep_lab.cli.replay",
-        "feed recorded inputs to the policy again, under any kernel, layout and backend",
+        "run recorded inputs through the policy again, under any kernel, layout and backend",
     ),
-    "plan": ("lockstep.cli.plan", "parameters, memory and micro-batches of a run, before anything starts"),
     "matrix": (
         "lockstep_lab.cli.matrix",
-        "a table of inputs under every combination of kernels, layouts, compile modes; matrix diff",
+        "compare every combination of kernel, layout and compile mode on the same inputs; matrix diff",
     ),
     "bisect": (
         "lockstep_lab.cli.bisect",
-        "the first input and module at which two cells differ, or the smallest input that crashes one",
+        "find the first input and module where two cells differ, or the smallest input that crashes one",
     ),
     "parity": (
         "lockstep_lab.cli.parity",
-        "train stacks and engines that must agree, side by side; compare two runs; check",
+        "compare train stacks and engines that must agree; compare two runs; check your own stack",
     ),
-    "doctor": ("lockstep.cli.doctor", "what this machine can run, and the settings that usually bite"),
     "bench": (
         "lockstep_lab.cli.bench",
-        "what one RL step costs in several configurations, side by side: bench step",
+        "measure the cost of an RL step in several configurations: bench step",
     ),
-    "generate": ("lockstep.cli.generate", "samples of many prompts, into a file for the next two commands"),
-    "score": ("lockstep.cli.score", "rewards of samples in a file, by a reward function or a reward model"),
-    "select": (
-        "lockstep.cli.select",
-        "turn scored samples into a set for SFT (best-of-n, rejection sampling) or DPO (pairs)",
-    ),
-    "submit": (
-        "lockstep.cli.submit",
-        "hand a run to a Ray cluster, where it continues when this shell is gone",
-    ),
-    "status": ("lockstep.cli.status", "whether a run is still running, and what it is doing"),
-    "stop": ("lockstep.cli.stop", "ask a run to save and end, from another shell, and wait for it"),
-    "logs": ("lockstep.cli.logs", "the end of a rank's log; with --follow also what comes"),
-    "hang": (
-        "lockstep.cli.hang",
-        "why a run makes no progress: which rank waits for which, in which collective, at which line",
-    ),
-    "support": ("lockstep.cli.support", "the table of what may be combined, and where it is tested"),
 }
-"""Command -> the module, imported at use, whose main(argv) returns the exit status; and one line of help."""
+"""Command -> the module, imported on use, whose main(argv) returns the exit status; and one line of help."""
+_LABORATORY = "lockstep_lab."
 
 INTERRUPTED = 130
 _FORMAT_WARNING = warnings.formatwarning
@@ -87,7 +91,7 @@ _MACHINE = frozenset(
         *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP),
     }
 )
-"""Errors of the system that say something about the machine or a name, and nothing about our code."""
+"""System errors that concern the machine or a file name, not a bug in Lockstep."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n|\Z)")
 """Control characters except line ends and tabs, which a prompt may have."""
 
@@ -127,7 +131,7 @@ def _run(command: str, *rest: str) -> int:
         echo(f"lockstep {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has gone: nothing more can be said, and Python must not try at exit.
+        # The reader (head, less) is gone: nothing more can be printed, and Python must not try at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -142,14 +146,14 @@ def _load(command: str) -> ModuleType:
     """Import a command's module.
 
     Raises:
-        ConfigError: it is in a package that is not here, such as the laboratory's.
+        ConfigError: the command's package, such as the laboratory's, cannot be imported.
     """
     name = COMMANDS[command][0]
     package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # What the command itself imports and does not find is another matter.
+        # A module that the command itself imports and does not find is a bug, or a missing dependency.
         if package == "lockstep" or error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
@@ -161,10 +165,11 @@ def _load(command: str) -> ModuleType:
 
 
 def _check_arguments(words: Sequence[str]) -> None:
-    """Parsers of arguments print them as they are, and a file's name may be somebody else's.
+    """Refuse arguments that would not be safe to print: argument parsers print them unescaped, and a file may
+    have been named by somebody else.
 
     Raises:
-        ConfigError: an argument holds a control character, or bytes that are no text.
+        ConfigError: an argument holds a control character, or is not UTF-8.
     """
     for number, word in enumerate(words, start=1):
         try:
@@ -182,7 +187,7 @@ def _check_arguments(words: Sequence[str]) -> None:
 
 
 def _check_launcher() -> None:
-    """Raises ConfigError when torchrun's variables are not what torchrun sets."""
+    """Raise ConfigError if torchrun's environment variables are malformed."""
     if not in_launcher():
         return
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
@@ -200,7 +205,7 @@ def _check_launcher() -> None:
 
 
 def _escape_tracebacks() -> None:
-    """An exception's text may hold anything; and a character that the terminal has not is no exception."""
+    """Escape tracebacks, whose text may hold anything, and characters that the terminal's encoding lacks."""
 
     import traceback
 
@@ -211,7 +216,7 @@ def _escape_tracebacks() -> None:
         if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
             show(args.exc_type, args.exc_value, args.exc_traceback)
 
-    # A hook of somebody else, such as a debugger's, is left in place.
+    # Another hook, such as a debugger's, stays in place.
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = show
     if threading.excepthook is threading.__excepthook__:
@@ -224,14 +229,15 @@ def _escape_tracebacks() -> None:
 def _warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """The text of a warning: one about settings is for users, who need no line of ours."""
+    """The text of a warning; a warning about settings is for users and does not show a line of code."""
     if issubclass(category, SettingWarning):
         return f"lockstep: warning: {printable(str(message))}\n"
     return _FORMAT_WARNING(message, category, filename, lineno, line)
 
 
 def _reported_by_launcher(error: LockstepError) -> bool:
-    """See lockstep.ranks.context, which loads torch: whoever did not import it is no rank."""
+    """Whether the launcher reports this error of a rank. lockstep.ranks.context loads torch; a process that
+    has not imported it is not a rank."""
     context = sys.modules.get("lockstep.ranks.context")
     return context is not None and bool(context.reported_by_launcher(error))
 
@@ -239,12 +245,19 @@ def _reported_by_launcher(error: LockstepError) -> bool:
 def usage() -> str:
     """The text of `lockstep --help`."""
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items())
-    return (
-        "usage: lockstep COMMAND [OPTIONS]\n\n"
-        "RL post-training whose parts are interchangeable and proven to agree.\n\n"
-        f"commands:\n{commands}\n\n"
-        "lockstep COMMAND --help lists a command's options."
+    lines = {name: f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()}
+    laboratory = [name for name, (module, _) in COMMANDS.items() if module.startswith(_LABORATORY)]
+    training = [name for name in COMMANDS if name not in laboratory]
+    return "\n".join(
+        [
+            "usage: lockstep COMMAND [OPTIONS]\n",
+            "RL post-training whose parts are interchangeable and proven to agree.\n",
+            "train and use models:",
+            *(lines[name] for name in training),
+            "\nlaboratory:",
+            *(lines[name] for name in laboratory),
+            "\nlockstep COMMAND --help lists a command's options.",
+        ]
     )
 
 

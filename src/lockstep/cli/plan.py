@@ -1,4 +1,4 @@
-"""`lockstep plan`: what a run needs and whether it fits, before anything is loaded.
+"""`lockstep plan`: show what a run needs and whether it fits, before anything is loaded.
 
 lockstep plan run.toml --train.token-budget 8192
 lockstep plan --recipe demo
@@ -35,8 +35,8 @@ USAGE = """usage: lockstep plan RUN.toml [OPTIONS]
        lockstep plan --recipe NAME [OPTIONS]
 
 Recipes: {recipes}
-Every setting of the run is a flag as well: `lockstep plan grpo --help` lists them.
-Exit status 1: the run does not fit into the memory that is free now."""
+Every setting of the run is also a flag: `lockstep plan grpo --help` lists them.
+Exit status 1: the run does not fit into the free memory."""
 
 
 class General(TypedDict):
@@ -46,15 +46,11 @@ class General(TypedDict):
     json: Annotated[Path | None, tyro.conf.arg(help="Write the plan to this file.", metavar="FILE")]
     memory_gib: Annotated[
         float | None,
-        tyro.conf.arg(
-            help="Compare with this much memory, of each rank, instead of what is free here.", metavar="GIB"
-        ),
+        tyro.conf.arg(help="Memory per rank to compare with, instead of what is free here.", metavar="GIB"),
     ]
     ranks: Annotated[
         int | None,
-        tyro.conf.arg(
-            help="Plan for so many ranks, one GPU each; None: as [cluster] says, else 1.", metavar="N"
-        ),
+        tyro.conf.arg(help="Number of ranks, one GPU each; None: as [cluster] says, else 1.", metavar="N"),
     ]
 
 
@@ -153,7 +149,7 @@ def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
         flags,
         general=General,
         prog=f"lockstep plan {source or run.kind}",
-        description="What a run needs and whether it fits.",
+        description="Show what a run needs and whether it fits.",
     )
     return override(run, overrides, origin="lockstep plan"), values
 

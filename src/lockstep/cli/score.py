@@ -1,4 +1,4 @@
-"""`lockstep score`: rewards of samples in a file.
+"""`lockstep score`: score the samples in a file.
 
 lockstep score --data samples.jsonl --reward math --out scored.jsonl
 lockstep score --data samples.jsonl --reward my_rewards:closeness format=0.2 --out scored.jsonl
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 USAGE = """usage: lockstep score [FILE.toml] --data FILE --reward NAME... --out FILE [OPTIONS]
        lockstep score --data FILE --reward-model MODEL --out FILE [OPTIONS]
 
-Adds `reward` to the rows of `lockstep generate`, or of any file with prompt and completion. The same command,
-given again, continues where it was stopped.
+Add `reward` to the rows of `lockstep generate`, or of any file with prompt and completion. Run the same
+command again to continue an interrupted one.
 
   --data FILE            samples, .jsonl or .parquet
   --reward NAME...       format, ids, length, math, verifier or module:attribute; NAME=WEIGHT, or a TOML table
                          in quotes: '{name = "math", answer = "boxed"}'
   --reward-model MODEL   a folder or hub name of a sequence classifier with one label
-  --out FILE             where the rows go
+  --out FILE             output file
 
 `lockstep score --help-all` lists every setting."""
 SHORT = {"--reward": "--rewards...", "--rewards": "--rewards...", "--reward-model": "--reward-model.name"}
@@ -53,7 +53,7 @@ SHORT = {"--reward": "--rewards...", "--rewards": "--rewards...", "--reward-mode
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(BatchFlags):
-    """What is no setting."""
+    """Flags that are not settings."""
 
     data: Annotated[Path | None, tyro.conf.arg(help="Samples, .jsonl or .parquet.", metavar="FILE")]
 

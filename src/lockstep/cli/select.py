@@ -1,4 +1,4 @@
-"""`lockstep select`: from scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs).
+"""`lockstep select`: turn scored samples into data for SFT (best-of-n, rejection sampling) or DPO (pairs).
 
 lockstep select --data scored.jsonl --best-of-n --out sft.jsonl
 lockstep select --data scored.jsonl --min-reward 1 --top-k 4 --unique --out sft.jsonl
@@ -159,17 +159,17 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `lockstep select`."""
     result = arguments.command_parser(
         "lockstep select",
-        "From scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs).",
+        "Turn scored samples into data for SFT (best-of-n, rejection sampling) or DPO (pairs).",
     )
     result.add_argument(
         "--data",
         type=arguments.path,
         required=True,
         metavar="FILE",
-        help="rows of `lockstep score`; with --pairs also the directory of an RL run",
+        help="output of `lockstep score`; with --pairs also the directory of an RL run",
     )
     result.add_argument(
-        "--out", type=arguments.path, required=True, metavar="FILE", help=".jsonl or .parquet"
+        "--out", type=arguments.path, required=True, metavar="FILE", help="output file, .jsonl or .parquet"
     )
     best = result.add_mutually_exclusive_group()
     best.add_argument("--best-of-n", action="store_true", help="keep the best sample of each prompt")
@@ -183,12 +183,12 @@ def parser() -> argparse.ArgumentParser:
         help="make pairs of a chosen and a rejected answer of similar length, at most K per prompt (1)",
     )
     flags = Flags(result)
-    flags.value("--min-reward", number, "leave out samples below it; pairs: as chosen answers", metavar="X")
-    flags.value("--min-gap", number, "pairs: smallest difference of the rewards (any)", metavar="X")
-    flags.value("--by", "NAME", "pairs: use the reward of this name instead of the total")
-    flags.switch("--ends-in-number", "pairs: leave out answers that do not end in a number")
-    flags.switch("--finished", "leave out samples that were cut off")
-    flags.switch("--unique", "leave out repeated answers to a prompt")
+    flags.value("--min-reward", number, "drop samples below X; pairs: only for chosen answers", metavar="X")
+    flags.value("--min-gap", number, "pairs: smallest difference in reward (any)", metavar="X")
+    flags.value("--by", "NAME", "pairs: compare by this reward instead of the total")
+    flags.switch("--ends-in-number", "pairs: drop answers that do not end in a number")
+    flags.switch("--finished", "drop truncated samples")
+    flags.switch("--unique", "drop repeated answers to a prompt")
     flags.switch("--overwrite", "replace the file")
     flags.value("--json", arguments.path, "write the result to this file")
     return result

@@ -1,4 +1,4 @@
-"""`lockstep submit`: hand a run to a Ray cluster, where it continues when this shell is gone.
+"""`lockstep submit`: submit a run to a Ray cluster, where it outlives this shell.
 
 lockstep submit run.toml --cluster http://head:8265 --run-dir /data/runs/a
 lockstep submit ppo --recipe tiny-ppo --train.backend fsdp2 --cluster http://head:8265 --run-dir /data/runs/b
@@ -19,13 +19,13 @@ USAGE = """usage: lockstep submit RUN.toml [OPTIONS] --cluster http://HEAD:8265 
        lockstep submit grpo|ppo|sft|dpo|rm [OPTIONS] --cluster http://HEAD:8265 --run-dir FOLDER
        lockstep submit --resume|--restart RUN_DIR [OPTIONS] --cluster http://HEAD:8265
 
-Takes everything that `lockstep train` takes, and:
+Takes all options of `lockstep train`, and:
   --cluster URL     the dashboard of the cluster's head; RAY_AUTH_TOKEN_PATH names the file with its token
-  --include PATH    a file or folder below this one that the run needs; the modules that it names
-                    (module:Class) need no flag; may be given several times
+  --include PATH    a file or folder below the working directory that the run needs; repeatable; modules that
+                    settings name (module:Class) are included automatically
   --follow          show the run's output until it ends; Ctrl-C leaves it running
-FOLDER is an absolute path on the cluster. Watch and end the run with lockstep status, logs and stop, with the
-same --cluster."""
+FOLDER is an absolute path on the cluster. To watch and end the run, use lockstep status, logs and stop with
+the same --cluster."""
 _TRAIN = ("python", "-m", "lockstep", "train")
 
 

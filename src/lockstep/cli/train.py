@@ -54,9 +54,9 @@ USAGE = """usage: lockstep train grpo|ppo|sft|dpo|rm [--recipe NAME] [OPTIONS]
        lockstep train --restart RUN_DIR [OPTIONS]
 
 Recipes: {recipes}
-Every setting is a flag as well: `lockstep train grpo --help` lists them, with the values they have
-(also after a recipe, a file, --resume or --restart). `--print-config` prints the resolved TOML and starts
-nothing. --restart begins the run in a folder again, at its first step, and keeps what is there beside."""
+Every setting is also a flag: `lockstep train grpo --help` lists them with their current values (also after
+a recipe, a file, --resume or --restart). --print-config prints the resolved TOML and exits. --restart runs
+the config of a folder again from its first step, and moves earlier output to RUN_DIR/before-restart-N."""
 
 
 EXIT = {"finished": 0, "failed": 1, "interrupted": 130}
@@ -72,23 +72,25 @@ class General(TypedDict):
     checkpoint_step: Annotated[
         int | None,
         tyro.conf.arg(
-            name="checkpoint", help="With --resume: the step to go back to; None: the last.", metavar="STEP"
+            name="checkpoint",
+            help="With --resume: the checkpoint to resume from; None: the last.",
+            metavar="STEP",
         ),
     ]
     restart: Annotated[
         Path | None,
         tyro.conf.arg(
-            help="Begin the run in this folder again, at its first step. What it has written is kept in "
+            help="Run the config of this folder again, from its first step. Earlier output moves to "
             "RUN_DIR/before-restart-N.",
             metavar="RUN_DIR",
         ),
     ]
     json: Annotated[Path | None, tyro.conf.arg(help="Write the run's summary to this file.", metavar="FILE")]
-    print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved config and start nothing.")]
+    print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved config and exit.")]
     ranks: Annotated[
         int | None,
         tyro.conf.arg(
-            help="Start this many processes on this machine, which train together (train.backend fsdp2 or "
+            help="Number of processes to start on this machine, which train together (train.backend fsdp2 or "
             "deepspeed). Leave it out under torchrun and deepspeed, which start the processes.",
             metavar="N",
         ),
@@ -97,21 +99,21 @@ class General(TypedDict):
         Literal["none", "local", "auto"] | None,
         tyro.conf.arg(
             name="cluster",
-            help="Let Ray run the ranks as [cluster] says: local starts Ray on this machine, auto joins the "
-            "one that RAY_ADDRESS names or that runs here. none: [cluster] is not read.",
+            help="Run the ranks under Ray as [cluster] says. local: start Ray on this machine; auto: join "
+            "the cluster that RAY_ADDRESS names or that runs here; none: ignore [cluster].",
         ),
     ]
     rank_timeout: Annotated[
         float | None,
         tyro.conf.arg(
-            help="How long a rank waits for another before the run ends with an error; None: 1800.",
+            help="How long a rank waits for another before the run fails; None: 1800.",
             metavar="SECONDS",
         ),
     ]
 
 
 class Start(TypedDict):
-    """How a run is started: arguments of `train_online` and `train_offline`."""
+    """Arguments of `train_online` and `train_offline`: how to start the run."""
 
     resume: Path | None
     checkpoint: int | None
@@ -137,8 +139,7 @@ class TrainCommand:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 when the run reached its last step, 130 when Ctrl-C interrupted it, 143 when SIGTERM
-    did."""
+    """Return the exit status: 0 if the run reached its last step, 130 after Ctrl-C, 143 after SIGTERM."""
     if not argv or argv[0] in ("-h", "--help"):
         echo(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
@@ -172,10 +173,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> TrainCommand:
-    """Check a command line down to the last setting; loads no torch.
+    """Parse and check a command line down to the last setting, without loading torch.
 
     Raises:
-        ConfigError: for everything that cannot be right.
+        ConfigError: a flag or setting is wrong.
     """
     source, flags = leading_word(argv)
     early = _early(flags)
@@ -239,7 +240,7 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
     if status == 2 and not (folder / "config.toml").exists():  # the message has been shown: nothing has begun
         _remove_logs(log_dir, folder)
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
-        resume = "nothing had begun: start it again by the same command"
+        resume = "nothing had begun: start it again with the same command"
         if (folder / "config.toml").exists():
             resume = f"go on with: {way_on(folder, again)}"
         echo(f"train: interrupted, stopped at once, {folder}, {resume}")
@@ -247,7 +248,7 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
 
 
 def _remove_left() -> None:
-    """Remove from memory what killed processes of runs left there."""
+    """Remove what killed runs left in shared memory."""
     if SHARED_MEMORY.is_dir():
         remove_left(SHARED_MEMORY)
         remove_leftovers(SHARED_MEMORY)
@@ -263,7 +264,7 @@ def _remove_logs(log_dir: Path, run_dir: Path) -> None:
 
 
 def _healing(command: TrainCommand, *, run_dir: Path, flags: str) -> HealingRules | None:
-    """What is done about a rank that dies; None: the run ends."""
+    """Return the rules for restarting dead ranks; None: a death ends the run."""
     config = command.run.cluster
     if config is None or not config.peer_copy:
         return None
@@ -284,7 +285,7 @@ def check_cluster(command: TrainCommand) -> None:
 
 
 def _cluster_config(command: TrainCommand) -> ClusterConfig:
-    """What [cluster] says. Raises ConfigError where --ranks says something else."""
+    """Return [cluster]. Raises ConfigError if --ranks contradicts it."""
     config = command.run.cluster or ClusterConfig()
     if command.ranks not in (None, config.ranks):
         raise ConfigError(
@@ -309,7 +310,7 @@ def _launch_on_cluster(
 
 
 def _is_finished(command: TrainCommand) -> bool:
-    """Whether the run is finished already. Raises ConfigError, DataError, ModelError if it cannot start."""
+    """Whether the run has finished. Raises ConfigError, DataError or ModelError if it cannot start."""
     from lockstep.loop.preflight import preflight
 
     finished = preflight(
@@ -328,9 +329,8 @@ def _check_launcher(command: TrainCommand) -> None:
     check_ranks(command.run, started)
     if command.run.cluster is not None and command.run.cluster.peer_copy and COPIES not in os.environ:
         raise ConfigError(
-            "unsupported-combination: cluster.peer_copy = true under torchrun or deepspeed: who starts the "
-            "ranks must start them again; start them by --ranks N or --cluster, or set cluster.peer_copy = "
-            "false"
+            "unsupported-combination: cluster.peer_copy = true under torchrun or deepspeed: the launcher "
+            "must restart the ranks; start them with --ranks N or --cluster, or set cluster.peer_copy = false"
         )
 
 
@@ -369,7 +369,7 @@ def _import_loop(run: RunConfig) -> None:
     with no_search_for_garbage():
         importlib.import_module("lockstep.loop.distributed")
         importlib.import_module(f"lockstep.loop.{'online' if isinstance(run, GRPORun) else 'offline'}")
-    # What was imported stays until the end: no collection need visit it again.
+    # Imported modules live until the end: the garbage collector need not visit them again.
     gc.freeze()
 
 
@@ -389,7 +389,7 @@ def _train(command: TrainCommand, ranks: RankContext) -> Mapping[str, Any]:
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """The last line: outcome, steps, wall time, held-out result, where everything is."""
+    """Return the last line: outcome, steps, wall time, held-out results, run directory."""
     parts = [str(summary["outcome"])]
     if "steps" in summary:
         parts.append(f"{summary['steps']} steps")
@@ -409,7 +409,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
 
 
 def _early(flags: Sequence[str]) -> argparse.Namespace:
-    """The flags that decide which defaults the others have."""
+    """Parse the flags that decide the defaults of the others."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
     parser.add_argument("--resume", type=Path)
@@ -427,7 +427,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
             )
         if early.restart is not None:
             raise ConfigError(
-                "contradiction: --resume goes on with a run, --restart begins it again; give one of them",
+                "contradiction: --resume continues a run, --restart starts it over; give one of them",
                 setting="--restart",
             )
         return load_resumed(early.resume)
@@ -438,8 +438,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
         )
     if early.checkpoint is not None:
         raise ConfigError(
-            f"missing-setting: --checkpoint {early.checkpoint} says where to continue from; it needs "
-            "--resume RUN_DIR",
+            f"missing-setting: --checkpoint {early.checkpoint} needs --resume RUN_DIR",
             setting="--resume",
         )
     if early.restart is not None:

@@ -1,4 +1,4 @@
-"""`lockstep bench step`: what one RL step costs, in several ways of taking it, side by side.
+"""`lockstep bench step`: measure the cost of one RL step in several configurations.
 
 lockstep bench step --model shape:llama-3.2-1b --execution eager,compile --engine hf,native
 lockstep bench step --cells compile+native,compile+native+invariant --repeats 9
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep_lab.step_bench.job import BenchWork
     from lockstep_lab.step_bench.run import BenchOptions
 
-COMMANDS = {"step": "forward, backward, optimizer step and generation of one RL step, cell by cell"}
+COMMANDS = {"step": "measure forward, backward, optimizer step and generation of one RL step, cell by cell"}
 FLAG_OF: Mapping[str, str] = {
     "steps": "--repeats and --warmup",
     "model.name": "--model",
@@ -82,24 +82,24 @@ def parser() -> argparse.ArgumentParser:
         "cells were refused before a\nprocess was started; then nothing is written.",
     )
     cells = Flags(parser, "which cells")
-    cells.value("--cells", "LIST", "cells joined by commas, in this order (eager+hf)")
+    cells.value("--cells", "LIST", "comma-separated cells, in this order (eager+hf)")
     for axis, values in AXES.items():
         cells.value(f"--{axis}", "LIST", f"of {', '.join(values)}; every combination ({values[0]})")
-    cells.value("--ranks", ranks, "ranks of backends that have them (all GPUs, or 2)")
+    cells.value("--ranks", ranks, "ranks of backends that support several (all GPUs, or 2)")
     cells.choice("--device", ["auto", "cpu", "cuda"], default="auto")
-    _work_flags(Flags(parser, "of what work"))
+    _work_flags(Flags(parser, "work"))
     _output_flags(Flags(parser, "measuring and output"))
     return parser
 
 
 def _work_flags(work: Flags) -> None:
     work.value("--model", "NAME", default="shape:tiny-llama")
-    work.value("--num-layers", positive, "only the first N layers")
+    work.value("--num-layers", positive, "use only the first N layers")
     work.choice("--dtype", ["auto", "float32", "bfloat16"], "as model.dtype", "auto")
     work.value("--attention", "NAME", "as train.attention; auto: varlen if any cell is invariant", "auto")
-    work.value("--prompts", positive, "of a step", 8)
-    work.value("--group", positive, "samples of each prompt", 4)
-    work.value("--prompt-tokens", positive, "tokens of each prompt", 32)
+    work.value("--prompts", positive, "prompts per step", 8)
+    work.value("--group", positive, "samples per prompt", 4)
+    work.value("--prompt-tokens", positive, "tokens per prompt", 32)
     work.value(
         "--longest",
         positive,
@@ -116,8 +116,8 @@ def _work_flags(work: Flags) -> None:
 
 
 def _output_flags(output: Flags) -> None:
-    output.value("--repeats", positive, "measured steps of each cell", 5)
-    output.value("--warmup", positive, "steps before them", 2)
+    output.value("--repeats", positive, "measured steps per cell", 5)
+    output.value("--warmup", positive, "warm-up steps per cell", 2)
     output.switch(
         "--one-at-a-time", "run each cell to its end before the next starts, where two do not fit into memory"
     )

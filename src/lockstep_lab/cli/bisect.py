@@ -1,10 +1,10 @@
-"""`lockstep bisect`: the first input and the first module at which two cells differ; or the smallest crash.
+"""`lockstep bisect`: find the first input and module where two cells differ, or the smallest crash.
 
 lockstep bisect runs/demo --a "--no-flash-attn --no-packing" --b "--flash-attn --packing --compile"
 lockstep bisect --b "--compile" --crash --max-inputs 20
 
-A and B are flags of `lockstep replay`; flags outside of them (--max-inputs, --inputs, --num-layers, --model,
---dtype, --device, --capacity, --loss, --no-backward, ...) count for both cells.
+A and B are flags of `lockstep replay`; flags outside them (--max-inputs, --inputs, --num-layers, --model,
+--dtype, --device, --capacity, --loss, --no-backward, ...) apply to both cells.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def _parser() -> argparse.ArgumentParser:
         "documents does in cell a, with a floor for the dtype)",
     )
     flags.switch("--crash", "find the smallest input on which b crashes")
-    flags.value("--max-trials", positive, "of --crash", 200)
+    flags.value("--max-trials", positive, "with --crash: most trials", 200)
     flags.value(
-        "--trial-timeout", seconds, "a slower trial of --crash counts as a hang, and so as a crash", 300.0
+        "--trial-timeout", seconds, "with --crash: a slower trial counts as a hang, which is a crash", 300.0
     )
     flags.results("bisect")
     return parser

@@ -1,4 +1,4 @@
-"""`lockstep matrix`: the same inputs under every combination of kernels, layouts and compile modes.
+"""`lockstep matrix`: run the same inputs under every combination of kernels, layouts and compile modes.
 
 lockstep matrix --max-inputs 4
 lockstep matrix runs/demo --axes attention,compile,packing
@@ -42,21 +42,19 @@ _BASE = ("model", "dtype", "num_layers", "padding_side", "activation_checkpointi
 def parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep matrix`."""
     parser = arguments.command_parser("lockstep matrix", __doc__)
-    parser.add_argument(
-        "recording", nargs="?", help="a recording, or a run directory; without it the shipped corpus"
-    )
+    parser.add_argument("recording", nargs="?", help="a recording or a run directory (the shipped corpus)")
     _cell_flags(Flags(parser, "which cells"))
-    shared = Flags(parser, "what all cells share (as in lockstep replay)")
+    shared = Flags(parser, "shared by all cells (as in lockstep replay)")
     for flag, (metavar, text) in _PASSED_ON.items():
         shared.value(flag, metavar, text)
     shared.on_off("--backward", "compute gradients", default=True)
-    shared.switch("--trust-remote-code", "run code of a hub model")
-    _work_flags(Flags(parser, "how"))
+    shared.switch("--trust-remote-code", "run Python code that comes with a hub model")
+    _work_flags(Flags(parser, "work and output"))
     return parser
 
 
 def _cell_flags(cells: Flags) -> None:
-    cells.value("--axes", "NAMES", "axes with their usual values, joined by commas (flash,compile,packing)")
+    cells.value("--axes", "NAMES", "axes with their usual values, comma-separated (flash,compile,packing)")
     cells.many(
         "--axis",
         "NAME=VALUES",
@@ -68,19 +66,19 @@ def _cell_flags(cells: Flags) -> None:
         "AXIS=VALUE words of the cell to compare with (padded, sdpa, eager, float32)",
         default="",
     )
-    cells.value("--model", "NAME", "instead of the recorded one")
+    cells.value("--model", "NAME", "replace the recorded model")
     cells.choice("--dtype", ["float32", "bfloat16", "float16"], "dtype of the cells")
-    cells.value("--num-layers", positive, "only the first N layers")
+    cells.value("--num-layers", positive, "use only the first N layers")
     cells.choice("--padding-side", ["left", "right"], "side on which padded cells pad")
-    cells.on_off("--activation-checkpointing", "less memory, more time")
+    cells.on_off("--activation-checkpointing", "save memory at the cost of time")
     cells.value("--device", "NAME", "auto, cpu, cuda or cuda:N", "auto")
 
 
 def _work_flags(work: Flags) -> None:
-    work.value("--timeout", seconds, "seconds per cell", 600.0)
-    work.value("--jobs", positive, "N cells at a time, without comparable times", 1)
+    work.value("--timeout", seconds, "deadline per cell", 600.0)
+    work.value("--jobs", positive, "run N cells at a time; their times are then not comparable", 1)
     work.switch("--resume", "continue in --out: finished cells are not run again")
-    work.switch("--retry", "with --resume: run cells again that did not work")
+    work.switch("--retry", "with --resume: run failed cells again")
     work.switch("--keep-outputs", "keep every cell's logprobs and gradients")
     work.value("--tolerance-logprob", above_zero, "largest difference (1e-4 in float32)", metavar="NATS")
     work.value("--tolerance-gradient", above_zero, "relative error (1e-4 in float32)")
@@ -178,15 +176,15 @@ def diff_parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep matrix diff`."""
     parser = arguments.command_parser(
         "lockstep matrix diff",
-        "What changed from matrix A to matrix B. Exit status 1: a cell no longer works, or no longer "
+        "Show what changed from matrix A to matrix B. Exit status 1: a cell no longer works, or no longer "
         "agrees with its reference.",
     )
-    parser.add_argument("a", type=path, metavar="A", help="folder or matrix.json, the older one")
-    parser.add_argument("b", type=path, metavar="B", help="the newer one")
+    parser.add_argument("a", type=path, metavar="A", help="the older matrix: a folder or matrix.json")
+    parser.add_argument("b", type=path, metavar="B", help="the newer matrix")
     flags = Flags(parser)
-    flags.value("--threshold", above_zero, "report a change of speed above this", 0.1)
-    flags.value("--grew", above_zero, "report differences that grew by this factor", 2.0)
-    flags.switch("--all", "show unchanged cells too")
+    flags.value("--threshold", above_zero, "report changes in speed above this share", 0.1)
+    flags.value("--grew", above_zero, "report differences that grew by more than this factor", 2.0)
+    flags.switch("--all", "also show unchanged cells")
     flags.value("--json", path, "write the changes to this file")
     return parser
 

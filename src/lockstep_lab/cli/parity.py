@@ -1,4 +1,4 @@
-"""`lockstep parity`: train stacks that must take the same steps, and engines that must give the same answers.
+"""`lockstep parity`: compare train stacks that must take equal steps, and engines that must answer equally.
 
 lockstep parity train --stacks deepspeed:zero2,fsdp2,fsdp2:ring2 --max-samples 64
 lockstep parity compare runs/a runs/b --threshold 0.05 --plot both.png
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from lockstep_lab.train_parity.run import ParityOptions
 
 COMMANDS = {
-    "train": "train each stack in processes of its own and compare every step",
-    "compare": "losses of two runs that exist",
-    "check": "what this installation can train with; needs no GPU",
-    "engines": "the same requests to several inference engines, held to the trainer's answers",
+    "train": "train each stack in its own processes and compare every step",
+    "compare": "compare the losses of two runs",
+    "check": "check what this installation can train with; needs no GPU",
+    "engines": "send the same requests to several inference engines and compare with the trainer",
 }
 ENVIRONMENT: Mapping[str, tuple[str, str]] = {
     "NUM_GPUS": ("gpus", "--gpus"),
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         "Train each stack in processes of its own, from the same weights, data order and seed, "
         "and compare\nevery step with the reference.\n\nA stack is NAME[:OPTION+OPTION...], NAME "
         f"{', '.join(backends())}:\n{options}",
-        epilog="Read from the environment where no flag is given: "
+        epilog="Environment variables for flags that are not given: "
         + ", ".join((*ENVIRONMENT, "TP_SIZE", "RING_SIZE"))
         + "; SKIP_DEEPSPEED, SKIP_RING, ... = 1 as --skip. Exit status 1: a stack failed or differs, or its "
         "loss does not fall.",
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
 def _stack_flags(stacks: Flags) -> None:
     stacks.value("--stacks", "LIST", f"joined by commas ({','.join(DEFAULT_STACKS)})")
     stacks.value("--skip", "LIST", f"{', '.join(SKIP_WORDS)} or names of stacks")
-    stacks.value("--reference", "STACK", "to compare with", "local")
+    stacks.value("--reference", "STACK", "stack to compare with", "local")
     stacks.value(
         "--gpus", ranks, "ranks of each stack, on a CPU too (all GPUs, or 2; as many as tp * ring needs)"
     )
@@ -113,28 +113,28 @@ def _stack_flags(stacks: Flags) -> None:
 def _work_flags(work: Flags) -> None:
     work.choice("--algorithm", ["sft", "grpo", "ppo", "rm", *PREFERENCES], default="sft")
     work.value("--model", "NAME", "(bundled:smollm2-135m)")
-    work.value("--num-layers", positive, "only the first N layers")
+    work.value("--num-layers", positive, "use only the first N layers")
     work.choice(
         "--dtype", ["auto", "float32", "bfloat16"], "auto: float32 on a CPU, bfloat16 on a GPU", "auto"
     )
     work.value("--dataset", "SOURCE", "as data.source of lockstep train sft (made-up documents)")
-    work.many("--data", "NAME=VALUE", "another setting of data; repeatable")
-    work.value("--recording", path, "for --algorithm grpo or ppo (the shipped corpus)", metavar="PATH")
-    work.value("--max-samples", positive, "documents (160)")
+    work.many("--data", "NAME=VALUE", "another setting of [data]; repeatable")
+    work.value("--recording", path, "inputs for --algorithm grpo or ppo (the shipped corpus)", metavar="PATH")
+    work.value("--max-samples", positive, "number of documents (160)")
     work.value("--batch-size", positive, "documents per step", 8)
     work.value("--steps", positive, "optimizer steps (sft: one pass; grpo, ppo: 20)")
-    work.value("--max-length", positive, "tokens of a document", 1024)
-    work.value("--token-budget", positive, "tokens of a micro-batch", 4096)
+    work.value("--max-length", positive, "most tokens of a document", 1024)
+    work.value("--token-budget", positive, "token slots of a micro-batch", 4096)
     work.value("--lr", above_zero, "(1e-3 for shape: models, else 2e-5)")
     work.choice("--optimizer", ["adamw", "sgd"], default="adamw")
     work.value("--seed", seed, default=0)
 
 
 def _output_flags(output: Flags) -> None:
-    output.value("--threshold", above_zero, "largest relative difference of a loss", 0.05)
-    output.switch("--allow-flat", "report losses that do not fall, but do not fail because of them")
+    output.value("--threshold", above_zero, "largest allowed relative difference of a loss", 0.05)
+    output.switch("--allow-flat", "report losses that do not fall without failing")
     output.switch("--gradients", "compare gradients of the first and last step")
-    output.value("--timeout", seconds, "seconds per stack", 600.0)
+    output.value("--timeout", seconds, "deadline per stack", 600.0)
     output.value("--log-dir", path, "folder for NAME_test.log (OUT/logs)", metavar="DIR")
     output.results("parity")
 

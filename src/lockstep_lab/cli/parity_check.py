@@ -1,4 +1,4 @@
-"""`lockstep parity check`: imports, interfaces, sizes that divide, and which stacks could run here."""
+"""`lockstep parity check`: check imports, interfaces, divisible sizes, and which stacks could run here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     flags.value("--model", "NAME", default="bundled:smollm2-135m")
     flags.value("--stacks", "LIST", f"({','.join(USUAL)})")
     flags.value("--gpus", ranks, "ranks of each stack")
-    flags.value("--json", path, "the findings, machine-readable")
+    flags.value("--json", path, "write the findings to this file")
     flags.switch("--quiet", "print the verdict only")
     return parser
 

@@ -1,4 +1,4 @@
-"""`lockstep parity compare`: the losses of two runs that exist."""
+"""`lockstep parity compare`: compare the losses of two runs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def parser() -> argparse.ArgumentParser:
         "trainer_state.json, text logs. Exit status 1: a loss differs by more than the threshold, or is not "
         "finite.",
     )
-    parser.add_argument("a", type=path, metavar="A", help="the run that differences are relative to")
-    parser.add_argument("b", type=path, metavar="B", help="the other one")
+    parser.add_argument("a", type=path, metavar="A", help="the baseline run")
+    parser.add_argument("b", type=path, metavar="B", help="the other run")
     flags = Flags(parser)
-    flags.value("--threshold", above_zero, "largest relative difference", 0.05)
-    flags.value("--key", "NAME", "the key or tag to take from both (without it, a loss is searched for)")
-    flags.value("--key-b", "NAME", "the key of B, if it is different")
-    flags.switch("--common", "compare the steps that both have")
-    flags.value("--plot", path, "draw both curves into this PNG")
-    flags.value("--json", path, "the result, machine-readable")
+    flags.value("--threshold", above_zero, "largest allowed relative difference", 0.05)
+    flags.value("--key", "NAME", "key or tag to read from both runs (a loss is searched for)")
+    flags.value("--key-b", "NAME", "key of B, if it differs")
+    flags.switch("--common", "compare only the steps that both have")
+    flags.value("--plot", path, "draw both curves to this PNG file")
+    flags.value("--json", path, "write the result to this file")
     flags.switch("--quiet", "print the verdict only")
     return parser
 

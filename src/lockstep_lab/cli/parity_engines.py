@@ -1,4 +1,4 @@
-"""`lockstep parity engines`: the same requests to several engines, held to the trainer's answers."""
+"""`lockstep parity engines`: send the same requests to several engines and compare with the trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _engine_flags(engines: Flags) -> None:
-    engines.value("--engines", "LIST", "joined by commas; the first is the reference", DEFAULT_ENGINES)
+    engines.value("--engines", "LIST", "comma-separated; the first is the reference", DEFAULT_ENGINES)
     engines.many(
         "--python", "NAME=VALUE", "engine.python: the interpreter that starts its server; repeatable"
     )
@@ -55,7 +55,7 @@ def _engine_flags(engines: Flags) -> None:
 
 def _work_flags(work: Flags) -> None:
     work.value("--model", "NAME", default="bundled:smollm2-135m")
-    work.value("--num-layers", positive, "only the first N layers")
+    work.value("--num-layers", positive, "use only the first N layers")
     work.choice(
         "--dtype",
         ["auto", "float32", "bfloat16", "float16"],
@@ -63,25 +63,25 @@ def _work_flags(work: Flags) -> None:
         "auto",
     )
     work.choice("--device", ["auto", "cpu", "cuda"], default="auto")
-    work.value("--attention", "KERNEL", "the trainer's", "auto")
+    work.value("--attention", "KERNEL", "attention kernel of the trainer", "auto")
     work.value(
         "--data",
         "NAME",
         "a recipe or .toml file, whose [data] is taken, or what data.source is "
         "(reasoning_gym:chain_sum; shape: models: ids)",
     )
-    work.value("--max-prompts", positive, "half of them longer than a cache block", 8)
+    work.value("--max-prompts", positive, "number of prompts, half of them longer than a cache block", 8)
     work.value("--max-tokens", positive, "longest completion, in tokens", 32)
-    work.value("--samples", positive, "samples of each prompt", 4)
+    work.value("--samples", positive, "samples per prompt", 4)
     work.value("--temperature", above_zero, "sampling temperature", 0.7, metavar="T")
-    work.switch("--ignore-eos", "completions do not end by themselves")
+    work.switch("--ignore-eos", "ignore the end-of-sequence token")
     work.choice(
         "--weights",
         ["pushed", "folder"],
         "the engine's first ones: pushed by the trainer, or read by itself (pushed; folder without "
         "an update)",
     )
-    work.on_off("--update", "change the weights, push them, and ask everything again (on)", default=True)
+    work.on_off("--update", "change the weights, push them, and send every request again (on)", default=True)
     work.value(
         "--update-scale",
         above_zero,
@@ -98,7 +98,7 @@ def _output_flags(output: Flags) -> None:
         "float16 0.02, bfloat16 0.05, divided by a temperature below 1)",
         metavar="NATS",
     )
-    output.value("--timeout", seconds, "seconds per engine", 900.0)
+    output.value("--timeout", seconds, "deadline per engine", 900.0)
     output.results("engines")
 
 

@@ -1,4 +1,4 @@
-"""`lockstep recording`: what a recording holds, whether it is valid, and parts of it as a new one.
+"""`lockstep recording`: inspect, validate and edit recordings.
 
 lockstep recording info
 lockstep recording validate runs/demo
@@ -43,27 +43,27 @@ WIDTH = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """What a recording holds."""
+    """Summarize a recording."""
 
     path: RecordingPath = None
     """A recording or a run directory. None: the shipped corpus."""
     json: Path | None = None
-    """Write the same to this file."""
+    """Write the summary to this file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validate:
-    """Read and check every input; exit status 1 when one is damaged."""
+    """Read and check every input; exit status 1 if one is damaged."""
 
     path: RecordingPath = None
     """A recording or a run directory. None: the shipped corpus."""
     json: Path | None = None
-    """Write what was found to this file."""
+    """Write the findings to this file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """One line per input."""
+    """List the inputs, one per line."""
 
     path: RecordingPath = None
     """A recording or a run directory. None: the shipped corpus."""
@@ -77,23 +77,23 @@ class List:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """One input: its documents as text, the trained tokens marked."""
+    """Show one input: its documents as text, with the trained tokens marked."""
 
     index: Annotated[int, tyro.conf.Positional]
     """Index of the input, as `list` prints it; -1 is the last."""
     path: RecordingPath = None
     """A recording or a run directory. None: the shipped corpus."""
     tokens: bool = False
-    """One line per token, with its logprobs, advantage and weight."""
+    """Print one line per token, with its logprobs, advantage and weight."""
     ids: bool = False
-    """Show ids, even if the model's tokenizer is available."""
+    """Show token ids even if the model's tokenizer is available."""
     json: Path | None = None
     """Write ids, mask, figures and metadata to this file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Some inputs, with the weights that they need, as a new recording."""
+    """Copy some inputs, with the weights that they need, to a new recording."""
 
     path: RecordingPath = None
     """A recording or a run directory. None: the shipped corpus."""
@@ -106,11 +106,11 @@ class Slice:
     rank: str | None = None
     """Ranks: 0 or 0,2-3."""
     every: int = 1
-    """Of the inputs selected so far, keep the first and then every k-th."""
+    """Keep every k-th of the selected inputs, from the first."""
     weights: bool = True
     """Copy the weights that the inputs need."""
     json: Path | None = None
-    """Write what was made to this file."""
+    """Write the result to this file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,23 +124,23 @@ class Merge:
     weights: bool = True
     """Copy the weights that the inputs need."""
     json: Path | None = None
-    """Write what was made to this file."""
+    """Write the result to this file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Inputs that another framework dumped with torch.save or pickle; the loader executes nothing."""
+    """Import inputs that another framework dumped with torch.save or pickle; the loader executes no code."""
 
     source: Annotated[Path, tyro.conf.Positional]
     """A dump, or a folder of dumps."""
     out: Path
     """A directory that does not exist yet."""
     model: str | None = None
-    """The policy that was fed, as for model.name. None: not known."""
+    """The policy that the inputs were fed to, as for model.name. None: unknown."""
     timeout: float = 3600.0
-    """Seconds after which the import ends, with nothing written."""
+    """Seconds after which the import gives up and writes nothing."""
     json: Path | None = None
-    """Write what was made to this file."""
+    """Write the result to this file."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -320,7 +320,7 @@ def _verdict(inputs: int, bad: int, in_header: Sequence[str], in_weights: Mappin
 
 
 def list_inputs(args: List) -> Result:
-    """One line per input."""
+    """List the inputs, one per line."""
     from lockstep.recording import Recording
 
     recording = Recording.open(args.path)

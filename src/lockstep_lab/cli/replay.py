@@ -1,4 +1,4 @@
-"""`lockstep replay`: feed recorded inputs to the policy again, under any kernel, layout and backend.
+"""`lockstep replay`: run recorded inputs through the policy again, under any kernel, layout and backend.
 
 lockstep replay --max-inputs 5
 lockstep replay runs/demo --compile --flash-attn
@@ -33,25 +33,23 @@ _CELL_FIELDS = (
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
     parser = arguments.command_parser("lockstep replay", __doc__)
-    parser.add_argument(
-        "recording", nargs="?", help="a recording, or a run directory; without it the shipped corpus"
-    )
+    parser.add_argument("recording", nargs="?", help="a recording or a run directory (the shipped corpus)")
     # torch's launchers give it; nobody else does
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     _input_flags(Flags(parser, "which inputs"))
-    _cell_flags(Flags(parser, "under what (default: as recorded, resolved for this device)"))
-    _work_flags(Flags(parser, "what is done"))
+    _cell_flags(Flags(parser, "configuration (default: as recorded, resolved for this device)"))
+    _work_flags(Flags(parser, "work"))
     _output_flags(Flags(parser, "output"))
     return parser
 
 
 def _input_flags(inputs: Flags) -> None:
     inputs.value("--max-inputs", positive, "at most N inputs")
-    inputs.value("--inputs", _indices, "these inputs, such as 3,7,10-20", metavar="LIST")
+    inputs.value("--inputs", _indices, "only these inputs, such as 3,7,10-20", metavar="LIST")
     inputs.value("--steps", arguments.steps, "inputs of steps A to B - 1")
     inputs.switch(
         "--shuffle-inputs",
-        "in random order; several ranks get inputs of different lengths in the same step (2 simulated "
+        "use a random order; several ranks then get inputs of different lengths in one step (2 simulated "
         "ones unless --ranks says how many)",
     )
     inputs.value("--random-seed", arguments.seed, "seed of the random order", 0)
@@ -61,10 +59,10 @@ def _cell_flags(cell: Flags) -> None:
     cell.choice("--preset", ["all-off"], "all-off: padded, sdpa, eager; other flags still apply")
     cell.on_off("--flash-attn", "--attention varlen, or --attention sdpa")
     cell.value("--attention", "KERNEL", "sdpa, varlen, flex or hf:NAME")
-    cell.on_off("--compile", "every block of layers by torch.compile")
-    cell.switch("--joint", "the whole decoder as one graph")
-    cell.switch("--deepcompile", "DeepSpeed's compiler")
-    cell.on_off("--packing", "documents end to end, or one per row with pads")
+    cell.on_off("--compile", "compile every block of layers with torch.compile")
+    cell.switch("--joint", "compile the whole decoder as one graph")
+    cell.switch("--deepcompile", "use DeepSpeed's compiler")
+    cell.on_off("--packing", "documents end to end, or one per row with padding")
     cell.choice(
         "--layout",
         ["packed", "padded", "shared"],
@@ -72,17 +70,17 @@ def _cell_flags(cell: Flags) -> None:
     )
     cell.choice("--padding-side", ["left", "right"], "side on which --no-packing pads")
     cell.value("--capacity", positive, "static capacity of compiled packs", metavar="TOKENS")
-    cell.choice("--dtype", ["float32", "bfloat16", "float16"], "of the model")
+    cell.choice("--dtype", ["float32", "bfloat16", "float16"], "dtype of the model")
     cell.value("--device", "NAME", "auto, cpu, cuda or cuda:N", "auto")
-    cell.choice("--zero-stage", [0, 1, 2, 3], "by DeepSpeed, at this stage")
-    cell.value("--num-layers", positive, "only the first N layers")
-    cell.on_off("--activation-checkpointing", "less memory, more time")
+    cell.choice("--zero-stage", [0, 1, 2, 3], "use DeepSpeed at this ZeRO stage")
+    cell.value("--num-layers", positive, "use only the first N layers")
+    cell.on_off("--activation-checkpointing", "save memory at the cost of time")
     cell.on_off("--batch-invariant", "as train.batch_invariant")
-    cell.value("--model", "NAME", "instead of the recorded one: folder, hub name, shape:NAME")
+    cell.value("--model", "NAME", "replace the recorded model: folder, hub name, shape:NAME")
     cell.switch("--trust-remote-code", "run Python code that comes with a hub model")
     cell.value("--ranks", arguments.ranks, "start this many processes on this machine (1)")
-    cell.switch("--simulate", "the ranks of --ranks in this one process")
-    cell.switch("--no-guard", "ranks do not agree before a step: those without an input skip it")
+    cell.switch("--simulate", "simulate the ranks of --ranks in this process")
+    cell.switch("--no-guard", "do not synchronize ranks before a step: ranks without an input skip it")
     cell.value("--rank-timeout", seconds, "how long a rank waits for another (300; 20)")
 
 
@@ -91,7 +89,7 @@ def _work_flags(work: Flags) -> None:
     work.on_off("--backward", "compute gradients", default=True)
     work.switch("--optimizer-step", "take a real step after each input, which changes the weights")
     work.value("--warmup", count, "first run N inputs unmeasured", 0)
-    work.value("--timeout", seconds, "end the replay when one input takes longer, in the warm-up too")
+    work.value("--timeout", seconds, "end the replay if one input takes longer, also in the warm-up")
     work.value(
         "--max-memory",
         arguments.above_zero,
