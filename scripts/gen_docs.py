@@ -317,13 +317,10 @@ def errors_page() -> str:
         "Every error that Lockstep raises on purpose is a `lockstep.errors.LockstepError`. Its text is for "
         "people, and may be worded otherwise in the next version. The command line prints it after the code: "
         "`lockstep train: error[out-of-range]: train.lr = ...`. A program reads `error.code`, which says "
-        "what kind of mistake it is, and `error.fields`, the values that the text names, such as `setting`, "
-        "`path` or `name`; of errors with one code and setting, `name`, `state` or `reason` tells which it "
-        "is. "
-        "Several problems of one config are one error: it has the code and the setting of "
-        'the first, and `fields["problems"]` has those of each. `code` is also in the '
-        "`summary.json` of a run "
-        "that failed, and in its log below the traceback.",
+        "what kind of mistake it is, and `error.fields`: `setting` is the setting or flag that the text is "
+        "about, where it begins with one. Several problems of one config are one error: it has the code and "
+        'the setting of the first, and `fields["problems"]` has those of each. `code` is also in the '
+        "`summary.json` of a run that failed, and in its log below the traceback.",
         table(
             ("code", "what it means, and what to do"), ((f"`{c}`", text) for c, text in sorted(CODES.items()))
         ),

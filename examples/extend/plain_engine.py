@@ -40,14 +40,13 @@ class PlainEngine(Streaming):
 
     def _require_ready(self) -> None:
         if self.state != "awake":
-            raise EngineError(f"wrong-state: engine plain is {self.state}", state=self.state)
+            raise EngineError(f"wrong-state: engine plain is {self.state}")
 
     def _check(self, turn: Turn) -> None:
         self.check_request(turn.request, index=turn.index)
         if turn.request.sampling.stop:
             raise EngineError(
-                "unsupported-sampling: engine plain has no stop strings: leave sampling.stop out",
-                setting="sampling.stop",
+                "unsupported-sampling: engine plain has no stop strings: leave sampling.stop out"
             )
 
     def _advance(self) -> list[Ended]:

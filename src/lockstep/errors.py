@@ -44,8 +44,8 @@ class LockstepError(Exception):
         message: "CODE: text for the user". The setting or flag that the text begins with becomes the field
             `setting`.
         code: the kind of mistake, one of CODES. The whole message is then the text, whatever it begins with.
-        fields: what the message names, as JSON values: setting="train.lr", path=..., name=...; of a path and
-            of anything else that JSON does not have its text is kept.
+        fields: what a program needs beside the code, as JSON values; of a path and of anything else that JSON
+            does not have its text is kept. What only people read stands in the message.
 
     Raises:
         TypeError: `code` is not given, and the message does not begin with a code of CODES.

@@ -48,8 +48,7 @@ def require_members(value: Any, names: Iterable[str], *, what: str) -> None:
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise ConfigError(
-            f"wrong-part: {what} lacks {', '.join(missing)}; docs/how-to/extend.md has what it must have",
-            names=missing,
+            f"wrong-part: {what} lacks {', '.join(missing)}; docs/how-to/extend.md has what it must have"
         )
 
 
@@ -65,8 +64,7 @@ def require_call(value: Any, *given: str, what: str, named: Sequence[str] = ()) 
     """
     if not callable(value):
         raise ConfigError(
-            f"wrong-part: {what} is a {type(value).__name__}, not a function or a class; name one",
-            name=type(value).__name__,
+            f"wrong-part: {what} is a {type(value).__name__}, not a function or a class; name one"
         )
     try:
         signature = inspect.signature(value)
@@ -78,8 +76,7 @@ def require_call(value: Any, *given: str, what: str, named: Sequence[str] = ()) 
         call = ", ".join([*given, *(f"{name}=..." for name in named)])
         raise ConfigError(
             f"wrong-part: {what} is called with ({call}), which its signature {signature} does not take: "
-            f"{error}; docs/how-to/extend.md has the signatures",
-            name="signature",
+            f"{error}; docs/how-to/extend.md has the signatures"
         ) from error
 
 
@@ -97,15 +94,12 @@ def load_object(target: str, *, what: str) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"missing-package: {what} needs the module {error.name!r}, which is not installed or not on the "
-            f"Python path (looked for {target!r})",
-            name=error.name,
+            f"Python path (looked for {target!r})"
         ) from error
     except Exception as error:  # whatever a module of the user's raises while it is imported
         raise ConfigError(
             f"wrong-part: {what}: importing {module_name!r} raised {type(error).__name__}: {error}; correct "
-            "the module",
-            name="import",
-            module=module_name,
+            "the module"
         ) from error
     try:
         value: Any = module
@@ -113,6 +107,6 @@ def load_object(target: str, *, what: str) -> Any:
             value = getattr(value, part)
     except AttributeError as error:
         raise ConfigError(
-            f"wrong-part: {what}: module {module_name!r} has no attribute {attribute!r}", name=attribute
+            f"wrong-part: {what}: module {module_name!r} has no attribute {attribute!r}"
         ) from error
     return value

@@ -99,7 +99,7 @@ def test_names_of_skip_variables(name, word):
         ({"NUM_GPUS": "0"}, "wrong-environment: NUM_GPUS"),
         ({"MAX_SAMPLES": "-3"}, "wrong-environment: MAX_SAMPLES"),
         ({"TP_SIZE": "two"}, "wrong-environment: TP_SIZE"),
-        ({"SKIP_RINGS": "1"}, "wrong-format: --stacks, SKIP_RINGS"),
+        ({"SKIP_RINGS": "1"}, "wrong-format: SKIP_RINGS"),
         ({"SKIP_RING": "maybe"}, "wrong-environment: SKIP_RING, maybe"),
         ({"SKIP_LOCAL": "1"}, "contradiction: --reference"),
     ],

@@ -140,9 +140,8 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     here = [word for word in PLACED if word not in ("--memory-gib", "4")]
-    with raises(ConfigError, "not-enough: cluster.dedicated_gpus") as refused:
+    with raises(ConfigError, "not-enough: cluster.dedicated_gpus, 4 GPUs, this one shows 3"):
         plan.main([*here, "--train.backend", "fsdp2", "--ranks", "2"])
-    assert (refused.value.fields["needed"], refused.value.fields["there"]) == (4, 3)
 
 
 def test_a_plan_has_a_table_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
-"""`raises`: what an error is, by its code and what it is about; never by its words."""
+"""`raises`: what an error is, by its code and what it names."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
@@ -21,10 +22,10 @@ def raises(
     """Expect an error of `kind` in the body.
 
     Args:
-        what: its code, or "code: value, value" where each value is that of one of its fields, or of an item
-            of one. Of a path its last part is enough, and of "FILE, line 3" either part. Of several problems
-            of one config, one must be it.
-        fields: fields that must have these values.
+        what: its code, or "code: value, value". Each value is one of its fields, an item of one, or words of
+            its message. Of a path its last part is enough, and of "FILE, line 3" either part. Of several
+            problems of one config, one must be it.
+        fields: what it says of them: fields with these values, or values that stand in its message.
 
     Example:
         with raises(ConfigError, "no-effect: train.tp_plan"):
@@ -33,15 +34,37 @@ def raises(
     with pytest.raises(kind) as caught:
         yield caught
     found = problems(caught.value)
-    assert any(_is(data, what, fields) for data in found), f"expected {what!r} {fields}, got {found}"
+    text = str(caught.value)
+    assert any(_is(data, what, fields, text) for data in found), (
+        f"expected {what!r} {fields}, got {found}: {text}"
+    )
 
 
-def _is(data: dict[str, Any], what: str, fields: dict[str, Any]) -> bool:
+def _is(data: dict[str, Any], what: str, fields: dict[str, Any], message: str) -> bool:
     code, _, values = what.partition(": ")
     known = {text for name, value in data.items() if name != "code" for text in _texts(value)}
-    named = set(values.split(", ")) if values else set()
-    same = all(data.get(name) == value for name, value in fields.items())
-    return data["code"] == code and named <= known and same
+    named = [value for value in values.split(", ") if value]
+    same = all(
+        data[name] == value if name in data else all(stands(text, message) for text in _leaves(value))
+        for name, value in fields.items()
+    )
+    return data["code"] == code and same and all(value in known or stands(value, message) for value in named)
+
+
+def stands(value: str, message: str) -> bool:
+    """Whether words stand in a message: not as a part of longer words, numbers or dotted names."""
+    return re.search(rf"(?<![\w.]){re.escape(value)}(?![\w]|\.\w)", message) is not None
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The texts of a value: of each item of a list or a table, or of itself."""
+    if isinstance(value, dict):
+        value = list(value.items())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield str(value)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -435,7 +435,7 @@ def test_one_dirty_replica_makes_all_dirty():
     assert not own.dirty and len(own.generate([request((0,))])) == 1
     engines[2].dirty = True
     assert own.dirty
-    with raises(EngineError, "wrong-state: dirty", replicas=[2]):
+    with raises(EngineError, "wrong-state: replicas [2] of 3"):
         own.generate([request((0,))])
 
 

@@ -230,9 +230,9 @@ def test_single_sampling_fields(fields, expected):
 @pytest.mark.parametrize(
     ("mode", "fields", "message"),
     [
-        ("processed_logprobs", {"temperature": 0.005}, "temperature, 0.005, lowest"),
-        ("processed_logprobs", {"temperature": 2.5}, "temperature, 2.5, highest"),
-        ("raw_logprobs", {"temperature": 0.7}, "temperature, 0.7, temperatures"),
+        ("processed_logprobs", {"temperature": 0.005}, "temperature, 0.005, it would sample at 0.01"),
+        ("processed_logprobs", {"temperature": 2.5}, "temperature, 2.5, its limit is 2"),
+        ("raw_logprobs", {"temperature": 0.7}, "temperature, 0.7, temperatures 0 and 1"),
         ("processed_logprobs", {"temperature": 0.7, "top_p": 0.9}, "top_p, 0.9, renormalised"),
         ("processed_logprobs", {"temperature": 1.0, "top_k": 5}, "top_k, 5, renormalised"),
         ("processed_logprobs", {"temperature": 0.7, "min_p": 0.1}, "min_p, 0.1, renormalised"),
@@ -244,10 +244,10 @@ def test_single_sampling_fields(fields, expected):
         ),
         ("processed_logprobs", {"frequency_penalty": 0.5}, "frequency_penalty, 0.5, renormalised"),
         ("processed_logprobs", {"min_tokens": 3}, "min_tokens, 3, renormalised"),
-        ("raw_logprobs", {"min_tokens": 3, "stop": ("a",)}, "min_tokens, 3, stop"),
+        ("raw_logprobs", {"min_tokens": 3, "stop": ("a",)}, "min_tokens, 3, stop strings"),
         ("raw_logprobs", {"min_tokens": 3, "ignore_eos": True}, "min_tokens, 3, ignore_eos"),
-        ("raw_logprobs", {"presence_penalty": 2.5}, "presence_penalty, 2.5, range"),
-        ("raw_logprobs", {"frequency_penalty": -2.5}, "frequency_penalty, -2.5, range"),
+        ("raw_logprobs", {"presence_penalty": 2.5}, "presence_penalty, 2.5, its range is [-2"),
+        ("raw_logprobs", {"frequency_penalty": -2.5}, "frequency_penalty, -2.5, its range is [-2"),
         ("raw_logprobs", {"logprob_kind": "raw"}, "logprob_kind, raw"),
     ],
 )

@@ -93,9 +93,9 @@ def test_a_turn_has_the_whole_context_and_a_seed_of_its_own(engine):
         seen.append((done.sample, done.completion.seed, len(done.completion.token_ids)))
         assert done.handle is handle
         if len(seen) == 1:
-            with raises(EngineError, "wrong-state: generating"):
+            with raises(EngineError, "wrong-state: generates already"):
                 engine.begin_update(session())
-            with raises(EngineError, "wrong-state: generating"):
+            with raises(EngineError, "wrong-state: generates already"):
                 engine.sleep()
             engine.continue_(done, (7,), sampling=SamplingParams(max_tokens=4))
     assert seen == [(0, 11, 2), (1, 12, 2), (0, 11, 4)]
@@ -145,7 +145,7 @@ def test_an_update_waits_for_another_threads_stream(engine):
     engine.begin_update(session())
     thread.join(10)
     assert len(results[0][0][0].token_ids) == 40
-    with raises(EngineError, "wrong-state: in-update"):
+    with raises(EngineError, "wrong-state: is being updated"):
         engine.submit(requests_of(1)[0])
     engine.fail_update("the test")
 

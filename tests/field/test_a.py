@@ -564,16 +564,16 @@ def test_a_mismatched_answer_is_to_another_prompt(tiny_folder, tmp_path, shuffle
 
 
 @pytest.mark.parametrize(
-    ("number", "more", "fields"),
+    ("number", "more", "says"),
     [
-        (4, {"data.shuffle": False}, {"step": 0, "answers": 2}),
-        (2, {"data.prompt_template": "q"}, {"prompts": 1}),
+        (4, {"data.shuffle": False}, "the 2 answers of step 1"),
+        (2, {"data.prompt_template": "q"}, "are to one prompt"),
     ],
 )
-def test_a_step_to_one_prompt_is_refused(tiny_folder, tmp_path, number, more, fields):
+def test_a_step_to_one_prompt_is_refused(tiny_folder, tmp_path, number, more, says):
     data = {"data.source": pairs_of(tmp_path, number), "model.name": str(tiny_folder)}
     run = {"algorithm.name": "kto", "batch_size": 2, "run_dir": str(tmp_path / "run")}
-    with raises(DataError, "wrong-pairs", **fields):
+    with raises(DataError, f"wrong-pairs: {says}"):
         train_offline(load_run(kind="dpo", overrides=data | run | more))
 
 

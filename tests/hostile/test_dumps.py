@@ -63,7 +63,7 @@ def test_conjugates_and_quantised_tensors_are_refused_by_name(tmp_path, kind):
         value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, kind)
     with raises(RecordingError, "forbidden-content") as caught:
         load_dump(saved(tmp_path / "a.pt", {"input_ids": IDS, "x": value}))
-    assert caught.value.fields["name"].startswith("torch.")
+    assert "torch." in str(caught.value)
 
 
 def crafted(metadata: Any) -> bytes:
@@ -97,7 +97,7 @@ def test_a_tensor_that_many_dicts_share_is_refused_before_the_first_is_read(tmp_
     read = monkeypatch.setattr(importers.DumpReader, "read", lambda self: pytest.fail("one was read"))
     assert read is None
     path = saved(tmp_path / "a.pt", [{"input_ids": IDS} for _ in range(6_000)])
-    with raises(RecordingError, "too-large: dicts"):
+    with raises(RecordingError, "too-large: 6,000 inputs"):
         import_dump(path, tmp_path / "out")
 
 

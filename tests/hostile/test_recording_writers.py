@@ -110,7 +110,7 @@ def test_results_that_are_none_are_one_line_and_never_waited_for(
     for name, read in readers:
         with pytest.raises(LockstepError) as caught:
             read()
-        assert Path(caught.value.fields["path"]).name == name
+        assert str(tmp_path / name) in str(caught.value)
     if content is None:
         with raises(RecordingError, "not-a-file: results.jsonl"):
             read_rows(tmp_path / "results.jsonl")

@@ -434,7 +434,7 @@ def test_checkpoints_on_which_the_files_disagree(spoilt, resume):
         with raises(CheckpointError, said) as caught:
             resume(run)
         assert str(caught.value).isprintable(), what
-        assert reasons.get(what, "") in caught.value.fields.get("reason", ""), what
+        assert reasons.get(what, "") in str(caught.value), what
         if what != "the folder's name":  # that one is renamed: nothing else is the matter with it
             assert "--checkpoint 2" in str(caught.value), what
     assert resume(spoilt(), checkpoint=2)["done"] == 2
@@ -466,9 +466,9 @@ def test_no_link_leads_out_of_a_run(name, spoilt, resume, tmp_path):
         resume(run)
     error = caught.value
     if "step-000004" in name:
-        assert error.code == "damaged-file" and "is a link that leads out of" in error.fields["reason"]
+        assert error.code == "damaged-file" and "is a link that leads out of" in str(error)
     else:
-        assert error.code == "leads-out-of-folder" and Path(error.fields["path"]).name == Path(name).name
+        assert error.code == "leads-out-of-folder" and Path(name).name in str(error)
     assert {p: p.read_bytes() for p in [outside, *outside.rglob("*")] if p.is_file()} == before
 
 

@@ -76,7 +76,7 @@ def test_a_twin_is_caught(place, name, twin, message, monkeypatch):
     # 150 is no multiple of a vector: the ordinary silu differs in the last elements.
     with raises(ModelError, "not-batch-invariant") as caught:
         invariant.convert(tiny("llama", torch.float32, intermediate_size=150))
-    assert caught.value.fields["name"].startswith(message)
+    assert message in str(caught.value)
 
 
 def test_a_twin_of_gelu_is_caught(monkeypatch):

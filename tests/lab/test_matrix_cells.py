@@ -53,7 +53,7 @@ def test_every_axis_with_usual_values_makes_cells() -> None:
         ([], ["device=tpu"], "wrong-format: --axis, device"),
         (["model"], [], "missing-setting: --axis, model"),
         (["flash", "attention"], [], "contradiction: --axis, attention"),
-        (["backend", "zero-stage"], [], "contradiction: --axis, zero_stage"),
+        (["backend", "zero-stage"], [], "contradiction: --axis, zero stage"),
         ([], ["layers=" + ",".join(map(str, range(1, 600)))], "too-large: --axis, 599"),
     ],
 )

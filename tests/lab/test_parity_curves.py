@@ -158,12 +158,12 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with raises(ConfigError, "wrong-kind-of-file: test_a_folder_that_is_no_run0", logs=0):
+    with raises(ConfigError, "wrong-kind-of-file: test_a_folder_that_is_no_run0, nor a log"):
         read_losses(tmp_path)
     write(tmp_path / "one.log", "loss: 1.0\n")
     assert read_losses(tmp_path).values == (1.0,)
     write(tmp_path / "two.log", "loss: 1.0\n")
-    with raises(ConfigError, "wrong-kind-of-file: test_a_folder_that_is_no_run0", logs=2):
+    with raises(ConfigError, "wrong-kind-of-file: test_a_folder_that_is_no_run0, and 2 logs"):
         read_losses(tmp_path)
 
 

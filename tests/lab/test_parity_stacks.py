@@ -125,5 +125,5 @@ def test_what_skip_leaves_out() -> None:
     assert out("TP-RING,local") == {"fsdp2:tp2+ring2", "local"}
     assert out("fsdp2:ring2, deepspeed:zero3") == {"fsdp2:ring2", "deepspeed:zero3"}
     assert out("") == set()
-    with raises(ConfigError, "wrong-format: --stacks, SKIP_X"):
+    with raises(ConfigError, "wrong-format: SKIP_X, rings"):
         parse_skip("rings", source="SKIP_X")

@@ -106,7 +106,7 @@ def test_a_row_has_one_name_in_every_message(tiny_folder, tmp_path):
         for load in (load_prompts, load_sft, load_preferences, load_unpaired):
             with pytest.raises(DataError) as caught:
                 load(config.model_copy(update={"completion_column": "chosen"}), tokenizer=tokenizer)
-            assert f"{name}, {place}" in caught.value.fields["where"], load
+            assert f"{name}, {place}" in str(caught.value), load
 
 
 def test_the_setting_and_the_longest_document_are_told_apart(tiny_folder, tmp_path):

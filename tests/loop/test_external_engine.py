@@ -98,7 +98,7 @@ def test_verification_stops_the_run(kind: str, what: str, says: str, tmp_path: P
     chosen = {"engine.name": f"external:{kind}", "engine.verify": "always", "eval.before": False}
     with raises(EngineError, what) as caught:
         train_online(run_of(tmp_path, "run", **chosen, **{"train.lr": 0.1}))
-    assert says in caught.value.fields.get("reason", says)
+    assert says in str(caught.value)
     if kind in ("OneWrong", "NoHead"):  # seen before the first step, and such a start leaves nothing behind
         assert not (tmp_path / "run").exists()
         return

@@ -185,9 +185,9 @@ def failing(kind: str) -> Callable[..., Any]:
     ],
 )
 def test_a_failing_reward_stops_the_run_and_names_the_row(kind: str, told: str, train: Run) -> None:
-    with raises(RewardError, "reward-failed: reward", row=0) as caught:
+    with raises(RewardError, "reward-failed: reward, row 1") as caught:
         train(rewards=(failing(kind),))
-    assert caught.value.fields["reason"].startswith(told)
+    assert told in str(caught.value)
 
 
 def test_dropped_rewards_are_counted_and_leave_the_step(

@@ -50,7 +50,7 @@ def test_a_failing_reward_costs_no_finished_step(tmp_path: Path) -> None:
         return float(calls % 2)
 
     run = tiny(tmp_path / "run")
-    with raises(RewardError, "reward-failed: reward", row=4, reason="raised ValueError: out of luck"):
+    with raises(RewardError, "reward-failed: reward, row 5, raised ValueError: out of luck"):
         train_online(run, rewards=[reward])
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
     log = tmp_path / "run" / "logs" / "rank-0.log"

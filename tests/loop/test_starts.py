@@ -74,16 +74,18 @@ def test_all_faults_of_a_start_are_told_together(tmp_path, monkeypatch):
     }
     with pytest.raises(LockstepError) as caught:
         preflight(load_run(kind="grpo", overrides=settings), resume=None, checkpoint=None)
-    assert {(each["code"], each.get("name", each.get("setting"))) for each in problems(caught.value)} >= {
+    found, text = [each["code"] for each in problems(caught.value)], str(caught.value)
+    for code, name in (
         ("wrong-kind-of-file", "model.name"),
-        ("unknown-name", "mth"),
-        ("missing-package", "no_such_module"),
-        ("wrong-part", "reward"),
+        ("unknown-name", "'mth'"),
+        ("missing-package", "'no_such_module'"),
+        ("wrong-part", "defines no 'reward'"),
         ("missing-column", "qestion"),
         ("missing-column", "anwser"),
         ("unknown-name", "solutoin"),
         ("not-enough", "rollout.prompts_per_step"),
-    }
+    ):
+        assert code in found and name in text, name
     assert "did you mean 'rewerd'?" in str(caught.value) and "did you mean 'math'?" in str(caught.value)
 
 

@@ -103,7 +103,7 @@ def pickle_the_weights(folder: Path) -> None:
             lambda folder: edit_json(folder / "config.json", intermediate_size=128),
             *("wrong-shape: model.layers.0.mlp.gate_proj.weight", {}),
         ),
-        (cut_the_weights, "damaged-file: weights", {}),
+        (cut_the_weights, "damaged-file: a weight file", {}),
         (pickle_the_weights, "cannot-read: weights", {}),
         (lambda folder: (folder / "config.json").unlink(), "wrong-kind-of-file", {}),
     ],
@@ -131,7 +131,7 @@ def test_quantised_models_are_refused_to_the_trainer_and_left_to_engines(folder:
     edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     packed = {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(8, 64, dtype=torch.int32)}
     save_file(packed, folder / "model.safetensors")
-    with raises(ModelError, "unsupported-model: quantization_config"):
+    with raises(ModelError, "unsupported-model: quantised weights"):
         load(folder)
     assert model_facts(ModelConfig(name=str(folder))).max_positions == 4096
 

@@ -100,9 +100,8 @@ def test_adapters_are_in_the_compute_dtype() -> None:
 
 
 def test_a_target_that_the_model_lacks_is_refused_though_another_is_there() -> None:
-    with raises(ConfigError, "unknown-name: model.lora.target_modules") as caught:
+    with raises(ConfigError, "unknown-name: model.lora.target_modules, layers.7.self_attn.k_proj"):
         load(LoraConfig(target_modules=("q_proj", "layers.7.self_attn.k_proj")))
-    assert caught.value.data["name"] == "layers.7.self_attn.k_proj"
     module = load(LoraConfig(target_modules=("layers.1.self_attn.q_proj",)))
     adapted = {name.split(".lora_")[0] for name in module.state_dict() if ".lora_" in name}
     assert adapted == {"model.layers.1.self_attn.q_proj"}

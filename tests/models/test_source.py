@@ -152,7 +152,7 @@ def test_what_load_model_refuses_is_refused_in_the_same_words(folder: Path) -> N
     same_error(folder, "wrong-shape: model.norm.weight")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    same_error(folder, "damaged-file: weights")
+    same_error(folder, "damaged-file: a weight file")
     path.unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     same_error(folder, "cannot-read: weights")

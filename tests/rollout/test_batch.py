@@ -200,8 +200,8 @@ def test_a_crash_of_the_engine_keeps_what_is_finished(model, data, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt_token_ids": (1,)}, "wrong-result: prompt"),
-        ({"seed": 1}, "wrong-result: seed"),
+        ({"prompt_token_ids": (1,)}, "wrong-result: another prompt"),
+        ({"seed": 1}, "wrong-result: another sample"),
         ({"logprobs": ()}, "wrong-result: logprobs"),
     ],
 )

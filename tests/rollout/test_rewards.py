@@ -93,7 +93,7 @@ def test_junk_that_a_verifier_cannot_parse_scores_0_and_is_counted() -> None:
 
 def test_a_broken_row_is_an_error_and_no_junk() -> None:
     row = {**gym_row("prime_factorization"), "answer": "banana"}
-    with raises(RewardError, "reward-failed: verifier", row=17) as info:
+    with raises(RewardError, "reward-failed: verifier, row 18") as info:
         RewardSet([RewardConfig()]).score([sample("2 \u00d7 3", row)])
     assert type(info.value.__cause__).__name__ == "VerifierFailure"
 
@@ -143,7 +143,7 @@ def test_a_verifier_that_never_ends_is_killed_scores_0_and_the_next_job_runs() -
 
 
 def test_an_answer_without_an_expression_is_the_rows_fault() -> None:
-    with raises(RewardError, "reward-failed: math", row=17):
+    with raises(RewardError, "reward-failed: math, row 18"):
         RewardSet([RewardConfig(name="math")]).score([sample("4", {"answer": ""})])
 
 
@@ -224,9 +224,9 @@ def test_nonsense_is_never_0(value: Any) -> None:
     def reward(prompt: str, completion: str, row: Row) -> Any:
         return value if completion == "bad" else 1.0
 
-    with raises(RewardError, "reward-failed: reward", row=17) as caught:
+    with raises(RewardError, "reward-failed: reward, row 18") as caught:
         RewardSet([], functions=[reward]).score([sample("good"), sample("bad")])
-    assert caught.value.fields["reason"].startswith("returned ")
+    assert ": returned " in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1.0), np.array(1.0)], ids=repr)
@@ -250,11 +250,11 @@ def test_drop_leaves_the_rollout_out_and_counts_it(module: Callable[[str], str])
         ]
         assert rewards.take_counts() == {f"{target}/failed": 1, "dropped": 1}
         strictly = RewardSet([RewardConfig(name=target)])
-        with raises(RewardError, f"reward-failed: {target}", row=17) as info:
+        with raises(RewardError, f"reward-failed: {target}, row 18") as info:
             strictly.score([sample("1"), sample("0"), sample("2")])
         assert isinstance(info.value.__cause__, RewardFailure)
         assert f"({name}.py, line {'fg'.index(function) + 1})" in str(info.value)
-        assert "ZeroDivisionError: division by zero" in info.value.fields["reason"]
+        assert "ZeroDivisionError: division by zero" in str(info.value)
         assert "ZeroDivisionError" in info.value.__cause__.__notes__[0]
 
 
@@ -308,10 +308,10 @@ def test_wrong_rewards_die_at_construction(module: Callable[[str], str]) -> None
         (RewardConfig(name=f"{name}:f"), "wrong-part: signature"),
         (RewardConfig(name=f"{name}:g"), "wrong-part: g"),
         (RewardConfig(name=f"{name}:x"), "wrong-part: int"),
-        (RewardConfig(name=f"{name}:C"), "wrong-part: instance"),
+        (RewardConfig(name=f"{name}:C"), "wrong-part: instances must be callable"),
         (RewardConfig(name=f"{name}:C", kwargs={"a": 1}), "wrong-part: kwargs"),
         (RewardConfig(name="nowhere:f"), "missing-package: nowhere"),
-        (RewardConfig(name=f"{broken}:f"), "wrong-part: import"),
+        (RewardConfig(name=f"{broken}:f"), "wrong-part: importing"),
         (RewardConfig(name="length"), "missing-setting: rewards.kwargs"),
         (RewardConfig(name="format", kwargs={"pattern": "("}), "wrong-format: rewards.kwargs.pattern"),
         (RewardConfig(name="math", kwargs={"a": 1}), "no-effect: rewards.kwargs"),

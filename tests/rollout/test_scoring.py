@@ -64,7 +64,7 @@ def test_a_failing_reward_stops_or_leaves_a_row_without_one(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_digits.py").write_text(inspect.getsource(digits))
     rows = [r | {"completion": "bad"} if r["index"] == 1 and r["sample"] == 2 else r for r in ROWS]
-    with raises(RewardError, "reward-failed: digits", row=1, reason="raised ValueError: no digits"):
+    with raises(RewardError, "reward-failed: digits, row 6, raised ValueError: no digits"):
         scored(tmp_path / "out.jsonl", rows)
     assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 4  # the window before
     config = RewardConfig(name="own_digits:digits", on_error="drop")

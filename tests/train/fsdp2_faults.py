@@ -87,7 +87,7 @@ def check_other_batches() -> Any:
         for call in (lambda m: backend.forward_backward(m, fixtures.NegativeLogprob()), backend.logprobs):
             with raises(TrainError) as caught:
                 call(mine)
-            assert caught.value.code == "ranks-differ" and caught.value.fields["counts"][0] == 3
+            assert caught.value.code == "ranks-differ" and "3" in str(caught.value)
     return compare_steps((local, backend), steps=1, tolerance=1e-4)
 
 
@@ -132,7 +132,7 @@ def check_recovers() -> Any:
     handle = decoder_layers(backend.module)[1].register_forward_pre_hook(exhausted)
     with raises(TrainError) as caught:
         backend.forward_backward(batches, fixtures.NegativeLogprob())
-    assert caught.value.code == "out-of-memory" and caught.value.fields["tokens"] > 0
+    assert caught.value.code == "out-of-memory" and "token slots" in str(caught.value)
     handle.remove()
     return compare_steps((local, backend), steps=2, tolerance=1e-4)
 

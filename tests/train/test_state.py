@@ -166,7 +166,7 @@ WRONG = {
     "one tensor too many": (
         "model.safetensors",
         change_tensors(lambda t: t.update({"surplus": torch.zeros(1)})),
-        "wrong-weights: model/surplus, model.safetensors, unknown",
+        "wrong-weights: surplus, model.safetensors",
     ),
     "another optimizer": (
         "state.json",
@@ -406,17 +406,17 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     ),
     "a path to a tensor": (
         lambda s: s["tensors"].update({f"model/{NORM}": "/etc/passwd"}),
-        f"wrong-field: tensors, model/{NORM}",
+        f"wrong-field: tensors.model/{NORM}",
     ),
     "no list of tensors": (lambda s: s.update(tensors=[]), "missing-field: tensors"),
     "no files": (lambda s: s.update(files=3), "missing-field: files"),
     "a record without hash": (
         lambda s: s["files"].update({"model.safetensors": {"bytes": 3}}),
-        "damaged-file: files.model.safetensors, fields",
+        "damaged-file: files.model.safetensors, must have bytes and sha256",
     ),
     "a size that is none": (
         lambda s: s["files"].update({"model.safetensors": {"bytes": True, "sha256": "x"}}),
-        "damaged-file: files.model.safetensors, types",
+        "damaged-file: files.model.safetensors, is {'bytes': True",
     ),
     "ranks without end": (lambda s: s.update(world_size=10**12), "wrong-field: world_size"),
     "a rank that is not there": (lambda s: s.update(world_size=2), "no-such-file: files-00001-of-00002.json"),

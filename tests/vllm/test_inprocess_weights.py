@@ -228,16 +228,16 @@ def test_weights_are_read_back_by_their_own_names(served):
 
 def test_no_session_is_open_or_two_are(served):
     opened = inprocess.session()
-    with raises(EngineError, "wrong-state: no-update"):
+    with raises(EngineError, "wrong-state: no update is open"):
         inprocess.send(served.engine, served.new_weights().items())
-    with raises(EngineError, "wrong-state: no-update"):
+    with raises(EngineError, "wrong-state: no update is open"):
         served.engine.finish_update(opened)
     served.engine.begin_update(opened)
-    with raises(EngineError, "wrong-state: in-update"):
+    with raises(EngineError, "wrong-state: is being updated"):
         served.engine.begin_update(opened)
-    with raises(EngineError, "wrong-state: in-update"):
+    with raises(EngineError, "wrong-state: is being updated"):
         served.engine.generate([request(prompt(4))])
-    with raises(EngineError, "wrong-state: in-update"):
+    with raises(EngineError, "wrong-state: is being updated"):
         served.engine.sleep()
     served.engine.fail_update("test")
 

@@ -182,7 +182,7 @@ def test_wrong_weights_are_refused_and_the_next_session_is_right(healed, change,
     weights = {k: v.clone() for k, v in healed.model.module.state_dict().items()}
     with raises(EngineError, message) as caught:
         sent(healed, list(change(weights).items()))
-    assert missing in caught.value.fields["reason"]
+    assert missing in str(caught.value)
     assert healed.engine.dirty
     with raises(EngineError, "wrong-state: dirty"):
         healed.gap()

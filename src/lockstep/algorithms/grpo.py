@@ -149,9 +149,7 @@ class PolicyAlgorithm:
         if ref_logprobs is None or len(ref_logprobs) != len(samples):
             raise TrainError(
                 f"missing-values: algorithm.kl.place = 'reward' needs ref_logprobs of all {len(samples)} "
-                f"rollouts, got {'none' if ref_logprobs is None else len(ref_logprobs)}",
-                name="ref_logprobs",
-                needed=len(samples),
+                f"rollouts, got {'none' if ref_logprobs is None else len(ref_logprobs)}"
             )
         return [
             -self.kl_coef * kl_k1(sample.rollout_logprobs[sample.loss_mask], ref[sample.loss_mask])

@@ -158,8 +158,7 @@ class PolicyLoss:
         if batch.ref_logprobs is None:
             raise TrainError(
                 "missing-values: the loss has a KL term but the batch has no ref_logprobs; run "
-                "backend.ref.logprobs(batches) first, or set algorithm.kl.coef = 0",
-                name="ref_logprobs",
+                "backend.ref.logprobs(batches) first, or set algorithm.kl.coef = 0"
             )
         ref = masked(batch.ref_logprobs[rows], terms.mask)
         estimate = kl(terms.logprobs, ref, estimator=config.estimator, max_nats=config.max_nats)
@@ -180,10 +179,7 @@ class PolicyLoss:
             raise TrainError(
                 f"missing-values: the train backend returned the loss's terms of {len(stats.terms)} of "
                 f"{len(batches)} micro-batches; put LossOutput.terms of every call into StepStats.terms, "
-                "[K, T] each",
-                name="terms",
-                got=len(stats.terms),
-                needed=len(batches),
+                "[K, T] each"
             )
         masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
         rows = torch.cat([x[:, mask] for x, mask in zip(stats.terms, masks, strict=True)], 1)

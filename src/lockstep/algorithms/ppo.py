@@ -48,8 +48,7 @@ class PPO(PolicyAlgorithm):
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
         """Raise TrainError: there are none without values."""
         raise TrainError(
-            "missing-values: PPO has no advantages without values; give the loop a value model (parts.value)",
-            name="values",
+            "missing-values: PPO has no advantages without values; give the loop a value model (parts.value)"
         )
 
     def estimates(
@@ -70,10 +69,7 @@ class PPO(PolicyAlgorithm):
         if len(values) != len(samples):
             raise TrainError(
                 f"missing-values: there are values of {len(values)} of {len(samples)} rollouts; score all "
-                "of them",
-                name="values",
-                got=len(values),
-                needed=len(samples),
+                "of them"
             )
         shaped, penalties = self.shaped(self._scaled(groups), samples, ref_logprobs)
         metrics = self._adapt_kl(penalties) if self._kl_in_reward else {}

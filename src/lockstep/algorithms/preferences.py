@@ -68,8 +68,7 @@ class PairLoss(ABC):
             if batch.ref_logprobs is None:
                 raise TrainError(
                     "missing-values: the loss compares with a reference, but the batch has no ref_logprobs; "
-                    "run backend.ref.logprobs(batches) first",
-                    name="ref_logprobs",
+                    "run backend.ref.logprobs(batches) first"
                 )
             scores = scores - masked(batch.ref_logprobs.to(outputs.device), batch.loss_mask)
         documents = document_sums(scores, batch.cu_seqlens)
@@ -107,8 +106,7 @@ def pair_weights(samples: Sequence[TrainSample]) -> list[Tensor]:
     """
     if len(samples) % 2:
         raise DataError(
-            f"wrong-pairs: {len(samples)} samples are not preference pairs: one has no counterpart",
-            samples=len(samples),
+            f"wrong-pairs: {len(samples)} samples are not preference pairs: one has no counterpart"
         )
     return [sample.loss_mask.to(torch.float32) * (2.0 / len(samples)) for sample in samples]
 
@@ -191,8 +189,7 @@ class RewardModelLoss(PairLoss):
         if batch.margins is None:
             raise TrainError(
                 "missing-values: a reward model's loss needs margins, 0 where there are none; pack "
-                "ScoredSamples",
-                name="margins",
+                "ScoredSamples"
             )
         margins = document_sums(masked(batch.margins.to(chosen.device), batch.loss_mask), batch.cu_seqlens)
         margin = of_pairs(margins, batch)[:, 0]
@@ -241,9 +238,7 @@ class KTOLoss:
         batch = _unpaired(batch)
         if batch.kl_baseline is None:
             raise TrainError(
-                "missing-values: KTO compares with a baseline, but the batch has no kl_baseline; set it "
-                "first",
-                name="kl_baseline",
+                "missing-values: KTO compares with a baseline, but the batch has no kl_baseline; set it first"
             )
         slots = logprobs.new_zeros(batch.num_slots)
         slots[rows] = logprobs
@@ -362,8 +357,7 @@ def log_ratios(logprobs: Tensor, batch: UnpairedBatch) -> Tensor:
     if batch.ref_logprobs is None:
         raise TrainError(
             "missing-values: KTO compares with a reference, but the batch has no ref_logprobs; run "
-            "backend.ref.logprobs(batches) first",
-            name="ref_logprobs",
+            "backend.ref.logprobs(batches) first"
         )
     ref = masked(batch.ref_logprobs.to(logprobs.device), batch.loss_mask)
     return document_sums(masked(logprobs, batch.loss_mask) - ref, batch.cu_seqlens)

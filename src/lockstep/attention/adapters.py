@@ -37,9 +37,7 @@ def implementation(kernel: str) -> str:
     if kernel.startswith("hf:") and len(kernel) > 3:
         return kernel.removeprefix("hf:")
     if kernel not in KERNELS and ":" not in kernel:
-        raise ConfigError(
-            unknown_name("attention kernel", kernel, names("attention")), code="unknown-name", name=kernel
-        )
+        raise ConfigError(unknown_name("attention kernel", kernel, names("attention")), code="unknown-name")
     _register(kernel)
     return PREFIX + kernel
 
@@ -123,8 +121,7 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
             raise ModelError(
                 f"missing-values: attention implementation {PREFIX + kernel!r} was called without "
                 "cu_seqlens; run the model through lockstep.models.forward.hidden_states, or load it with "
-                "attention = 'hf:sdpa'",
-                name="cu_seqlens",
+                "attention = 'hf:sdpa'"
             )
         # transformers passes both to every implementation, so a kernel that ignored them would compute
         # another model without a word.
@@ -168,8 +165,7 @@ def _ring(
     if window is not None:
         raise ModelError(
             f"unsupported-combination: ring attention has no sliding window (this layer's is {window}); set "
-            "train.ring = 1",
-            setting="train.ring",
+            "train.ring = 1"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return ring_attention(q, k, v, shard=ring.shard, group=ring.group, scale=scale)[None]

@@ -73,8 +73,7 @@ def ring_attention(
     if here != (shard.rank, shard.size):
         raise ModelError(
             f"out-of-range: the shard is of rank {shard.rank} of {shard.size}, but this is rank {here[0]} "
-            f"of a group of {here[1]}; make it with ring_shard(..., rank={here[0]}, size={here[1]})",
-            name="rank",
+            f"of a group of {here[1]}; make it with ring_shard(..., rank={here[0]}, size={here[1]})"
         )
     if q.shape[0] != shard.num_rows or k.shape[0] != shard.num_rows or k.shape != v.shape:
         raise ModelError(
@@ -91,8 +90,7 @@ def ring_attention(
     elif q.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
             f"unsupported-combination: ring attention runs flash kernels, which have no {q.dtype} on "
-            f"{q.device.type}; set model.dtype = 'bfloat16'",
-            setting="model.dtype",
+            f"{q.device.type}; set model.dtype = 'bfloat16'"
         )
     out: Tensor = _apply(q, k, v, Ring(shard=shard, group=group), scale)
     return out

@@ -87,8 +87,7 @@ def enable_cpu_reference() -> None:
     if taken:
         raise ModelError(
             f"unsupported-version: torch {torch.__version__} already has CPU kernels for "
-            f"{', '.join(taken)}, and Lockstep does not replace them; set train.attention = 'sdpa'",
-            setting="train.attention",
+            f"{', '.join(taken)}, and Lockstep does not replace them; set train.attention = 'sdpa'"
         )
     # Kernels under torch's own ops, so that without a GPU the very graph is traced, compiled and tested that
     # runs on one.

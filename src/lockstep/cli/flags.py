@@ -43,12 +43,10 @@ def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunCon
             unknown_name("kind of run" if recipe else "kind of run or recipe", source, known)
             + "; a path to a TOML file, such as ./run.toml, works as well",
             code="unknown-name",
-            name=source,
         )
     if source is not None and recipe is not None:
         raise ConfigError(
-            f"contradiction: {source!r} and --recipe {recipe} both name a config; give one of them",
-            setting="--recipe",
+            f"contradiction: {source!r} and --recipe {recipe} both name a config; give one of them"
         )
     if source is None and recipe is None:
         raise ConfigError(nothing, code="missing-setting")

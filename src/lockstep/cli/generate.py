@@ -116,8 +116,7 @@ def parse(argv: Sequence[str]) -> Command:
     )
     if not config.data.source:
         raise ConfigError(
-            "missing-setting: no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)",
-            setting="--data",
+            "missing-setting: no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)"
         )
     if config.engine.name not in (*ENGINES, "auto") and ":" not in config.engine.name:
         raise ConfigError(
@@ -127,8 +126,7 @@ def parse(argv: Sequence[str]) -> Command:
         )
     if values["out"] is None and not values["print_config"]:
         raise ConfigError(
-            "missing-setting: no file for the rows: give --out FILE.jsonl or --out FILE.parquet",
-            setting="--out",
+            "missing-setting: no file for the rows: give --out FILE.jsonl or --out FILE.parquet"
         )
     check_writable(values["json"])
     return Command(config=config, **values)

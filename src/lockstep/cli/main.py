@@ -159,8 +159,7 @@ def _load(command: str) -> ModuleType:
         raise ConfigError(
             f"missing-package: this command is in the package {package}, which cannot be imported (no "
             f"module {error.name!r}); it comes with lockstep-rl: pip install --force-reinstall --no-deps "
-            "lockstep-rl, or put all of src on PYTHONPATH",
-            name=package,
+            "lockstep-rl, or put all of src on PYTHONPATH"
         ) from error
 
 

@@ -116,8 +116,7 @@ def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
         return [Prompt(index=0, token_ids=tuple(chat.encode(text)), text=text, where="--prompt")]
     if not isinstance(opened.run, GRPORun):
         raise ConfigError(
-            f"missing-setting: {opened.source} comes with no held-out prompts; give --prompt TEXT",
-            setting="--prompt",
+            f"missing-setting: {opened.source} comes with no held-out prompts; give --prompt TEXT"
         )
     vocab_size = text_config(opened.model.module).vocab_size
     held_out = load_train_and_held_out(opened.run, tokenizer=opened.model.tokenizer, vocab_size=vocab_size)[1]

@@ -37,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
     own, rest = _parser().parse_known_args(argv)
     if own.cluster is None:
         raise ConfigError(
-            "missing-setting: submit needs --cluster http://HEAD:8265; without a cluster: lockstep train",
-            setting="--cluster",
+            "missing-setting: submit needs --cluster http://HEAD:8265; without a cluster: lockstep train"
         )
     if not rest:
         raise ConfigError(
@@ -57,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
     if run_dir is None or not run_dir.is_absolute():
         raise ConfigError(
             f"missing-setting: run_dir = {None if run_dir is None else str(run_dir)!r}: a job runs in a "
-            "folder of Ray's that is removed later; give --run-dir with an absolute path that the nodes have",
-            setting="run_dir",
+            "folder of Ray's that is removed later; give --run-dir with an absolute path that the nodes have"
         )
     from lockstep.cluster.jobs import RUN_FILE, Jobs, packed, placement_of
     from lockstep.cluster.launch import check_nodes

@@ -427,8 +427,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
             )
         if early.restart is not None:
             raise ConfigError(
-                "contradiction: --resume continues a run, --restart starts it over; give one of them",
-                setting="--restart",
+                "contradiction: --resume continues a run, --restart starts it over; give one of them"
             )
         return load_resumed(early.resume)
     if early.restart is not None and (source is not None or early.recipe is not None):
@@ -437,10 +436,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
             "out"
         )
     if early.checkpoint is not None:
-        raise ConfigError(
-            f"missing-setting: --checkpoint {early.checkpoint} needs --resume RUN_DIR",
-            setting="--resume",
-        )
+        raise ConfigError(f"missing-setting: --checkpoint {early.checkpoint} needs --resume RUN_DIR")
     if early.restart is not None:
         return load_restarted(early.restart)
     nothing = "nothing to train: name grpo, ppo, sft, dpo, rm, a TOML file, --recipe NAME or --resume RUN_DIR"

@@ -140,8 +140,7 @@ class Jobs:
             if job.lives and job.run_dir == str(run_dir):
                 raise ConfigError(
                     f"locked: run_dir = {str(run_dir)!r}: job {job.id} is {job.state} there; wait for it, "
-                    f"stop it (lockstep stop {job.id} --cluster {self.address}), or choose another folder",
-                    setting="run_dir",
+                    f"stop it (lockstep stop {job.id} --cluster {self.address}), or choose another folder"
                 )
         environment = travelling(os.environ) | submitter()
         environment["RAY_JOB_STOP_WAIT_TIME_S"] = str(STOP_SECONDS)  # Ray's own are 3, too few for a save
@@ -316,7 +315,6 @@ def _files_of(path: Path) -> list[Path]:
                     raise ConfigError(
                         f"leads-out-of-folder: {link}: is a link to a folder, which does not travel; put "
                         "the folder itself there, or include it by its own path",
-                        path=link,
                         setting="--include",
                     )
             # Ray would leave out what these files name, without a word.
@@ -358,8 +356,7 @@ def _check_files(run: RunConfig, extra: Sequence[Path]) -> None:
         along = f"send it along with --include {shlex.quote(text)}" if here else "write it, and --include it"
         raise ConfigError(
             f"no-such-file: {setting} = {text[:200]!r} is {where}; a job runs in a folder of its own on the "
-            f"cluster, which does not have it: {along}, or name the absolute path that it has on every node",
-            setting=setting,
+            f"cluster, which does not have it: {along}, or name the absolute path that it has on every node"
         )
 
 

@@ -311,8 +311,7 @@ def staying(environ: Mapping[str, str], *, secrets: Sequence[str] = ()) -> dict[
     if missing := [name for name in secrets if not environ.get(name)]:
         raise ConfigError(
             f"wrong-environment: cluster.secrets names {', '.join(missing)}, not set in the environment of "
-            "this node; set it where the node's part of the cluster is started, or leave it out",
-            setting="cluster.secrets",
+            "this node; set it where the node's part of the cluster is started, or leave it out"
         )
     kept = {n: v for n, v in environ.items() if _STAYS.fullmatch(n) and not _is_secret(n)}
     return kept | {name: environ[name] for name in secrets}

@@ -196,8 +196,7 @@ class RayProvider:
             raise ClusterError(
                 f"not-enough: a node has died, and none with {_bundle(placement)} became free in its place "
                 f"within cluster.node_seconds = {self._config.node_seconds:g}; the cluster has {has}, some "
-                "of it in use. Add a node, then go on",
-                setting="cluster.node_seconds",
+                "of it in use. Add a node, then go on"
             )
 
     def _living(self) -> list[Any]:
@@ -484,8 +483,7 @@ def check_token(address: str) -> None:
     if reason := distrust(found, secret=found.st_uid == os.geteuid()):
         raise ConfigError(
             f"not-ours: --cluster: the token of the Ray cluster, {path}, {reason} (in Kubernetes: "
-            "defaultMode: 0400 of the secret's volume)",
-            path=path,
+            "defaultMode: 0400 of the secret's volume)"
         )
 
 

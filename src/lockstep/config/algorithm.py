@@ -70,8 +70,7 @@ class KLConfig(Config):
             fix = "k1 (or place = 'loss')" if self.place == "reward" else "k3 or k2 (or place = 'reward')"
             raise ConfigError(
                 f"unsupported-combination: estimator = {self.estimator!r} with place = {self.place!r} is "
-                f"not a KL penalty: {reason}; set estimator = {fix}, or leave it out",
-                setting="estimator",
+                f"not a KL penalty: {reason}; set estimator = {fix}, or leave it out"
             )
         return self
 
@@ -113,14 +112,12 @@ class RolloutCorrectionConfig(Config):
         if self.geometric_low is not None and self.geometric_high is None:
             raise ConfigError(
                 f"no-effect: geometric_low = {self.geometric_low} has no effect without geometric_high; set "
-                "that, too, or leave it out",
-                setting="geometric_low",
+                "that, too, or leave it out"
             )
         if self.kind == "icepop" and self.low >= self.high:
             raise ConfigError(
                 f"contradiction: low = {self.low} is not below high = {self.high}: every token would be "
-                "masked",
-                setting="low",
+                "masked"
             )
         return self
 
@@ -207,16 +204,13 @@ class GRPOConfig(Config):
             if value is not None:
                 raise ConfigError(
                     f"no-effect: {option} = {value} has no effect under objective = {objective!r}, which "
-                    f"{why}; leave it out",
-                    setting=option,
-                    name=objective,
+                    f"{why}; leave it out"
                 )
         ratio = self.ratio or published_values(self.name)["ratio"]
         if ratio == "sequence_token" and objective == "cispo":
             raise ConfigError(
                 "no-effect: ratio = 'sequence_token' has no effect of its own under objective = 'cispo', "
-                "whose ratio has no gradient; set ratio = 'sequence'",
-                setting="ratio",
+                "whose ratio has no gradient; set ratio = 'sequence'"
             )
         return self
 
@@ -374,24 +368,19 @@ class DPOConfig(Config):
             given = value is not None and (value or option != "label_smoothing")  # 0 smooths nothing
             if given and option not in PREFERENCES[self.name]:
                 raise ConfigError(
-                    f"no-effect: {option} = {value} has no effect with name = {self.name!r}; leave it out",
-                    setting=option,
+                    f"no-effect: {option} = {value} has no effect with name = {self.name!r}; leave it out"
                 )
         if self.desirable_weight == 0 == self.undesirable_weight:
             raise ConfigError(
                 "nothing-to-do: desirable_weight = 0 and undesirable_weight = 0: nothing would be trained; "
-                "raise one",
-                setting="desirable_weight",
+                "raise one"
             )
         if self.average and self.name == "kto":
-            raise ConfigError(
-                "no-effect: average = true has no effect with name = 'kto'; leave it out", setting="average"
-            )
+            raise ConfigError("no-effect: average = true has no effect with name = 'kto'; leave it out")
         if self.average is False and self.name == "orpo":
             raise ConfigError(
                 "unsupported-combination: average = false with name = 'orpo': the odds of a whole answer "
-                "are 0 in any float; leave it out",
-                setting="average",
+                "are 0 in any float; leave it out"
             )
         return self
 

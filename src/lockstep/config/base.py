@@ -234,8 +234,7 @@ def read_secrets(places: Mapping[str, str], *, setting: str) -> dict[str, str]:
         if not value:
             problem = "that variable is not set" if kind == "env" else "that file is empty"
             raise ConfigError(
-                f"wrong-environment: {setting}.{name} = {place!r}: {problem}; put the secret there",
-                setting=f"{setting}.{name}",
+                f"wrong-environment: {setting}.{name} = {place!r}: {problem}; put the secret there"
             )
         hide(value)
         secrets[name] = value
@@ -247,7 +246,7 @@ def _read_file(path: str, setting: str) -> str:
     try:
         return raw.decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"not-text: {setting}: {path} is not text", setting=setting) from error
+        raise ConfigError(f"not-text: {setting}: {path} is not text") from error
 
 
 def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True) -> None:

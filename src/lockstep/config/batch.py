@@ -42,14 +42,12 @@ class GenerateConfig(Config):
         if self.sampling.temperature == 0 and self.n > 1:
             raise ConfigError(
                 f"unsupported-combination: n = {self.n} with sampling.temperature = 0 would sample one and "
-                f"the same completion {self.n} times; set sampling.temperature above 0, or n = 1",
-                setting="n",
+                f"the same completion {self.n} times; set sampling.temperature above 0, or n = 1"
             )
         if self.model.lora is not None:
             raise ConfigError(
                 "unsupported-combination: model.lora is for training: fresh adapters change nothing; name a "
-                "run directory whose adapters were trained, or leave model.lora out",
-                setting="model.lora",
+                "run directory whose adapters were trained, or leave model.lora out"
             )
         if self.iteration is not None and self.max_samples is not None:
             raise ConfigError(
@@ -110,14 +108,12 @@ class RewardRoleConfig(RewardModelConfig):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(
-                f"duplicate: others: {twice!r} is named twice; each model of an ensemble is another one",
-                setting="others",
+                f"duplicate: others: {twice!r} is named twice; each model of an ensemble is another one"
             )
         if self.aggregation != "mean" and not self.others:
             raise ConfigError(
                 f"no-effect: aggregation = {self.aggregation!r} has no effect with one model; name others, "
-                "or leave it out",
-                setting="aggregation",
+                "or leave it out"
             )
         return self
 

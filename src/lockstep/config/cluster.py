@@ -115,8 +115,6 @@ class ClusterConfig(Config):
                 f"not-enough: a node needs {layout.sums('GPUs')}, and this one shows {there}; set "
                 f"{', or '.join(settings)}, or show it more (CUDA_VISIBLE_DEVICES){otherwise}",
                 setting="cluster.dedicated_gpus" if layout.remote_groups else "cluster.engine_gpus",
-                needed=layout.total,
-                there=there,
             )
 
     def check_roles(self, roles: Sequence[str]) -> None:
@@ -128,9 +126,7 @@ class ClusterConfig(Config):
             if role not in roles:
                 raise ConfigError(
                     f"unknown-name: cluster.colocate names {role!r}, which this run does not have as a "
-                    f"model of its own (it has {', '.join(roles)}); leave it out",
-                    setting="cluster.colocate",
-                    name=role,
+                    f"model of its own (it has {', '.join(roles)}); leave it out"
                 )
         for role in roles:
             if role not in named:
@@ -138,7 +134,6 @@ class ClusterConfig(Config):
                     f"missing-setting: cluster.colocate gives {role!r} no place: every role of the run is "
                     f"in one of its groups (it has {', '.join(roles)}); add it to one of them",
                     setting="cluster.colocate",
-                    name=role,
                 )
 
     @field_validator("secrets")
@@ -161,25 +156,20 @@ class ClusterConfig(Config):
         for role in named:
             if role not in ROLES:
                 raise ConfigError(
-                    f"unknown-name: colocate names {role[:80]!r}; the roles are {', '.join(ROLES)}",
-                    setting="colocate",
-                    name=role,
+                    f"unknown-name: colocate names {role[:80]!r}; the roles are {', '.join(ROLES)}"
                 )
             if named.count(role) > 1:
                 raise ConfigError(
                     f"duplicate: colocate names {role!r} {named.count(role)} times: its GPUs would be asked "
-                    "for twice; leave it in one group",
-                    setting="colocate",
-                    name=role,
+                    "for twice; leave it in one group"
                 )
         if len(groups) > 1 and POLICY not in named:
             raise ConfigError(
                 f"missing-setting: colocate has {len(groups)} groups and none with 'policy', which the "
-                "trainer's ranks hold; add it to one of them",
-                setting="colocate",
+                "trainer's ranks hold; add it to one of them"
             )
         if not all(groups):
-            raise ConfigError("empty: colocate has an empty group; leave it out", setting="colocate")
+            raise ConfigError("empty: colocate has an empty group; leave it out")
         return groups
 
     @check
@@ -187,21 +177,18 @@ class ClusterConfig(Config):
         if self.gpus and self.slots != 1:
             raise ConfigError(
                 f"no-effect: slots = {self.slots} with gpus = {self.gpus}: there is one rank per GPU; leave "
-                "slots out, or set gpus = 0",
-                setting="slots",
+                "slots out, or set gpus = 0"
             )
         if self.ranks > MOST_SLOTS:
             raise ConfigError(
                 f"out-of-range: nodes * ranks per node = {self.nodes} * {self.per_node} = {self.ranks} is "
                 f"above {MOST_SLOTS}; lower nodes, gpus or slots",
                 setting="nodes",
-                ranks=self.ranks,
             )
         if self.dedicated_gpus and not self.remote_groups:
             raise ConfigError(
                 "no-effect: dedicated_gpus = true without remote roles: all roles share the processes of the "
-                "ranks; leave it out, or write several groups in colocate",
-                setting="dedicated_gpus",
+                "ranks; leave it out, or write several groups in colocate"
             )
         return self
 

@@ -283,7 +283,7 @@ def own_rows(rows: Any, *, axis: str, name: str) -> list[Entry]:
         own = [Entry.model_validate(row) for row in rows]
     except (ValidationError, TypeError) as error:
         raise ConfigError(
-            f"wrong-part: {name!r}: its attribute `support` is not a list of rows: {error}", name=name
+            f"wrong-part: {name!r}: its attribute `support` is not a list of rows: {error}"
         ) from error
     return [row.model_copy(update={axis: (name,)}) for row in own]
 

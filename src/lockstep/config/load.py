@@ -155,8 +155,7 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
             f"not-resumable: cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} "
             f"may change, of train only {', '.join(PARALLELISM)}, of engine only {', '.join(ENGINE_SIZES)}, "
             "and steps only under train.schedule = 'constant': a decay ends at the last step); start a new "
-            "run:\n" + "\n".join(lines),
-            settings=[path for path, *_ in refused],
+            "run:\n" + "\n".join(lines)
         )
 
 
@@ -165,9 +164,7 @@ def _saved_run(folder: Path, *, verb: str = "resume") -> RunConfig:
     if not file.is_file():
         raise ConfigError(
             f"no-such-file: cannot {verb} {str(folder)!r}: it holds no config.toml; give the folder of an "
-            "earlier run",
-            name="config.toml",
-            path=folder,
+            "earlier run"
         )
     check_inside(file, ConfigError, root=folder)
     return saved_run(file)
@@ -228,14 +225,11 @@ def find(source: str | Path) -> Path:
     if isinstance(source, str) and source in known:
         return known[source]
     if path.suffix == ".toml" or len(path.parts) > 1:
-        raise ConfigError(
-            f"no-such-file: no such file: {str(source)!r} (looked from {os.getcwd()!r})", name=str(source)
-        )
+        raise ConfigError(f"no-such-file: no such file: {str(source)!r} (looked from {os.getcwd()!r})")
     raise ConfigError(
         unknown_name("recipe", str(source), known)
         + "; a path to a TOML file, such as ./run.toml, works as well",
         code="unknown-name",
-        name=str(source),
     )
 
 
@@ -371,8 +365,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
                 raise ConfigError(
-                    f"wrong-type: {path} = {_show(value)}: {section!r} is not a table of settings",
-                    setting=path,
+                    f"wrong-type: {path} = {_show(value)}: {section!r} is not a table of settings"
                 )
         if value is None:
             table.pop(key, None)
@@ -419,10 +412,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return [_plain(item, depth + 1) for item in value]
     if depth > DEPTH:
         raise ConfigError(f"too-deep: lists or tables are nested more than {DEPTH} deep, and no setting is")
-    raise ConfigError(
-        f"wrong-type: {value!r} is a {type(value).__name__}, which no setting takes",
-        name=type(value).__name__,
-    )
+    raise ConfigError(f"wrong-type: {value!r} is a {type(value).__name__}, which no setting takes")
 
 
 def _show(value: Any) -> str:

@@ -50,7 +50,7 @@ class LoraConfig(Config):
         for target in targets:
             if (name := target.rpartition(".")[2]) not in LINEAR:
                 why = _NOT_ADAPTED.get(name) or unknown_name("linear module", target, (*LINEAR, ALL_LINEAR))
-                raise ConfigError(why, code="unknown-name", setting="target_modules", name=target)
+                raise ConfigError(why, code="unknown-name", setting="target_modules")
         return targets
 
 

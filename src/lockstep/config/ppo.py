@@ -37,8 +37,7 @@ class PPOKLConfig(KLConfig):
             why = "kl.coef = 0 stays 0" if self.coef == 0 else "kl.place = 'loss' has a fixed coefficient"
             raise ConfigError(
                 f"no-effect: target = {self.target} has no effect: {why}; set kl.coef above 0 and "
-                "kl.place = 'reward', or leave target out",
-                setting="target",
+                "kl.place = 'reward', or leave target out"
             )
         return self
 
@@ -81,15 +80,13 @@ class PPOConfig(GRPOConfig):
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
             raise ConfigError(
                 f"contradiction: reward_clip = {list(self.reward_clip)}: the first bound is not below the "
-                "second, so every reward would be the same; swap them",
-                setting="reward_clip",
+                "second, so every reward would be the same; swap them"
             )
         if self.lam_length_alpha is not None and self.lam != 1.0:
             raise ConfigError(
                 f"no-effect: lam = {self.lam} has no effect with lam_length_alpha = "
                 f"{self.lam_length_alpha}, which takes its place; leave one of them out (lam_value is that "
-                "of the returns)",
-                setting="lam",
+                "of the returns)"
             )
         return self
 
@@ -173,14 +170,12 @@ class ValueConfig(Config):
         if self.loss == "squared" and self.huber_delta != 1.0:
             raise ConfigError(
                 f"no-effect: huber_delta = {self.huber_delta} has no effect with loss = 'squared'; set "
-                "loss = 'huber', or leave it out",
-                setting="huber_delta",
+                "loss = 'huber', or leave it out"
             )
         if self.name == POLICY and self.revision is not None:
             raise ConfigError(
                 f"no-effect: revision = {self.revision!r} has no effect with name = 'policy', which has "
-                "model.revision; leave it out, or set name",
-                setting="revision",
+                "model.revision; leave it out, or set name"
             )
         return self
 

@@ -28,6 +28,9 @@ EXPECTED = {
     "model_attributes_type": "a table of settings",
 }
 
+_NAMED = re.compile(r"[a-z_][\w.\[\]]*(?= = |: | is | has | names )")
+"""The setting that the message of a table's own check begins with: `lam = 1 ...`, `url is not ...`."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -110,7 +113,8 @@ def data_of(path: str, detail: Any) -> dict[str, Any]:
     """Return the code and the fields of one problem of pydantic's at `path`."""
     kind, cause = detail["type"], detail.get("ctx", {}).get("error")
     if isinstance(cause, LockstepError):
-        own = str(cause.fields.get("setting", ""))
+        named = _NAMED.match(str(cause))
+        own = str(cause.fields.get("setting", named[0] if named else ""))
         inside = own and (not path or own == path or own.startswith(f"{path}."))
         parent, _, last = path.rpartition(".")
         if re.split(r"[.\[]", own)[0] == last:  # a field's own check names it

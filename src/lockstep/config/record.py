@@ -32,8 +32,7 @@ class RecordConfig(Config):
         if weights not in ("first", "none") and not _EVERY.fullmatch(weights):
             raise ConfigError(
                 f"wrong-format: weights = {weights!r} must be 'first', 'none' or 'every K' with K at least "
-                "1, such as 'every 10'",
-                setting="weights",
+                "1, such as 'every 10'"
             )
         return weights
 
@@ -42,8 +41,7 @@ class RecordConfig(Config):
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(
                 f"nothing-to-do: last_step = {self.last_step} is before first_step = {self.first_step}, so "
-                "nothing would be recorded; raise last_step, or leave it out for the run's last step",
-                setting="last_step",
+                "nothing would be recorded; raise last_step, or leave it out for the run's last step"
             )
         return self
 

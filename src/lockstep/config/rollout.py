@@ -59,13 +59,10 @@ class SamplingConfig(Config):
         if self.min_tokens > self.max_tokens:
             raise ConfigError(
                 f"contradiction: min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; "
-                "lower min_tokens",
-                setting="min_tokens",
+                "lower min_tokens"
             )
         if self.top_k == 0:
-            raise ConfigError(
-                "out-of-range: top_k = 0 would leave no token; set -1 to turn it off", setting="top_k"
-            )
+            raise ConfigError("out-of-range: top_k = 0 would leave no token; set -1 to turn it off")
         return self
 
 
@@ -132,8 +129,7 @@ class RewardConfig(Config):
         if self.secrets and ":" not in self.name:
             raise ConfigError(
                 f"no-effect: secrets has no effect with name = {self.name!r}; leave it out (http has "
-                "token_env)",
-                setting="secrets",
+                "token_env)"
             )
         if both := self.secrets.keys() & self.kwargs.keys():
             raise ConfigError(
@@ -148,15 +144,13 @@ class RewardConfig(Config):
                 if getattr(self, option) is not None:
                     raise ConfigError(
                         f"no-effect: {option} = {getattr(self, option)!r} has no effect with name = "
-                        f"{self.name!r}; set name = 'http', or leave it out",
-                        setting=option,
+                        f"{self.name!r}; set name = 'http', or leave it out"
                     )
             return self
         if self.url is None or not re.fullmatch(r"https?://[!-~]+", self.url):
             raise ConfigError(
                 f"missing-setting: url = {self.url!r} with name = 'http'; set the service's address, such "
-                "as url = 'http://127.0.0.1:8000/score'",
-                setting="url",
+                "as url = 'http://127.0.0.1:8000/score'"
             )
         parts = urlsplit(self.url)
         try:
@@ -166,7 +160,6 @@ class RewardConfig(Config):
         if not usable or parts.username is not None or parts.fragment:
             raise ConfigError(
                 "wrong-format: url is not of the form http://HOST:PORT/PATH, without a user's name and "
-                "without #; a token goes into the variable that token_env names",
-                setting="url",
+                "without #; a token goes into the variable that token_env names"
             )
         return self

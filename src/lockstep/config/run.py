@@ -114,9 +114,7 @@ class RunConfig(Config):
                 return self
             raise ConfigError(
                 f"unsupported-combination: cluster.colocate has several groups with kind = {self.kind!r}: "
-                "the roles of such a run are in one process; leave it out",
-                setting="cluster.colocate",
-                name=self.kind,
+                "the roles of such a run are in one process; leave it out"
             )
         self.cluster.check_roles(self.roles)
         if not self.remote_roles:
@@ -125,9 +123,7 @@ class RunConfig(Config):
             raise ConfigError(
                 "unsupported-combination: cluster.colocate has several groups with train.backend = "
                 f"{self.train.backend!r}: remote roles need 'local' or 'fsdp2'; set one "
-                "of them, or write one group",
-                setting="cluster.colocate",
-                name=self.train.backend,
+                "of them, or write one group"
             )
         if self.record.enabled and "value" in self.remote_roles:
             raise ConfigError(
@@ -319,8 +315,7 @@ class GRPORun(RunConfig):
         if not self.rewards and self.reward_model is None:
             raise ConfigError(
                 "missing-setting: rewards is empty; name at least one, such as rewards = [{name = "
-                "'verifier'}], or a reward_model",
-                setting="rewards",
+                "'verifier'}], or a reward_model"
             )
         return self
 
@@ -495,8 +490,7 @@ class OfflineRun(RunConfig):
         if data.exclude is not None:
             raise ConfigError(
                 f"no-effect: {name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such "
-                f"documents from {name}.source",
-                setting=f"{name}.exclude",
+                f"documents from {name}.source"
             )
         needed = self.unit * data.max_length
         if self.train.token_budget != "auto" and needed > token_slots(self.train):
@@ -506,8 +500,7 @@ class OfflineRun(RunConfig):
                 why = f": both answers of a pair are in one micro-batch, and {budget} holds no two of them"
             raise ConfigError(
                 f"contradiction: {name}.max_length = {data.max_length}{why}; raise train.token_budget to "
-                f"{needed} or lower {name}.max_length",
-                setting=f"{name}.max_length",
+                f"{needed} or lower {name}.max_length"
             )
 
 
@@ -527,8 +520,7 @@ class PairRun(OfflineRun):
             if data.train_on == "all":
                 raise ConfigError(
                     f"unsupported-combination: {name}.train_on = 'all' with kind = {self.kind!r}, which "
-                    "compares answers, and the prompt is not part of them; leave it out",
-                    setting=f"{name}.train_on",
+                    "compares answers, and the prompt is not part of them; leave it out"
                 )
         return self
 
@@ -572,8 +564,7 @@ class DPORun(PairRun):
             raise ConfigError(
                 f"unsupported-combination: batch_size = {self.batch_size} with algorithm.name = "
                 f"{self.algorithm.name!r}, whose baseline is of each prompt with another one's answer; set "
-                "batch_size to 2 or more",
-                setting="batch_size",
+                "batch_size to 2 or more"
             )
         return self
 

@@ -115,7 +115,7 @@ def check_support(run: RunAxes) -> None:
     _check_names(cell)
     for entry in TABLE:
         if entry.status == "unsupported" and entry.matches(cell):
-            raise ConfigError(_refusal(entry, cell), code="unsupported-combination", cell=_named(entry, cell))
+            raise ConfigError(_refusal(entry, cell), code="unsupported-combination")
     if run.train.batch_invariant:
         _check_batch_invariant(run, cell)
 
@@ -146,7 +146,7 @@ def check_device_support(
     _check_names(cell)
     entry = lookup(cell, own=own)
     if entry.status == "unsupported":
-        raise ConfigError(_refusal(entry, cell), code="unsupported-combination", cell=_named(entry, cell))
+        raise ConfigError(_refusal(entry, cell), code="unsupported-combination")
     if batch_invariant:
         _check_batch_invariant(run, cell)
     return entry
@@ -175,8 +175,7 @@ def _check_batch_invariant(run: RunAxes, cell: dict[str, str]) -> None:
     for entry in BATCH_INVARIANT:
         if entry.matches(cell):
             raise ConfigError(
-                "unsupported-combination: train.batch_invariant = true: " + _refusal(entry, cell),
-                cell=_named(entry, cell),
+                "unsupported-combination: train.batch_invariant = true: " + _refusal(entry, cell)
             )
 
 
@@ -239,15 +238,12 @@ def _check_names(cell: dict[str, str]) -> None:
     attention = cell.get("attention", "sdpa")
     if not is_kernel(attention):
         raise ConfigError(
-            "unknown-name: train.attention: "
-            f"{unknown_name('attention kernel', attention, AXES['attention'])}",
-            setting="train.attention",
+            f"unknown-name: train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}"
         )
     engine = cell.get("engine", "hf")
     if engine not in AXES["engine"] and ":" not in engine:
         raise ConfigError(
-            f"unknown-name: engine.name: {unknown_name('inference engine', engine, AXES['engine'])}",
-            setting="engine.name",
+            f"unknown-name: engine.name: {unknown_name('inference engine', engine, AXES['engine'])}"
         )
 
 

@@ -192,8 +192,7 @@ class EvalConfig(Config):
             raise ConfigError(
                 f"unsupported-combination: samples_per_prompt = {self.samples_per_prompt} at temperature = "
                 "0 would sample one and the same completion every time; set temperature above 0, or "
-                "samples_per_prompt = 1",
-                setting="samples_per_prompt",
+                "samples_per_prompt = 1"
             )
         return self
 

@@ -50,10 +50,7 @@ def fill_template(template: str, values: Mapping[str, Any], *, where: str) -> st
             raise ConfigError(
                 f"unknown-name: {where}: data.prompt_template reads {{{name}}}, and the row has no column "
                 f"{name!r}; {hint}Columns: {column_names(values)}. Correct the name, or write "
-                f"{{{{{name}}}}} for the text",
-                setting="data.prompt_template",
-                name=name,
-                where=where,
+                f"{{{{{name}}}}} for the text"
             )
         return str(values[name])
 
@@ -67,8 +64,7 @@ def check_text(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"not-text: {where}: holds half a surrogate pair, {text[error.start]!r}, after {error.start} "
-            "characters, which is not text; correct it",
-            where=where,
+            "characters, which is not text; correct it"
         ) from error
 
 
@@ -82,9 +78,7 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(
             f"wrong-row: {where}: messages must be a non-empty list of {{role, content}}, got "
-            f"{str(value)[:80]!r}",
-            where=where,
-            name="messages",
+            f"{str(value)[:80]!r}"
         )
     messages = []
     for number, message in enumerate(value, start=1):
@@ -93,19 +87,13 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
             hint = "; write ShareGPT's from and value as role (human: user, gpt: assistant) and content"
             raise DataError(
                 f"wrong-row: {where}, message {number}: needs a role and a content, got "
-                f"{str(message)[:80]!r}{hint if keys else ''}",
-                where=where,
-                name="role",
-                turn=number,
+                f"{str(message)[:80]!r}{hint if keys else ''}"
             )
         kept = {key: item for key, item in message.items() if item is not None}
         if "content" not in kept and kept["role"] in _SPEAKERS and not kept.keys() & _INSTEAD:
             raise DataError(
                 f"wrong-row: {where}, message {number}: has no content, got {str(message)[:80]!r}; write "
-                "it, '' for an empty one, or leave the message out",
-                where=where,
-                name="content",
-                turn=number,
+                "it, '' for an empty one, or leave the message out"
             )
         kept["content"] = _text_of(kept.get("content", ""), where, number)
         messages.append(kept)
@@ -119,11 +107,7 @@ def _text_of(content: Any, where: str, number: int) -> str:
     texts = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
     if not texts or len(texts) != len(parts):
         raise DataError(
-            f"wrong-row: {where}, message {number}: only text content is supported, got "
-            f"{str(content)[:80]!r}",
-            where=where,
-            name="content",
-            turn=number,
+            f"wrong-row: {where}, message {number}: only text content is supported, got {str(content)[:80]!r}"
         )
     return "".join(texts)
 
@@ -155,15 +139,13 @@ class ChatFormat:
             raise ConfigError(
                 f"no-effect: data.{setting} is set, but no chat template would carry it "
                 f"(data.chat_template = {config.chat_template!r}); set data.chat_template to a jinja "
-                "template",
-                setting=f"data.{setting}",
+                "template"
             )
         for name in self.kwargs:
             if self.template is not None and name not in self.template:
                 raise ConfigError(
                     f"no-effect: data.chat_template_kwargs.{name}: the chat template never reads {name!r}; "
-                    "correct the name or remove it",
-                    setting=f"data.chat_template_kwargs.{name}",
+                    "correct the name or remove it"
                 )
         self.bos = [] if self.template is not None else _leading_ids(tokenizer)
         """Ids in front of every text: the tokenizer's for plain text, none where a template writes its
@@ -237,8 +219,7 @@ class ChatFormat:
             if len(messages) != 1 or messages[0]["role"] != "user":
                 raise DataError(
                     f"no-chat-template: {where}: a conversation of {len(messages)} messages needs a chat "
-                    "template, and there is none; set data.chat_template to a jinja template",
-                    where=where,
+                    "template, and there is none; set data.chat_template to a jinja template"
                 )
             return str(messages[0]["content"])
         return self.rendered(messages, generate=generate, where=where).text
@@ -302,9 +283,7 @@ def _resolve_template(setting: str, tokenizer: Any) -> str | None:
         try:
             return None if template is None else str(tokenizer.get_chat_template())
         except ValueError as error:  # several, and none of them is the default
-            raise ConfigError(
-                f"ambiguous: {error}; set data.chat_template", setting="data.chat_template"
-            ) from error
+            raise ConfigError(f"ambiguous: {error}; set data.chat_template") from error
     if "{%" in setting or "{{" in setting:
         return setting
     path = Path(setting).expanduser()

@@ -52,27 +52,25 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
             "install reasoning-gym"
         ) from error
     if task not in DATASETS:
-        raise ConfigError(unknown_name("reasoning_gym task", task, DATASETS), code="unknown-name", name=task)
+        raise ConfigError(unknown_name("reasoning_gym task", task, DATASETS), code="unknown-name")
     for reserved, instead in (("size", "data.size"), ("seed", "data.seed")):
         if reserved in settings:
             raise ConfigError(
-                f"contradiction: data.task.{reserved} is decided by {instead}; set that instead",
-                setting=f"data.task.{reserved}",
+                f"contradiction: data.task.{reserved} is decided by {instead}; set that instead"
             )
     fields = DATASETS[task][1].__dataclass_fields__
     for name in settings:
         if name not in fields:
             known = [field for field in fields if field not in ("size", "seed")]
             raise ConfigError(
-                unknown_name(f"data.task setting of {task}", name, known), code="unknown-setting", name=name
+                unknown_name(f"data.task setting of {task}", name, known), code="unknown-setting"
             )
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **settings)
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(
             f"refused: reasoning_gym refuses data.task = {dict(settings)!r} for {task!r}: "
-            f"{error or type(error).__name__}",
-            setting="data.task",
+            f"{error or type(error).__name__}"
         ) from error
 
 
@@ -124,8 +122,7 @@ class IdRows:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
                     f"out-of-range: data.task.{name} = {value!r} of data.source = 'ids' must be a positive "
-                    "integer",
-                    setting=f"data.task.{name}",
+                    "integer"
                 )
         self.vocab_size, self.low, self.high = (int(value or 0) for value in settings.values())
         if self.low > self.high:

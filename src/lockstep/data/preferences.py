@@ -159,8 +159,7 @@ def _pairs(maker: DocumentMaker, *, scored: bool = False) -> Iterator[tuple[str,
                 raise DataError(
                     f"wrong-pairs: {where}: {config.chosen_column} and {config.rejected_column} are the "
                     f"same {len(chosen)} tokens, so there is nothing to prefer; correct the row, or set "
-                    "data.equal_answers = 'drop'",
-                    where=where,
+                    "data.equal_answers = 'drop'"
                 )
             maker.counts["dropped_equal"] += 1
             continue
@@ -195,8 +194,7 @@ def _scored(sample: TrainSample, pad_id: int | None, where: str) -> TrainSample:
     read = torch.ones(len(sample), dtype=torch.bool) if pad_id is None else sample.token_ids != pad_id
     if not bool(read.any()):
         raise DataError(
-            f"empty: {where}: the document holds nothing but pad tokens (id {pad_id}); leave the row out",
-            where=where,
+            f"empty: {where}: the document holds nothing but pad tokens (id {pad_id}); leave the row out"
         )
     mask = torch.zeros(len(sample), dtype=torch.bool)
     mask[int(read.nonzero()[-1])] = True
@@ -216,17 +214,12 @@ def _margin(row: Mapping[str, Any], column: str, where: str) -> float:
     if value is None:
         raise DataError(
             f"missing-column: {where} has no margin in column {column!r} (data.margin_column), as other "
-            "rows do; write one, 0 for a pair that needs none",
-            setting="data.margin_column",
-            name=column,
-            where=where,
+            "rows do; write one, 0 for a pair that needs none"
         )
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise DataError(
             f"wrong-row: {where}, {column}: {value!r} is not a margin; write a number >= 0, or rename the "
-            "column (data.margin_column)",
-            name=column,
-            where=where,
+            "column (data.margin_column)"
         )
     return float(value)
 
@@ -271,9 +264,7 @@ def _shared_prompt(chosen: Conversation, rejected: Conversation, where: str) -> 
         )
         raise DataError(
             f"wrong-pairs: {where}: the answers belong to different prompts: message {shared + 1} is "
-            f"{first} in one and {other} in the other; correct the row, or leave it out",
-            where=where,
-            turn=shared + 1,
+            f"{first} in one and {other} in the other; correct the row, or leave it out"
         )
     return prompt
 
@@ -318,8 +309,7 @@ def _split(prompt: Any, answer: Any, where: str) -> tuple[list[Message], list[Me
     if before != whole[: len(before)] or len(before) == len(whole):
         raise DataError(
             f"wrong-pairs: {where}: the conversation does not begin with the {len(before)} messages of the "
-            "row's prompt, or ends with them; correct the row, or leave the prompt's column out",
-            where=where,
+            "row's prompt, or ends with them; correct the row, or leave the prompt's column out"
         )
     return before, whole[len(before) :]
 
@@ -342,8 +332,7 @@ class UnpairedSet(SFTSet):
         if most == len(self):
             raise DataError(
                 f"wrong-pairs: all {most} answers are to one prompt, and KTO's baseline takes each prompt "
-                "with the answer to another one; add answers to other prompts",
-                prompts=1,
+                "with the answer to another one; add answers to other prompts"
             )
         for step in range(steps if most >= n else 0):
             rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
@@ -352,9 +341,7 @@ class UnpairedSet(SFTSet):
                 raise DataError(
                     f"wrong-pairs: the {n} answers of step {step + 1} are all to one prompt, and KTO's "
                     "baseline takes each prompt with the answer to another one; raise batch_size above "
-                    f"{most}, the most answers that a prompt has{or_shuffle}",
-                    step=step,
-                    answers=n,
+                    f"{most}, the most answers that a prompt has{or_shuffle}"
                 )
 
     @property
@@ -398,8 +385,7 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None 
         kind = "desirable" if counts["desirable"] else "undesirable"
         raise DataError(
             f"wrong-pairs: all {len(samples)} answers of data.source = {config.source!r} are {kind}, and "
-            "KTO learns from both kinds; add others, or train on these with `lockstep train sft`",
-            kind=kind,
+            "KTO learns from both kinds; add others, or train on these with `lockstep train sft`"
         )
     counts["documents"] = len(samples)
     counts["tokens"] = sum(len(sample) for sample in samples)
@@ -416,9 +402,7 @@ def _answers(row: PlacedRow, config: DataConfig, chat: ChatFormat) -> Iterator[t
         if isinstance(label, str | float) or label not in (True, False):
             raise DataError(
                 f"wrong-row: {where}: {config.label_column} = {str(label)[:40]!r} is not a label; it is "
-                "true for a desirable answer and false for another one",
-                name=config.label_column,
-                where=where,
+                "true for a desirable answer and false for another one"
             )
         for column, setting in (
             (config.prompt_column, "data.prompt_column"),

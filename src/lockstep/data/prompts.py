@@ -133,8 +133,7 @@ class PromptMaker:
             text = self.chat.tokenizer.decode(ids) if self.chat else " ".join(map(str, ids))
         if not ids:
             raise DataError(
-                f"empty: {where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}",
-                where=where,
+                f"empty: {where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}"
             )
         if self.vocab_size is not None and self.chat is not None:
             tokenizer = self.chat.tokenizer
@@ -166,16 +165,13 @@ class PromptMaker:
         if not isinstance(value, Sequence):
             raise DataError(
                 f"wrong-row: {where}: the prompt is {str(value)[:80]!r} ({type(value).__name__}), neither "
-                "text nor a list of messages; correct or remove the row",
-                where=where,
-                name="prompt",
+                "text nor a list of messages; correct or remove the row"
             )
         messages = clean_messages(value, where=where)
         if messages[-1]["role"] == "assistant":
             raise DataError(
                 f"wrong-row: {where}: the prompt's last message is the assistant's; end it with a user turn "
-                "(the policy answers)",
-                where=where,
+                "(the policy answers)"
             )
         problem = "\n".join(m["content"] for m in messages if m["role"] != "system")
         last = messages[-1]
@@ -201,9 +197,7 @@ class PromptMaker:
         if self.config.overlong_prompts == "error":
             raise DataError(
                 f"too-long: {where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; "
-                "raise it, or set data.overlong_prompts = 'drop' or 'truncate_left'",
-                where=where,
-                tokens=len(ids),
+                "raise it, or set data.overlong_prompts = 'drop' or 'truncate_left'"
             )
         if self.config.overlong_prompts == "drop":
             self._left_out[key] = "dropped_overlong"
@@ -385,8 +379,7 @@ def _distinct(rows: RowGenerator, maker: PromptMaker, config: DataConfig) -> lis
             raise DataError(
                 f"not-enough: {config.source} gave only {len(prompts)} distinct questions that are allowed, "
                 f"data.size = {config.size} were asked for ({maker.report}); lower data.size, or widen the "
-                "task with data.task",
-                setting="data.size",
+                "task with data.task"
             )
         taken.add(prompt.text)
         prompts.append(prompt)
@@ -441,9 +434,7 @@ def held_out_size(run: GRPORun, rows: int) -> int:
         fixes.append("turn evaluations off (eval.before = false, eval.after = false, eval.every = 0)")
     raise ConfigError(
         f"not-enough: rollout.prompts_per_step = {batch} is more than data.source = {run.data.source!r} has "
-        f"to train on: {what}; {', '.join([*fixes, 'or give more data']) if fixes else 'give more data'}",
-        rows=rows,
-        held_out=held_out if rows > held_out else 0,
+        f"to train on: {what}; {', '.join([*fixes, 'or give more data']) if fixes else 'give more data'}"
     )
 
 
@@ -498,10 +489,7 @@ def _held_out(run: GRPORun, *, tokenizer: Any, vocab_size: int | None) -> FixedP
     except DataError as error:
         raise error.with_message(f"held-out prompts (eval_data): {error}") from error
     if not isinstance(held_out, FixedPrompts):
-        raise ConfigError(
-            f"endless: eval_data.source = {config.source!r} is endless; set eval_data.size",
-            setting="eval_data.size",
-        )
+        raise ConfigError(f"endless: eval_data.source = {config.source!r} is endless; set eval_data.size")
     return held_out
 
 

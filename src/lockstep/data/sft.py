@@ -151,9 +151,7 @@ class DocumentMaker:
             if config.overlong_documents == "error":
                 raise DataError(
                     f"too-long: {where}: the document has {len(ids)} tokens, data.max_length = "
-                    f"{config.max_length}; raise it, or set data.overlong_documents = 'truncate' or 'drop'",
-                    where=where,
-                    tokens=len(ids),
+                    f"{config.max_length}; raise it, or set data.overlong_documents = 'truncate' or 'drop'"
                 )
             self.counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
             if config.overlong_documents == "drop":
@@ -165,8 +163,7 @@ class DocumentMaker:
                 raise DataError(
                     f"nothing-left: {where}: no token of the document is trained on (no assistant turn, an "
                     f"empty one, or one beyond data.max_length = {config.max_length}); correct the row, or "
-                    "set data.untrained_documents = 'drop'",
-                    where=where,
+                    "set data.untrained_documents = 'drop'"
                 )
             self.counts["dropped_untrained"] += 1
             return None
@@ -194,14 +191,10 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
             "file, a folder or a hub set"
         )
     if tokenizer is None:
-        raise ConfigError(
-            f"no-tokenizer: {kind} needs a model with a tokenizer; shape: models have none", name="tokenizer"
-        )
+        raise ConfigError(f"no-tokenizer: {kind} needs a model with a tokenizer; shape: models have none")
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"no-tokenizer: {kind} needs a fast tokenizer: its character offsets say which tokens to train "
-            "on",
-            name="fast tokenizer",
+            f"no-tokenizer: {kind} needs a fast tokenizer: its character offsets say which tokens to train on"
         )
     return ChatFormat(config, tokenizer)
 
@@ -329,8 +322,7 @@ def _by_template(chat: ChatFormat, messages: list[Message], where: str, first: i
         raise DataError(
             f"unsupported-chat-template: {where}: a turn has weight 0, and the template's {{% generation "
             f"%}} marks {len(spans)} texts for {len(turns)} turns of the assistant, so that its text is not "
-            "known; leave the row out",
-            where=where,
+            "known; leave the row out"
         )
     return _encode_spans(chat, rendered.text, spans, where=where)
 
@@ -358,8 +350,7 @@ def _turn_span(
     """Characters [start, end) of `text` that assistant turn `number` added."""
     if number == 0:
         raise DataError(
-            f"wrong-row: {where}: the conversation begins with the assistant; begin with a user turn",
-            where=where,
+            f"wrong-row: {where}: the conversation begins with the assistant; begin with a user turn"
         )
     before = chat.render(messages[:number], generate=False, where=where)
     header = chat.render(messages[:number], generate=True, where=where)
@@ -382,9 +373,7 @@ def _turn_span(
     raise DataError(
         f"unsupported-chat-template: {where}: message {number + 1} is not found in the rendered "
         "conversation, because the chat template rewrites earlier turns; use a template with {% generation "
-        "%} around the assistant's text, or data.train_on = 'all'",
-        where=where,
-        turn=number + 1,
+        "%} around the assistant's text, or data.train_on = 'all'"
     )
 
 

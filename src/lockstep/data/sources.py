@@ -58,8 +58,7 @@ def load_rows(config: DataConfig) -> list[PlacedRow]:
     if not rows:
         raise DataError(
             f"nothing-left: data.source = {config.source!r} has no rows after data.skip = {config.skip}; "
-            "lower data.skip",
-            setting="data.skip",
+            "lower data.skip"
         )
     return rows
 
@@ -124,10 +123,7 @@ def missing_column(column: str, row: Mapping[str, Any], *, setting: str, source:
     return DataError(
         f"missing-column: {source!r} has no column {column!r} ({setting}); {hint}Columns: "
         f"{column_names(row)}. Set {setting}, or rename with data.columns = {{{column} = 'NAME IN THE "
-        "DATA'}",
-        setting=setting,
-        name=column,
-        where=source,
+        "DATA'}"
     )
 
 
@@ -187,8 +183,7 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     raise DataError(
                         f"not-text: {path}: is UTF-16, which cannot be read by lines; convert it to UTF-8: "
-                        "iconv -f utf-16 -t utf-8",
-                        where=where,
+                        "iconv -f utf-16 -t utf-8"
                     )
                 row = parse_row(line, where)
                 # Half a pair stands in a line as an escape or, as json.loads takes it, as bytes from ED.
@@ -211,8 +206,7 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             kind, excerpt = type(row).__name__, str(row)[:80]
             raise DataError(
-                f"wrong-row: {path}, row {number}: a row must be a JSON object, got {kind}: {excerpt!r}",
-                where=f"{path}, row {number}",
+                f"wrong-row: {path}, row {number}: a row must be a JSON object, got {kind}: {excerpt!r}"
             )
         yield row
 
@@ -250,8 +244,7 @@ def _read_folder(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
         if config.split not in loaded:
             raise DataError(
                 f"unknown-name: {path} has no split {config.split!r}; set data.split to one of "
-                f"{column_names(loaded)}",
-                setting="data.split",
+                f"{column_names(loaded)}"
             )
         loaded = loaded[config.split]
     return _rows(loaded, f"data.source = {str(path)!r}", config)
@@ -267,8 +260,7 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
             f"{config.split!r}) from the Hugging Face hub: {type(error).__name__}: {str(error)[:300]}. "
             "Check the name, data.subset and data.split and the network (HF_HUB_OFFLINE, HF_ENDPOINT, "
             "HF_TOKEN), or download it elsewhere, write it with datasets' save_to_disk, and set data.source "
-            "to that folder",
-            setting="data.source",
+            "to that folder"
         ) from error
     return _rows(loaded, f"data.source = {config.source!r}", config)
 
@@ -360,9 +352,7 @@ def batch_rows(num_rows: int, *, step: int, n: int, seed: int, shuffle: bool = T
     if n > num_rows:
         raise DataError(
             f"not-enough: a batch of {n} needs {n} distinct rows, but the set has {num_rows}; take a "
-            "smaller batch",
-            needed=n,
-            rows=num_rows,
+            "smaller batch"
         )
     if not shuffle:
         return [(step * n + i) % num_rows for i in range(n)]
@@ -396,8 +386,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     value = parse_value(line, where)
     if not isinstance(value, dict):
         raise DataError(
-            f"wrong-row: {where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}",
-            where=where,
+            f"wrong-row: {where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}"
         )
     return value
 
@@ -412,12 +401,11 @@ def parse_value(text: bytes, where: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # also bytes that are no text
         raise DataError(
-            f"not-json: {where}: not valid JSON ({printable(str(error))}): {text[:80]!r}", where=where
+            f"not-json: {where}: not valid JSON ({printable(str(error))}): {text[:80]!r}"
         ) from error
     if text.count(b"[") + text.count(b"{") > ROW_DEPTH and _deeper(value, ROW_DEPTH):
         raise DataError(
-            f"too-deep: {where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them",
-            where=where,
+            f"too-deep: {where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them"
         )
     return value
 
@@ -429,8 +417,7 @@ def check_surrogates(value: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"not-text: {where}: holds half a surrogate pair ({error.object[error.start]!r}), which is not "
-            "text; correct or remove the row",
-            where=where,
+            "text; correct or remove the row"
         ) from error
 
 

@@ -64,16 +64,14 @@ def make_engine(
         if model is None:
             raise ConfigError(
                 f"missing-argument: engine {config.name!r} samples with the trainer's modules and got no "
-                "model",
-                name="model",
+                "model"
             )
         admit_decoding(config.name, model)
         return _together(config, lambda _: make(0, model=model), external=False)
     if spec is None:
         raise ConfigError(
             f"missing-argument: engine {config.name!r} has weights of its own and got no EngineSpec of the "
-            "model",
-            name="spec",
+            "model"
         )
     if config.max_model_len is not None:
         spec = dataclasses.replace(spec, max_model_len=config.max_model_len)
@@ -116,8 +114,7 @@ def _check_devices(config: EngineConfig, spec: EngineSpec) -> None:
     if spec.device != "cpu" and config.url is None and gpus > 1 and not config.cuda_devices:
         raise ConfigError(
             f"contradiction: engine.replicas * engine.tp = {config.replicas} * {config.tp} engines' worth "
-            f"of GPUs would all be {spec.device}; set engine.cuda_devices to {gpus} GPUs",
-            setting="engine.cuda_devices",
+            f"of GPUs would all be {spec.device}; set engine.cuda_devices to {gpus} GPUs"
         )
     if spec.device == "cpu" and config.tp > 1:
         raise ConfigError(
@@ -316,8 +313,7 @@ class _Replicas(Streaming, Generic[E]):
         if self._stuck:
             raise EngineError(
                 f"deadline: replicas {sorted(self._stuck)} of {len(self.engines)} did not stop within "
-                f"{ABORT_SECONDS:g} s of being aborted; build new engines",
-                replicas=sorted(self._stuck),
+                f"{ABORT_SECONDS:g} s of being aborted; build new engines"
             )
 
     def sleep(self) -> None:
@@ -364,7 +360,7 @@ class _Replicas(Streaming, Generic[E]):
         if failed and not dropped:  # else there is a reason to drop, and it is raised
             self._raise(
                 failed[0].replica,
-                failed[0].error or EngineError("wrong-state: its stream did not end", state="generating"),
+                failed[0].error or EngineError("wrong-state: its stream did not end"),
             )
 
     def _stop(self) -> list[_Done]:
@@ -423,7 +419,7 @@ class _Replicas(Streaming, Generic[E]):
     def _raise(self, replica: int, error: BaseException) -> NoReturn:
         where = f"replica {replica} of {len(self.engines)}"
         if isinstance(error, EngineError):
-            raise error.with_message(f"{where}: {error}", kind=EngineError, replica=replica) from error
+            raise error.with_message(f"{where}: {error}", kind=EngineError) from error
         error.add_note(f"in {where}")
         raise error
 
@@ -478,9 +474,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         if dirty and not self._running:  # a replica that is started again while it generates heals itself
             raise EngineError(
                 f"wrong-state: replicas {dirty} of {len(self.engines)} do not hold the trained weights: "
-                "their last update did not finish, or there was none; push the weights before generate",
-                state="dirty",
-                replicas=dirty,
+                "their last update did not finish, or there was none; push the weights before generate"
             )
 
     @property
@@ -527,9 +521,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
             for name, values in first.items():
                 if name not in other or not torch.equal(values, other[name]):
                     raise EngineError(
-                        f"values-differ: replicas 0 and {replica} hold different values of {name!r}",
-                        name=name,
-                        replica=replica,
+                        f"values-differ: replicas 0 and {replica} hold different values of {name!r}"
                     )
         return first
 

@@ -70,9 +70,7 @@ class Sample:
             raise EngineError(
                 f"not-finite: request {turn.index}: the logits of token {len(state.token_ids)} of sample "
                 f"{turn.samples[self.index]} are not finite; the weights have diverged or the compute dtype "
-                "overflows (model.dtype)",
-                request=turn.index,
-                token=len(state.token_ids),
+                "overflows (model.dtype)"
             )
         state.token_ids.append(token)
         self.logprobs.append(logprob)
@@ -173,8 +171,7 @@ class EmbeddedEngine(ModelEngine):
         elif update.shared_module is not self._model.module:
             raise EngineError(
                 f"other-model: engine {self.name} reads the Parameters of the module it was built with, and "
-                "the update names another module; build the engine with the trainer's model, or send tensors",
-                name="module",
+                "the update names another module; build the engine with the trainer's model, or send tensors"
             )
         self._weights_changed()
         self._policy_version = update.policy_version
@@ -213,18 +210,14 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
     new: dict[str, Tensor] = {}
     for name, tensor in tensors():
         if name in new:
-            raise EngineError(
-                f"duplicate: engine {engine}: the weight update brings {name!r} twice", name=name
-            )
+            raise EngineError(f"duplicate: engine {engine}: the weight update brings {name!r} twice")
         new[name] = tensor
     unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
     if unknown or missing:
         raise EngineError(
             f"wrong-weights: engine {engine}: the weight update does not fit the model: {len(unknown)} "
             f"unknown names {unknown[:5]}, {len(missing)} missing names {missing[:5]}; weights were left as "
-            "they are",
-            unknown=unknown,
-            missing=missing,
+            "they are"
         )
     first_name: dict[int, str] = {}
     for name, tensor in new.items():
@@ -232,15 +225,13 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
         if tensor.shape != parameter.shape:
             raise EngineError(
                 f"wrong-shape: engine {engine}: weight {name!r} has shape {list(tensor.shape)}, the model's "
-                f"is {list(parameter.shape)}; weights were left as they are",
-                name=name,
+                f"is {list(parameter.shape)}; weights were left as they are"
             )
         twin = first_name.setdefault(id(parameter), name)
         if twin != name and not torch.equal(new[twin], tensor):
             raise EngineError(
                 f"values-differ: engine {engine}: {twin!r} and {name!r} are one tied weight, but the update "
-                "brings two values",
-                name=name,
+                "brings two values"
             )
     with torch.no_grad():
         for name, tensor in new.items():

@@ -82,15 +82,13 @@ def checked_options(
         name = aliases.get(name, name)
         if name in refused:
             raise ConfigError(
-                f"unsupported-combination: engine.options.{written} is not available: {refused[name]}",
-                setting=f"engine.options.{written}",
+                f"unsupported-combination: engine.options.{written} is not available: {refused[name]}"
             )
         if name in own:
             raise ConfigError(
                 f"contradiction: engine.options.{written} = {value!r} would override what Lockstep sets "
                 f"itself ({name} = {own[name]!r}); leave it out, and use the settings under [engine] and "
-                "[model]",
-                setting=f"engine.options.{written}",
+                "[model]"
             )
         if name in checked:
             raise ConfigError(
@@ -126,17 +124,14 @@ def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> list[int
 
 
 def refusals(engine: str, params: SamplingParams) -> Callable[..., EngineError]:
-    """Return what makes the error for a field of `params` that `engine` cannot honour: of its name, why, what
-    to do instead, and `rule`: what it goes against, where several rules are about one field."""
+    """Return what makes the error for a field of `params` that `engine` cannot honour, of
+    the name, why, and what to do instead."""
 
-    def refuse(field: str, why: str, instead: str, *, rule: str = "") -> EngineError:
+    def refuse(field: str, why: str, instead: str) -> EngineError:
         value = getattr(params, field)
         return EngineError(
             f"unsupported-sampling: engine {engine} cannot honour sampling.{field} = {value!r}: {why}; "
-            f"{instead}",
-            setting=f"sampling.{field}",
-            value=value,
-            rule=rule,
+            f"{instead}"
         )
 
     return refuse
@@ -147,7 +142,7 @@ def check_common(engine: str, params: SamplingParams) -> None:
     refuse = refusals(engine, params)
     for name in ("presence_penalty", "frequency_penalty"):
         if not -2.0 <= getattr(params, name) <= 2.0:
-            raise refuse(name, "its range is [-2, 2]", f"set {name} within it", rule="range")
+            raise refuse(name, "its range is [-2, 2]", f"set {name} within it")
     if params.logprob_kind != "temperature_scaled":
         raise refuse("logprob_kind", "only one kind is known", "set 'temperature_scaled'")
 
@@ -188,23 +183,18 @@ class RequestCheck:
         ids, sampling, vocab_size = request.prompt_token_ids, request.sampling, self._vocab_size
         if not ids:
             raise EngineError(
-                f"empty: request {index} has an empty prompt; give it at least one token, such as the bos id",
-                request=index,
+                f"empty: request {index} has an empty prompt; give it at least one token, such as the bos id"
             )
         if len(ids) >= self._max_positions:
             raise EngineError(
                 f"too-long: request {index}: a prompt of {len(ids)} tokens leaves no room in the model's "
-                f"{self._max_positions} positions (max_position_embeddings); lower data.max_prompt_tokens",
-                request=index,
-                limit=self._max_positions,
+                f"{self._max_positions} positions (max_position_embeddings); lower data.max_prompt_tokens"
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
             raise EngineError(
                 f"outside-vocabulary: request {index}: token id {low if low < 0 else high} is outside the "
-                f"vocabulary of {vocab_size} entries; the prompt was made with another tokenizer",
-                request=index,
-                token=low if low < 0 else high,
+                f"vocabulary of {vocab_size} entries; the prompt was made with another tokenizer"
             )
         if sampling not in self._good:
             _check_sampling(sampling, vocab_size=vocab_size)
@@ -213,9 +203,7 @@ class RequestCheck:
         for seed in request.seeds:
             if not 0 <= seed < 1 << 63:
                 raise EngineError(
-                    f"out-of-range: request {index}: seed {seed} is not a 63-bit unsigned integer",
-                    name="seed",
-                    request=index,
+                    f"out-of-range: request {index}: seed {seed} is not a 63-bit unsigned integer"
                 )
 
 
@@ -262,22 +250,19 @@ def check_stop_strings(
     for text in stop:
         if not text:
             raise EngineError(
-                "empty: sampling.stop holds an empty string, which would end every sample; remove it",
-                setting="sampling.stop",
+                "empty: sampling.stop holds an empty string, which would end every sample; remove it"
             )
         if text in ends:
             raise EngineError(
                 f"unsupported-combination: sampling.stop holds the end-of-sequence token {text!r}, which is "
-                "not part of the text and ends a completion by itself; remove it",
-                setting="sampling.stop",
+                "not part of the text and ends a completion by itself; remove it"
             )
         if text in skipped:
             raise EngineError(
                 f"unsupported-combination: sampling.stop holds the special token {text!r}, which "
                 "sampling.skip_special_tokens = true leaves out of the text; set "
                 "sampling.skip_special_tokens = false, or sampling.stop_token_ids = "
-                f"[{tokenizer.convert_tokens_to_ids(text)}]",
-                setting="sampling.stop",
+                f"[{tokenizer.convert_tokens_to_ids(text)}]"
             )
 
 

@@ -217,8 +217,7 @@ class Streaming:
         if not self._is_idle():
             raise EngineError(
                 f"wrong-state: engine {self.name} generates already, and {self._open} samples have not been "
-                f"yielded; let finished() come to its end before {what}, or close it",
-                state="generating",
+                f"yielded; let finished() come to its end before {what}, or close it"
             )
 
     def _wait_until_idle(self, what: str, *, deadline: float) -> None:
@@ -236,17 +235,14 @@ class Streaming:
             if not self._turn.wait(deadline - time.monotonic()):
                 raise EngineError(
                     f"deadline: engine {self.name}: {self._open} samples were still running when the "
-                    f"deadline of the update came; {what} after generate has returned, or abort it",
-                    samples=self._open,
+                    f"deadline of the update came; {what} after generate has returned, or abort it"
                 )
 
     def _require_no_generate(self, what: str) -> None:
         if self._in_generate:
             raise EngineError(
                 f"wrong-state: engine {self.name} generates already: {what}() is not for the time of a "
-                "generate(), which has all its requests; use submit and finished instead of it",
-                state="generating",
-                call=what,
+                "generate(), which has all its requests; use submit and finished instead of it"
             )
 
     # the stream
@@ -256,8 +252,7 @@ class Streaming:
         with self._turn:
             if self._running:
                 raise EngineError(
-                    f"wrong-state: engine {self.name} generates already, in another stream of finished()",
-                    state="other-stream",
+                    f"wrong-state: engine {self.name} generates already, in another stream of finished()"
                 )
             self._running = True
             self._consumer = threading.get_ident()
@@ -291,8 +286,7 @@ class Streaming:
                 if not ended and self._open:
                     raise EngineError(
                         f"wrong-result: engine {self.name} lost {self._open} samples: it has nothing left "
-                        "to do",
-                        samples=self._open,
+                        "to do"
                     )
                 if self._abort.is_set() and len(self._ended) == self._open:
                     self._abort.clear()
@@ -360,20 +354,16 @@ class ModelEngine(Streaming):
 
     def _require_open(self) -> None:
         if self._state == "closed":
-            raise EngineError(f"wrong-state: engine {self.name} is closed; build a new one", state="closed")
+            raise EngineError(f"wrong-state: engine {self.name} is closed; build a new one")
         if self._state == "broken":
             raise EngineError(
-                f"wrong-state: engine {self.name} failed earlier and cannot go on; build a new one",
-                state="failed",
+                f"wrong-state: engine {self.name} failed earlier and cannot go on; build a new one"
             )
 
     def _require_awake(self, what: str) -> None:
         self._require_open()
         if self._state != "awake":
-            raise EngineError(
-                f"wrong-state: engine {self.name} is {self._state}; call wake() before {what}",
-                state=self._state,
-            )
+            raise EngineError(f"wrong-state: engine {self.name} is {self._state}; call wake() before {what}")
 
     def _require_ready(self) -> None:
         if self._state != "awake":
@@ -458,8 +448,7 @@ class ReceivingEngine(ModelEngine):
         if self._session is not None:
             raise EngineError(
                 f"wrong-state: engine {self.name} is being updated to policy version "
-                f"{self._session.policy_version}; {what} after finish_update or fail_update",
-                state="in-update",
+                f"{self._session.policy_version}; {what} after finish_update or fail_update"
             )
 
     def _require_clean(self) -> None:
@@ -467,8 +456,7 @@ class ReceivingEngine(ModelEngine):
             raise EngineError(
                 f"wrong-state: engine {self.name} is dirty: it holds no whole version of the policy (no "
                 "update yet, or the last one failed, or its server was started again); send it a whole "
-                "update first",
-                state="dirty",
+                "update first"
             )
 
     def _require_ready(self) -> None:
@@ -479,8 +467,5 @@ class ReceivingEngine(ModelEngine):
     def _open_session(self) -> UpdateSession:
         self._require_open()
         if self._session is None:
-            raise EngineError(
-                f"wrong-state: engine {self.name}: no update is open; call begin_update first",
-                state="no-update",
-            )
+            raise EngineError(f"wrong-state: engine {self.name}: no update is open; call begin_update first")
         return self._session

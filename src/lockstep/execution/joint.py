@@ -68,8 +68,7 @@ def install_joint(
     if decoder_layers(module)[0]._compiled_call_impl is not None:
         raise ConfigError(
             f"wrong-state: the layers of this {type(module).__name__} are compiled already "
-            "(train.execution = 'compile'); load the model again for train.execution = 'joint'",
-            setting="train.execution",
+            "(train.execution = 'compile'); load the model again for train.execution = 'joint'"
         )
     base = decoder(module)
     device = next(base.parameters()).device
@@ -142,8 +141,7 @@ class JointDecoder:
 
         if use_cache:
             raise ConfigError(
-                "unsupported-combination: a joint graph keeps no KV cache; generate with an engine",
-                name="use_cache",
+                "unsupported-combination: a joint graph keeps no KV cache; generate with an engine"
             )
         call = DecoderCall(input_ids=input_ids, position_ids=position_ids, kwargs=kwargs)
         key = self._key(call)
@@ -441,9 +439,7 @@ def refuse_inner_shards(base: nn.Module) -> None:
             raise ConfigError(
                 f"unsupported-combination: {name} ({type(module).__name__}) is sharded on its own by "
                 "fully_shard, and train.execution = 'joint' runs the whole decoder as one graph, without "
-                "hooks inside; call fully_shard on the model alone, or set train.execution = 'compile'",
-                setting="train.execution",
-                name=name,
+                "hooks inside; call fully_shard on the model alone, or set train.execution = 'compile'"
             )
 
 
@@ -471,13 +467,11 @@ class GraphCompiler:
     def __init__(self, name: str, *, options: Mapping[str, Any] | None = None) -> None:
         if name not in COMPILERS:
             raise ConfigError(
-                f"unknown-name: compiler: {unknown_name('compiler of joint graphs', name, COMPILERS)}",
-                name=name,
+                f"unknown-name: compiler: {unknown_name('compiler of joint graphs', name, COMPILERS)}"
             )
         if options and name != "inductor":
             raise ConfigError(
-                f"unknown-setting: compiler {name!r} has no options, got {sorted(options)}; set 'inductor'",
-                name=name,
+                f"unknown-setting: compiler {name!r} has no options, got {sorted(options)}; set 'inductor'"
             )
         self.name, self._options = name, dict(options or {})
 

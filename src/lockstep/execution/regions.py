@@ -197,9 +197,7 @@ class CompileWatch:
                 f"too-many-recompiles: {report.recompiles} recompiles after the first step exceed "
                 f"train.max_recompiles = {self.max_recompiles}; the last one because: {reason}. Set "
                 "train.static_capacity = true so that packs come in few shapes, or raise "
-                "train.max_recompiles",
-                setting="train.max_recompiles",
-                recompiles=report.recompiles,
+                "train.max_recompiles"
             )
 
     @property

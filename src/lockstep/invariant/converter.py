@@ -113,8 +113,7 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
     if not is_converted(module):
         raise ModelError(
             f"not-batch-invariant: {type(module).__name__} is not converted: call "
-            "lockstep.invariant.convert first",
-            name="convert",
+            "lockstep.invariant.convert first"
         )
     cuda = (device or next(module.parameters()).device).type == "cuda"
     shapes: dict[str, set[str]] = {}
@@ -210,14 +209,12 @@ def _check_dtypes(todo: list[tuple[str, nn.Module, str | None]]) -> None:
         which = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in seen.items())
         raise ModelError(
             f"not-batch-invariant: batch-invariant ops need weights of one dtype, and {which}: set "
-            "model.dtype, or train.batch_invariant = false",
-            names=list(seen.values()),
+            "model.dtype, or train.batch_invariant = false"
         )
 
 
 def _refused(name: str, part: nn.Module, why: str) -> ModelError:
     label = f"{name} ({type(part).__name__})" if name else type(part).__name__
     return ModelError(
-        f"not-batch-invariant: {label} cannot be batch-invariant: {why}; set train.batch_invariant = false",
-        name=label,
+        f"not-batch-invariant: {label} cannot be batch-invariant: {why}; set train.batch_invariant = false"
     )

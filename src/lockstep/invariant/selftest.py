@@ -106,8 +106,7 @@ def _verdict(case: _Case, device: torch.device) -> Verdict:
             rejected.append(f"{choice} ({difference})")
     raise ModelError(
         f"not-batch-invariant: {case.name}: no form of it is row-invariant on this {_hardware(device)}: "
-        f"{'; '.join(rejected)}. Set train.batch_invariant = false",
-        name=case.name,
+        f"{'; '.join(rejected)}. Set train.batch_invariant = false"
     )
 
 

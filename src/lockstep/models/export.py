@@ -121,9 +121,7 @@ def export_tensors(
 
 
 def _not_exported(directory: Path, reason: str) -> ModelError:
-    return ModelError(
-        f"cannot-write: the model was not exported to {directory}: {reason}", reason=reason, path=directory
-    )
+    return ModelError(f"cannot-write: the model was not exported to {directory}: {reason}")
 
 
 def _reason(error: OSError, temporary: Path | None, directory: Path) -> str:
@@ -193,8 +191,7 @@ class _Writer:
             return  # a tied one: it comes under its first name too
         if name not in self._missing:
             raise ModelError(
-                f"wrong-weights: {type(self._bare).__name__} has no weight {name!r}, or it came twice",
-                name=name,
+                f"wrong-weights: {type(self._bare).__name__} has no weight {name!r}, or it came twice"
             )
         self._missing.remove(name)
         wide = tensor.detach().is_floating_point()

@@ -70,9 +70,7 @@ def check_folder(folder: Path) -> Path:
         check_limits(folder)
     generation = folder / "generation_config.json"
     if generation.is_file() and not isinstance(read_json(generation, ModelError), dict):
-        raise ModelError(
-            f"wrong-type: {generation}: is not a JSON object; the file is damaged", path=generation
-        )
+        raise ModelError(f"wrong-type: {generation}: is not a JSON object; the file is damaged")
     return folder
 
 
@@ -96,13 +94,10 @@ def check_files(folder: Path) -> None:
             if not any(real.is_relative_to(known) for known in inside):
                 raise ModelError(
                     f"leads-out-of-folder: {entry}: is a link that leads out of {folder}; copy the file "
-                    "itself there",
-                    path=entry,
+                    "itself there"
                 )
             if not real.is_file():
-                raise ModelError(
-                    f"not-a-file: {entry}: is not a regular file; no other kind is read", path=entry
-                )
+                raise ModelError(f"not-a-file: {entry}: is not a regular file; no other kind is read")
 
 
 def check_limits(folder: Path) -> None:
@@ -125,8 +120,7 @@ def check_limits(folder: Path) -> None:
             if isinstance(value, int | float) and not -1 <= value <= limit:
                 raise ModelError(
                     f"out-of-range: {folder / CONFIG}: {key} = {str(value)[:24]} is more than any model has "
-                    f"(at most {limit}); the file is damaged",
-                    name=key,
+                    f"(at most {limit}); the file is damaged"
                 )
 
 
@@ -149,8 +143,7 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
         if not 1 <= config.num_hidden_layers <= len(layers):
             raise ModelError(
                 f"damaged-file: {wrong}config.json says num_hidden_layers = {config.num_hidden_layers}, and "
-                f"they hold {len(layers)} layers",
-                name="num_hidden_layers",
+                f"they hold {len(layers)} layers"
             )
         for tensor, (keys, expected) in _expected(config).items():
             names = [
@@ -167,8 +160,7 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
                 sizes = ", ".join(f"{key} = {getattr(config, key, None)}" for key in keys)
                 raise ModelError(
                     f"wrong-shape: {wrong}mismatched_keys: config.json says {sizes}, which makes {stored} "
-                    f"{expected}, and its file has {shape}",
-                    name=stored,
+                    f"{expected}, and its file has {shape}"
                 )
 
 
@@ -191,8 +183,7 @@ def check_score(folder: Path, *, name: str) -> None:
         raise ModelError(
             f"wrong-shape: {name!r}: its head {_SCORE} gives {labels} numbers per token, and a value or "
             "reward is one; choose a sequence classifier with num_labels = 1, or a causal LM, which gets a "
-            "fresh head",
-            name=_SCORE,
+            "fresh head"
         )
 
 
@@ -218,9 +209,7 @@ def check_fit(what: str, **misfits: Iterable[Any]) -> None:
     wrong = {kind: found for kind, names in misfits.items() if (found := sorted(names))}
     if wrong:
         listed = "; ".join(f"{kind} {found[:5]} ({len(found)} in all)" for kind, found in wrong.items())
-        raise ModelError(
-            f"{what}: the weight files do not fit the config: {listed}", code="wrong-shape", **wrong
-        )
+        raise ModelError(f"wrong-shape: {what}: the weight files do not fit the config: {listed}")
 
 
 def check_total(folder: Path, module: nn.Module, *, name: str) -> None:
@@ -238,10 +227,7 @@ def check_total(folder: Path, module: nn.Module, *, name: str) -> None:
     if needed > 2 * stored + _SMALL:
         raise ModelError(
             f"wrong-shape: model.name = {name!r}: the weight files do not fit the config: its sizes in "
-            f"config.json make {needed:,} weights, and the files hold {stored:,}",
-            name="weights",
-            needed=needed,
-            stored=stored,
+            f"config.json make {needed:,} weights, and the files hold {stored:,}"
         )
 
 
@@ -294,13 +280,11 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ModelError(
-            f"missing-field: {index}: has no weight_map of tensor names and file names; fetch it again",
-            name="weight_map",
+            f"missing-field: {index}: has no weight_map of tensor names and file names; fetch it again"
         )
     if not isinstance(content.get("metadata"), dict):
         raise ModelError(
-            f'missing-field: {index}: has no "metadata", which transformers reads; add "metadata": {{}}',
-            name="metadata",
+            f'missing-field: {index}: has no "metadata", which transformers reads; add "metadata": {{}}'
         )
     return names
 
@@ -313,15 +297,12 @@ def weight_errors(folder: Path, name: str) -> Iterator[None]:
     except OSError as error:
         raise ModelError(
             f"cannot-read: model.name = {name!r}: {folder} holds no readable safetensors weights ({error}); "
-            "pickled weights are not read, convert them with save_pretrained(safe_serialization=True)",
-            name="weights",
-            reason=error,
+            "pickled weights are not read, convert them with save_pretrained(safe_serialization=True)"
         ) from error
     except (SafetensorError, KeyError) as error:
         raise ModelError(
             f"damaged-file: model.name = {name!r}: a weight file in {folder} is damaged ({error}); fetch it "
-            "again",
-            name="weights",
+            "again"
         ) from error
 
 
@@ -355,8 +336,7 @@ def check_adapter(folder: Path) -> None:
         f"wrong-kind-of-file: {folder}: holds an adapter ({ADAPTER}) and no weights of a model; adapters "
         "are not loaded. Merge it into the model that it was trained on, add the tokenizer, and name the "
         "merged folder: "
-        f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(MERGED)",
-        path=folder / ADAPTER,
+        f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(MERGED)"
     )
 
 

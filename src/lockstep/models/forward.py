@@ -199,30 +199,26 @@ def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device:
     if layout not in ("auto", "packed"):
         raise ConfigError(
             f"unsupported-combination: ring attention shards packs: train.layout = {layout!r}; set "
-            "'packed', or ring = 1",
-            setting="train.layout",
+            "'packed', or ring = 1"
         )
     if compiled:
         raise ConfigError(
             "unsupported-combination: ring attention talks to other ranks inside of a layer, which compiled "
-            "layers cannot; set train.execution = 'eager', or train.ring = 1",
-            setting="train.execution",
+            "layers cannot; set train.execution = 'eager', or train.ring = 1"
         )
     windows = {window for window in layer_windows(config) if window is not None}
     if windows:
         raise ConfigError(
             "unsupported-combination: ring attention has no sliding windows, and layers of this "
             f"{config.model_type} model have one of {', '.join(map(str, sorted(windows)))} tokens; set "
-            "train.ring = 1",
-            setting="train.ring",
+            "train.ring = 1"
         )
     # On a CPU both names mean the reference kernels of attention/varlen.py.
     kernels = ("varlen", "sdpa") if device.type == "cpu" else ("varlen",)
     if kernel not in kernels:
         raise ConfigError(
             "unsupported-combination: ring attention runs the kernels of 'varlen'; train.attention = "
-            f"{kernel!r} on {device.type}: set 'varlen', or train.ring = 1",
-            setting="train.attention",
+            f"{kernel!r} on {device.type}: set 'varlen', or train.ring = 1"
         )
 
 

@@ -37,8 +37,7 @@ def head_of(module: nn.Module) -> Head:
     if not isinstance(linear, nn.Linear):
         raise ModelError(
             f"unsupported-model: the head of {type(module).__name__} is a {type(linear).__name__}, not a "
-            "plain linear; leave lm_head out of model.lora.target_modules",
-            name=type(linear).__name__,
+            "plain linear; leave lm_head out of model.lora.target_modules"
         )
     config = text_config(module)
     return Head(
@@ -76,8 +75,7 @@ def head_options(
     if kernels is not None and vocab is not None:
         raise ModelError(
             "unsupported-combination: lm_head is split over ranks, and a sum over ranks is not "
-            "batch-invariant; set train.tp = 1, or train.batch_invariant = false",
-            setting="train.tp",
+            "batch-invariant; set train.tp = 1, or train.batch_invariant = false"
         )
     return HeadOptions(
         temperature=temperature,

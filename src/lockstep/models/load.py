@@ -347,9 +347,7 @@ def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
         return check_folder(path)
     if path.is_absolute() or config.name.startswith((".", "~")) or config.name.count("/") > 1:
         raise ModelError(
-            f"no-such-file: model.name = {config.name!r} is not a folder; set a folder that holds "
-            "config.json",
-            name=config.name,
+            f"no-such-file: model.name = {config.name!r} is not a folder; set a folder that holds config.json"
         )
     return check_folder(_hub_folder(config, local_only=local_only))
 
@@ -379,9 +377,7 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
         )
         raise ModelError(
             f"cannot-read: model.name = {config.name!r}: cannot read its config ({type(error).__name__}: "
-            f"{printable(str(error))}){hint}",
-            name="config",
-            reason=error,
+            f"{printable(str(error))}){hint}"
         ) from error
     if hf_config.model_type in SUPPORTED:
         check_sizes(folder, hf_config, name=config.name)
@@ -413,8 +409,7 @@ def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) 
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ModelError(
             f"unsupported-model: model.name = {config.name!r} has quantised weights, which cannot be "
-            "trained; use the model it was made from",
-            name="quantization_config",
+            "trained; use the model it was made from"
         )
     if config.num_layers is not None:
         keep_layers(hf_config, config.num_layers)
@@ -432,8 +427,7 @@ def _check_generation(folder: Path) -> None:
     except (TypeError, ValueError) as error:  # values that contradict each other, or of another type
         raise ModelError(
             f"refused: {file}: transformers refuses it: {printable(str(error))[:300]}; correct the file, or "
-            "remove it: a run samples with rollout.sampling",
-            path=file,
+            "remove it: a run samples with rollout.sampling"
         ) from error
 
 
@@ -490,8 +484,7 @@ def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
     except HFValidationError as error:
         raise ModelError(
             f"unknown-name: model.name = {at} is neither a folder nor a possible hub name ({error}); set a "
-            "folder, OWNER/NAME, bundled:smollm2-135m or shape:NAME",
-            name=config.name,
+            "folder, OWNER/NAME, bundled:smollm2-135m or shape:NAME"
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
@@ -518,9 +511,7 @@ def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     except Exception as error:  # the tokenizers package raises plain Exception over a damaged file
         raise ModelError(
             f"cannot-read: model.name = {config.name!r}: cannot read its tokenizer ({type(error).__name__}: "
-            f"{printable(str(error))[:500]})",
-            name="tokenizer",
-            reason=error,
+            f"{printable(str(error))[:500]})"
         ) from error
 
 
@@ -570,8 +561,5 @@ def check_positions(
         subject = subject or f"{setting} allows documents of {longest} tokens"
         raise ConfigError(
             f"too-long: {subject}, which exceeds the {model.max_positions} positions of {model.name} "
-            f"(max_position_embeddings); lower {setting} to {model.max_positions}",
-            setting=setting,
-            tokens=longest,
-            limit=model.max_positions,
+            f"(max_position_embeddings); lower {setting} to {model.max_positions}"
         )

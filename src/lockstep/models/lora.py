@@ -34,10 +34,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         ConfigError: peft is not installed, or one of `target_modules` is no linear module of the decoder.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            "missing-package: model.lora needs the package peft: pip install lockstep-rl[lora]",
-            setting="model.lora",
-        )
+        raise ConfigError("missing-package: model.lora needs the package peft: pip install lockstep-rl[lora]")
     import peft
 
     check_targets(module, config.target_modules)
@@ -88,9 +85,7 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
 def _unfit(target: str, why: str, linear: Iterable[str]) -> ConfigError:
     return ConfigError(
         f"unknown-name: model.lora.target_modules: {target!r} {why}; adapters go beside the linear modules "
-        f"of the decoder: {', '.join(sorted(linear))}",
-        setting="model.lora.target_modules",
-        name=target,
+        f"of the decoder: {', '.join(sorted(linear))}"
     )
 
 

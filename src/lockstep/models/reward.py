@@ -234,8 +234,7 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
     except (*CONFIG_ERRORS, SafetensorError) as error:
         raise ModelError(
             f"cannot-read: reward model {name!r} cannot be read: {error}. It needs safetensors weights and "
-            "an architecture that transformers has as a sequence classifier (its own code is not run)",
-            name=name,
+            "an architecture that transformers has as a sequence classifier (its own code is not run)"
         ) from error
     info: dict[str, Any] = loaded[1]
     missing, mismatched = info["missing_keys"], info["mismatched_keys"]
@@ -254,7 +253,7 @@ def reward_model_parameters(name: str, revision: str | None) -> int:
     try:
         module = _meta(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
     except CONFIG_ERRORS as error:
-        raise ModelError(f"cannot-read: reward model {name!r} cannot be read: {error}", name=name) from error
+        raise ModelError(f"cannot-read: reward model {name!r} cannot be read: {error}") from error
     return sum(parameter.numel() for parameter in module.parameters())
 
 

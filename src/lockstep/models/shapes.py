@@ -24,7 +24,7 @@ def shape_config(name: str) -> PretrainedConfig:
         ModelError: an unknown name; the text lists the known ones.
     """
     if name not in SHAPES:
-        raise ModelError(unknown_name("shape", name, SHAPES), code="unknown-name", name=name)
+        raise ModelError(unknown_name("shape", name, SHAPES), code="unknown-name")
     return AutoConfig.for_model(**SHAPES[name])
 
 

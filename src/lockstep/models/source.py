@@ -245,8 +245,7 @@ class FolderSource:
                 raise ModelError(
                     f"values-differ: model.name = {self._model_name!r}: its config.json ties {name} to "
                     f"{own}, but its files hold other values for each; set tie_word_embeddings = false in "
-                    "config.json",
-                    name=name,
+                    "config.json"
                 )
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:

@@ -165,9 +165,7 @@ def row_variables(
     for name in variables.keys() & _ARGUMENTS:
         raise DataError(
             f"wrong-row: {where}: chat_template_kwargs.{name} is no variable of a template but an argument "
-            "of apply_chat_template; leave it out",
-            where=where,
-            name=name,
+            "of apply_chat_template; leave it out"
         )
     thinking = "enable_thinking"
     if thinking in variables:
@@ -191,9 +189,7 @@ def _parsed(value: Any, kind: type, where: str, *, name: str, expected: str) -> 
     if not isinstance(parsed, kind) or isinstance(parsed, str):
         raise DataError(
             f"wrong-row: {where}: {name} must be {expected}, got {str(value)[:80]!r}; correct it, or rename "
-            f"the column (data.columns = {{other = {name!r}}})",
-            where=where,
-            name=name,
+            f"the column (data.columns = {{other = {name!r}}})"
         )
     return parsed
 
@@ -262,7 +258,5 @@ def check_known(ids: Sequence[int], vocab_size: int, *, tokenizer: Any, model: s
     raise DataError(
         f"outside-vocabulary: {where}: token id {token} ({tokenizer.convert_ids_to_tokens(token)!r}) is "
         f"outside the vocabulary of {vocab_size} entries: the tokenizer has tokens for which the embedding "
-        f"of {model} has no row; add rows (transformers' resize_token_embeddings), or leave the token out",
-        where=where,
-        token=token,
+        f"of {model} has no row; add rows (transformers' resize_token_embeddings), or leave the token out"
     )

@@ -313,7 +313,7 @@ class RunLog:
         self._lock = threading.Lock()
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             self._file.close()
-            raise ConfigError(f"not-a-file: {path}: is not a regular file; remove it", path=path)
+            raise ConfigError(f"not-a-file: {path}: is not a regular file; remove it")
 
     def line(self, text: str) -> None:
         """Write a text of one line or several.

@@ -41,28 +41,23 @@ def check_writable(path: Path | None, *, flag: str = "--json") -> None:
     if problem := path_problem(str(path)):
         raise ConfigError(
             f"bad-file-name: {flag} {str(path)[:40]!r} cannot be the name of a file: {problem}; choose "
-            "another",
-            path=path,
+            "another"
         )
     if path.is_dir():
-        raise ConfigError(f"not-a-file: {flag} {str(path)!r} is a folder; name a file in it", path=path)
+        raise ConfigError(f"not-a-file: {flag} {str(path)!r} is a folder; name a file in it")
     # The result would take the place of the device, or of /dev/stdout, which leads to a file after `> FILE`.
     if path.exists() and (not path.is_file() or _of_the_system(path.parent.resolve())):
         raise ConfigError(
-            f"not-a-file: {flag} {str(path)!r} is a device or a pipe, not a regular file; choose another "
-            "file",
-            path=path,
+            f"not-a-file: {flag} {str(path)!r} is a device or a pipe, not a regular file; choose another file"
         )
     if not path.parent.is_dir():
         raise ConfigError(
-            f"no-such-file: {flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first",
-            path=path,
+            f"no-such-file: {flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first"
         )
     # Asked of the system, not of mode bits: they are not all there is to it.
     if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise ConfigError(
-            f"cannot-write: {flag} {str(path)!r} cannot be written (permission denied); choose another file",
-            path=path,
+            f"cannot-write: {flag} {str(path)!r} cannot be written (permission denied); choose another file"
         )
 
 
@@ -71,7 +66,7 @@ def check_above(path: Path, *, flag: str = "--out") -> None:
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigError(
-            f"not-a-file: {flag} {str(path)!r}: {str(above)!r} is not a folder; name another place", path=path
+            f"not-a-file: {flag} {str(path)!r}: {str(above)!r} is not a folder; name another place"
         )
 
 
@@ -113,16 +108,11 @@ def file_errors(
         raise error(
             f"{path}: cannot be {_PAST.get(doing, doing)} ({reason}){end}",
             code="cannot-read" if doing == "read" else "cannot-write",
-            path=path,
         ) from cause
     except UnicodeError as cause:
-        raise error(
-            f"not-text: {path}: is not UTF-8 text ({cause}); the file is damaged", path=path
-        ) from cause
+        raise error(f"not-text: {path}: is not UTF-8 text ({cause}); the file is damaged") from cause
     except RecursionError as cause:
-        raise error(
-            f"too-deep: {path}: is nested too deeply to be read; the file is damaged", path=path
-        ) from cause
+        raise error(f"too-deep: {path}: is nested too deeply to be read; the file is damaged") from cause
 
 
 _PAST = {"write": "written", "remove": "removed"}
@@ -177,7 +167,6 @@ def check_inside(path: Path, error: type[LockstepError], *, root: Path) -> None:
         raise error(
             f"leads-out-of-folder: {path}: is a link that leads out of {root}; put the file or folder "
             "itself there",
-            path=path,
         )
 
 
@@ -199,10 +188,10 @@ def open_plain(
             # O_NONBLOCK: opening a fifo that nobody writes would wait for a writer.
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except ValueError as cause:  # a NUL in the name
-            raise error(f"bad-file-name: {str(path)!r}: is not a file name ({cause})", path=path) from cause
+            raise error(f"bad-file-name: {str(path)!r}: is not a file name ({cause})") from cause
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise error(f"not-a-file: {path}: is not a regular file; no other kind is read", path=path)
+        raise error(f"not-a-file: {path}: is not a regular file; no other kind is read")
     with os.fdopen(handle, "rb") as file:
         if root is not None:
             check_inside(path, error, root=root)
@@ -233,7 +222,7 @@ def read_plain(
         if size < len(data) <= limit:
             data += file.read(limit + 1 - len(data))
     if size > limit or len(data) > limit:
-        raise error(f"too-large: {path}: is larger than {limit:,} bytes; {advice}", path=path, limit=limit)
+        raise error(f"too-large: {path}: is larger than {limit:,} bytes; {advice}")
     return data
 
 
@@ -261,16 +250,15 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
         raise error(
             f"too-large: {where}: {len(raw):,} bytes of JSON are more than is read (at most {limit:,} bytes "
             f"and {most:,} values)",
-            path=where,
         )
 
     def no_constant(name: str) -> NoReturn:
-        raise error(f"not-json: {where}: {name} is not a JSON number", path=where)
+        raise error(f"not-json: {where}: {name} is not a JSON number")
 
     def finite(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise error(f"out-of-range: {where}: the number {text[:40]} is too large for a float", path=where)
+            raise error(f"out-of-range: {where}: the number {text[:40]} is too large for a float")
         return value
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -279,7 +267,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
         if len(value) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise error(f"duplicate: {where}: the key {twice[:80]!r} stands twice in one object", path=where)
+            raise error(f"duplicate: {where}: the key {twice[:80]!r} stands twice in one object")
         return value
 
     try:
@@ -289,9 +277,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
     except error:
         raise
     except (ValueError, RecursionError) as cause:
-        raise error(
-            f"not-json: {where}: is not valid JSON ({cause}); the file is damaged", path=where
-        ) from cause
+        raise error(f"not-json: {where}: is not valid JSON ({cause}); the file is damaged") from cause
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -463,19 +463,17 @@ def _content(path: Path, file: BufferedReader) -> bytes:
     check_own(path, file.fileno(), DataError, owners=[path.parent.stat().st_uid])
     data = file.read(_SIZE + 1)
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
-        raise DataError(f"damaged-file: {path}: is not a flight record", path=path)
+        raise DataError(f"damaged-file: {path}: is not a flight record")
     version = _HEADER.unpack_from(data)[1]
     if version != _VERSION:
         raise DataError(
-            f"version-differs: {path}: version {version}; this version of lockstep reads {_VERSION}",
-            path=path,
+            f"version-differs: {path}: version {version}; this version of lockstep reads {_VERSION}"
         )
     if len(data) != _SIZE:
         size = os.fstat(file.fileno()).st_size
         raise DataError(
             f"damaged-file: {path}: has {size:,} bytes, where a flight record has {_SIZE:,}; it was cut off "
-            "or overwritten",
-            path=path,
+            "or overwritten"
         )
     return data
 
@@ -492,9 +490,7 @@ def _header(path: Path, data: bytes) -> tuple[int, int, int, int, float, int, in
 def _check(path: Path, field: str, value: object, right: bool) -> None:
     if not right:
         raise DataError(
-            f"damaged-file: {path}: its {field} is {value!r:.80}, which no run writes; the file is damaged",
-            path=path,
-            name=field,
+            f"damaged-file: {path}: its {field} is {value!r:.80}, which no run writes; the file is damaged"
         )
 
 

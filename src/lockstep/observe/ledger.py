@@ -202,7 +202,6 @@ def _asked_per_step(config: Path) -> tuple[int, int]:
     if not (isinstance(prompts, int) and isinstance(group_size, int) and prompts > 0 < group_size < _MOST):
         raise DataError(
             f"wrong-field: {config}: has no rollout.prompts_per_step and rollout.group_size, so nobody "
-            "knows how many samples a step asked for; restore the file",
-            path=config,
+            "knows how many samples a step asked for; restore the file"
         )
     return prompts, group_size

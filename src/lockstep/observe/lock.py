@@ -78,9 +78,7 @@ class RunLock:
                 raise ConfigError(
                     f"locked: {str(path.parent)!r} is being written by process {owner.pid} on host "
                     f"{owner.host!r}; wait for it, use another --run-dir, or, if it is surely gone, delete "
-                    f"{str(path)!r}",
-                    pid=owner.pid,
-                    host=owner.host,
+                    f"{str(path)!r}"
                 )
             with file_errors(path, TrainError, "write", advice="free some space and try again"):
                 self._write(file, json.dumps(asdict(self._me)))
@@ -139,8 +137,7 @@ def _flock(handle: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 raise ConfigError(
-                    f"locked: {path}: another process holds it for {_FLOCK_SECONDS:g} s; end that process",
-                    path=path,
+                    f"locked: {path}: another process holds it for {_FLOCK_SECONDS:g} s; end that process"
                 ) from None
             time.sleep(0.02)
 

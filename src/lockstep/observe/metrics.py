@@ -42,7 +42,7 @@ class JsonlWriter:
         self._handle = os.open(path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(self._handle).st_mode):
             self.close()
-            raise TrainError(f"not-a-file: {path}: is not a regular file; move it away", path=path)
+            raise TrainError(f"not-a-file: {path}: is not a regular file; move it away")
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None) -> None:
         kind = {} if evaluation is None else {EVALUATION: evaluation}

@@ -140,8 +140,7 @@ class RunDir:
         except OSError as error:
             raise ConfigError(
                 f"cannot-write: the run directory {str(path)!r} cannot be made ({error.strerror}); name "
-                "another with --run-dir",
-                path=path,
+                "another with --run-dir"
             ) from error
         run_dir = cls(path, RunLock(path / "lock"))
         run_dir._before = None if restart else before  # what was set aside stays
@@ -271,8 +270,7 @@ class RunDir:
                 f"incomplete: {self.checkpoints} holds no checkpoint, but {file} shows {done} steps that "
                 "are done: the run would start again and lose them. Restore the folder from a copy; or, if "
                 f"none was saved yet, begin again with `{way_on(self.path)}`, which keeps what is there in "
-                f"a folder {_ASIDE}N",
-                path=self.checkpoints,
+                f"a folder {_ASIDE}N"
             )
 
     def read_manifest(self) -> dict[str, Any]:
@@ -285,15 +283,11 @@ class RunDir:
         try:
             value = read_json(self.manifest, CheckpointError, root=self.path)
             if not isinstance(value, dict):
-                raise CheckpointError(
-                    f"wrong-type: {self.manifest}: a JSON object was expected", path=self.manifest
-                )
+                raise CheckpointError(f"wrong-type: {self.manifest}: a JSON object was expected")
             for name, kind in kinds.items():
                 if name in value and not isinstance(value[name], kind):  # type: ignore[arg-type]
                     raise CheckpointError(
-                        f"wrong-field: {self.manifest}: field {name!r} is {value[name]!r:.80}",
-                        path=self.manifest,
-                        name=name,
+                        f"wrong-field: {self.manifest}: field {name!r} is {value[name]!r:.80}"
                     )
         except CheckpointError as error:
             raise error.with_message(
@@ -384,8 +378,7 @@ class FollowedRunDir(RunDir):
                 f"already-exists: {str(self.path)!r} on {platform.node()} holds a run of its own, and is "
                 "not the folder of that name on the node of rank 0, which this node does not see. To go on "
                 "with the run that is here, start the ranks so that rank 0 is here; or move it, or give "
-                "another --run-dir",
-                path=self.path,
+                "another --run-dir"
             ) from error
 
     def discard(self) -> None:
@@ -457,14 +450,12 @@ def _check_run(path: Path, *, verb: str) -> None:
         raise ConfigError(
             f"wrong-kind-of-file: cannot {verb} {str(path)!r} on {platform.node()}: it has a node's share "
             f"of a run whose folder is on the node of rank 0 ({OF_NODE}). Start the ranks so that rank 0 is "
-            f"there; or, if all of the run was copied here, delete {OF_NODE}",
-            path=path,
+            f"there; or, if all of the run was copied here, delete {OF_NODE}"
         )
     if not (path / "config.toml").is_file():
         raise ConfigError(
             f"wrong-kind-of-file: cannot {verb} {str(path)!r}: it holds no config.toml, so no run was "
-            "started there",
-            path=path,
+            "started there"
         )
 
 
@@ -484,9 +475,7 @@ def check_free(path: Path) -> None:
     """
     with file_errors(path, ConfigError, "used", advice="give another --run-dir"):
         if path.exists() and not path.is_dir():
-            raise ConfigError(
-                f"not-a-file: run_dir {str(path)!r} is a file; give a folder as --run-dir", path=path
-            )
+            raise ConfigError(f"not-a-file: run_dir {str(path)!r} is a file; give a folder as --run-dir")
     check_layout(path)
     metrics, summary = path / "metrics.jsonl", read_summary(path / "summary.json") or {}
     if (
@@ -498,7 +487,7 @@ def check_free(path: Path) -> None:
         advice = "give another --run-dir"
         if (path / "config.toml").is_file():
             advice = f"continue it with `{way_on(path)}`, or {advice}"
-        raise ConfigError(f"already-exists: {str(path)!r} already holds a run; {advice}", path=path)
+        raise ConfigError(f"already-exists: {str(path)!r} already holds a run; {advice}")
 
 
 def finished(path: Path, *, steps: int) -> dict[str, Any] | None:

@@ -62,12 +62,12 @@ def check_layout(run: Path) -> None:
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_dir() and (path.parent == run or not path.is_file()):
-                raise CheckpointError(f"not-a-file: {path}: is not a folder; move it away", path=path)
+                raise CheckpointError(f"not-a-file: {path}: is not a folder; move it away")
     for path in (run / name for name in FILES):
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_file():
-                raise CheckpointError(f"not-a-file: {path}: not a regular file; move it away", path=path)
+                raise CheckpointError(f"not-a-file: {path}: not a regular file; move it away")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, 
         row = parse_json(raw, where, CheckpointError)
         if not isinstance(row, dict):
             raise CheckpointError(
-                f"wrong-type: {where}: a JSON object was expected, not {type(row).__name__}", where=where
+                f"wrong-type: {where}: a JSON object was expected, not {type(row).__name__}"
             )
         yield number, raw, row
 
@@ -132,16 +132,12 @@ def _line(number: int, raw: bytes, row: dict[str, Any], path: Path) -> Line:
     if not is_step(step):
         raise CheckpointError(
             f"wrong-field: {path}, line {number}: field 'step' is {step!r:.80}, not a number of steps; the "
-            "file is damaged",
-            name="step",
-            where=f"line {number}",
+            "file is damaged"
         )
     if evaluation is not None and evaluation not in EVALUATIONS:
         raise CheckpointError(
             f"wrong-field: {path}, line {number}: field {EVALUATION!r} is {evaluation!r:.80}, not one of "
-            f"{', '.join(EVALUATIONS)}; the file is damaged",
-            name=EVALUATION,
-            where=f"line {number}",
+            f"{', '.join(EVALUATIONS)}; the file is damaged"
         )
     return Line(number=number, raw=raw, step=step, evaluation=evaluation)
 
@@ -302,8 +298,7 @@ def _misplaced(path: Path, line: Line) -> CheckpointError:
         what = f"evaluation {line.evaluation!r} after {line.step} steps"
     return CheckpointError(
         f"out-of-order: {path}, line {line.number}: {what} stands there for the second time, or out of "
-        "order; the file was edited or damaged: restore it from a copy, or remove the line that is too much",
-        name=what,
+        "order; the file was edited or damaged: restore it from a copy, or remove the line that is too much"
     )
 
 
@@ -312,8 +307,7 @@ def _missing(path: Path, what: str, text: str, *, done: int, saved: Collection[i
     return CheckpointError(
         f"incomplete: {path}: has no line of {what}, although the checkpoint is of {done} steps: lines were "
         f"lost. Restore the file from a copy, {back}or put the line {text} where it was, which shows the "
-        "hole",
-        name=what,
+        "hole"
     )
 
 
@@ -399,8 +393,7 @@ def check_against_ledger(run: Path, *, done: int, saved: Sequence[int]) -> int:
             f"incomplete: {path}: has {found} step {step}, and metrics.jsonl has {told}: lines were lost. "
             "Restore the "
             f'file from a copy,{back} or leave only the line {{"step": {done}, "since": {done}}} in it: the '
-            "ledger then begins there, and `lockstep status --ledger` says what it lacks",
-            name=f"step {step}",
+            "ledger then begins there, and `lockstep status --ledger` says what it lacks"
         )
     return since
 

@@ -64,8 +64,7 @@ def render_chat(
     reply = _renderer.run({"template": template, "variables": variables}, where)
     if "error" in reply:
         raise DataError(
-            f"refused: {where}: the chat template refuses these messages: {printable(reply['error'])}",
-            where=where,
+            f"refused: {where}: the chat template refuses these messages: {printable(reply['error'])}"
         )
     return Rendered(text=reply["text"], spans=tuple((start, end) for start, end in reply["spans"]))
 
@@ -101,7 +100,7 @@ def _variables(
         )
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"wrong-row: {where}: these messages cannot be given to a chat template: {error}", where=where
+            f"wrong-row: {where}: these messages cannot be given to a chat template: {error}"
         ) from error
     variables: dict[str, Any] = json.loads(text)
     for message in variables["messages"]:
@@ -157,8 +156,7 @@ def _stopped(why: str, where: str) -> DataError:
     return DataError(
         f"deadline: {where}: rendering with the chat template was stopped: {why}. It may take "
         f"{CPU_SECONDS:g} s of processor time and {MEMORY_BYTES // 2**20} MiB, and a usual template takes a "
-        "millisecond; look for a loop in it that does not end, or set data.chat_template to another one",
-        where=where,
+        "millisecond; look for a loop in it that does not end, or set data.chat_template to another one"
     )
 
 

@@ -70,7 +70,7 @@ def check_own(
     found = os.fstat(handle)
     if reason := distrust(found, owners=owners, secret=secret):
         code = "not-ours" if stat.S_ISREG(found.st_mode) else "not-a-file"
-        raise error(f"{path}: {reason}", code=code, path=path)
+        raise error(f"{path}: {reason}", code=code)
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def open_own(
             handle = os.open(path, flags)
         except OSError:
             if path.is_symlink():
-                raise error(f"not-ours: {path}: is a link; no link is followed here", path=path) from None
+                raise error(f"not-ours: {path}: is a link; no link is followed here") from None
             raise
     with os.fdopen(handle, "rb") as file:
         check_own(path, handle, error, owners=owners, secret=secret)
@@ -114,7 +114,7 @@ def read_own(
     with open_own(path, error, owners=owners, secret=secret) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise error(f"too-large: {path}: is larger than {limit:,} bytes", path=path, limit=limit)
+        raise error(f"too-large: {path}: is larger than {limit:,} bytes")
     return data
 
 
@@ -136,8 +136,7 @@ def check_own_folder(folder: Path, *, advice: str) -> None:
                 reason = _open_to_others(found, last=part == folder.absolute())
             if reason is not None:
                 raise ConfigError(
-                    f"not-ours: {folder}: {'' if part == folder else f'{part} '}{reason}; {advice}",
-                    path=str(folder),
+                    f"not-ours: {folder}: {'' if part == folder else f'{part} '}{reason}; {advice}"
                 )
 
 

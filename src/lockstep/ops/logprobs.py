@@ -269,8 +269,7 @@ def _loss_and_grads(
         loss = token_loss(leaves[0], leaves[1], rows)
         if loss.ndim != 0:
             raise TrainError(
-                f"wrong-shape: a token loss must return a scalar, got shape {list(loss.shape)}; sum it",
-                shape=list(loss.shape),
+                f"wrong-shape: a token loss must return a scalar, got shape {list(loss.shape)}; sum it"
             )
         # materialize_grads: a chunk in which nothing is trained has zeros, where autograd would give None.
         gradients = torch.autograd.grad(loss, leaves[: 1 + head.entropy_grad], materialize_grads=True)

@@ -43,16 +43,14 @@ def balance(
         if not 0 < length <= token_budget:
             raise DataError(
                 f"too-long: document {index} has {length} tokens, but a micro-batch holds 1 to "
-                f"train.token_budget = {token_budget}; raise train.token_budget or drop the document",
-                setting="train.token_budget",
+                f"train.token_budget = {token_budget}; raise train.token_budget or drop the document"
             )
     if not lengths:
         return []
     limit = len(lengths) if max_documents is None else max_documents
     if limit < 1:
         raise DataError(
-            f"out-of-range: max_documents = {max_documents} leaves no room for a document; set at least 1",
-            name="max_documents",
+            f"out-of-range: max_documents = {max_documents} leaves no room for a document; set at least 1"
         )
     fewest = max(-(-sum(lengths) // token_budget), -(-len(lengths) // limit))
     for num_packs in range(max(fewest, min(min_packs, len(lengths))), len(lengths) + 1):

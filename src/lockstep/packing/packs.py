@@ -144,8 +144,7 @@ def pack(
     if len(refs) not in (0, len(samples)):
         raise DataError(
             f"missing-values: {len(refs)} of {len(samples)} samples have ref_logprobs; give all of them "
-            "some, or none",
-            name="ref_logprobs",
+            "some, or none"
         )
     fields["ref_logprobs"] = _fill(refs, capacity, 0.0) if refs else None
     return PolicyBatch(**fields)
@@ -352,9 +351,7 @@ def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
     if longest > most:
         raise DataError(
             f"too-long: sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {most} "
-            "of the run; raise it or shorten the documents",
-            name="max_seqlen",
-            sample=lengths.index(longest),
+            "of the run; raise it or shorten the documents"
         )
     return min(most, max(limits.token_budget, longest))
 
@@ -374,8 +371,7 @@ def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
         if len(pair) < 2 or pair[0] % 2 or pair[1] != pair[0] + 1:
             raise DataError(
                 f"wrong-pairs: sample_ids {pair} are not a preference pair: the chosen answer of pair p is "
-                "sample 2p, and the rejected one, sample 2p + 1, comes right after it",
-                samples=pair,
+                "sample 2p, and the rejected one, sample 2p + 1, comes right after it"
             )
     return units
 
@@ -404,18 +400,15 @@ def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:
     """Lengths of the pad documents that fill the bucket; every slot must belong to a document."""
     used = sum(lengths)
     if max(lengths) > bucket.max_seqlen:
-        raise DataError(
-            f"too-long: a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}", name="max_seqlen"
-        )
+        raise DataError(f"too-long: a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}")
     if used > bucket.tokens:
-        raise DataError(f"too-long: {used} tokens exceed the capacity of {bucket}", name="tokens")
+        raise DataError(f"too-long: {used} tokens exceed the capacity of {bucket}")
     full, rest = divmod(bucket.tokens - used, bucket.max_seqlen)
     tail = [bucket.max_seqlen] * full + ([rest] if rest else [])
     if len(lengths) + len(tail) > bucket.documents:
         raise DataError(
             f"too-long: {len(lengths)} documents and {len(tail)} for the padded tail exceed the capacity of "
-            f"{bucket}",
-            name="documents",
+            f"{bucket}"
         )
     return tail
 

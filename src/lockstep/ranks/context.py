@@ -85,7 +85,7 @@ class _Failure:
         """The same error for every rank: its type where it is one of lockstep.errors."""
         known = errors.from_another_process(self.kind, f"rank {rank}: {self.text}", self.data)
         text = f"{what}: rank {rank} failed with {self.kind}: {self.text}"
-        return known or PeerFailed(text, code="peer-failed", rank=rank)
+        return known or PeerFailed(text, code="peer-failed")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,9 +175,7 @@ def check_ours(folder: Path) -> None:
     raise CheckpointError(
         f"not-ours: {folder}: is not the folder that was made for the copies of this run: others may write "
         "in it. Go on from the last checkpoint, with cluster.copy_dir set to a folder that others cannot "
-        "write",
-        path=folder,
-        setting="cluster.copy_dir",
+        "write"
     )
 
 

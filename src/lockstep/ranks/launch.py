@@ -178,8 +178,7 @@ def check_launch(ranks: int, log_dir: Path) -> None:
         raise ConfigError(
             f"contradiction: this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} "
             "already (RANK and WORLD_SIZE are set); leave --ranks out under torchrun or deepspeed, or unset "
-            "them",
-            setting="--ranks",
+            "them"
         )
     try:
         log_dir.mkdir(parents=True, exist_ok=True)

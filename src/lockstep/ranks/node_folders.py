@@ -125,8 +125,7 @@ class NodeFolders:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointError(
                     f"leads-out-of-folder: rank {sender} sends a file named {name[:200]!r}, which leads out "
-                    f"of {folder}",
-                    rank=sender,
+                    f"of {folder}"
                 )
         rank, errors = self._ranks.rank, list[OSError]()
         for name, size in files.items():

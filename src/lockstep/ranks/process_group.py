@@ -283,8 +283,7 @@ def encode_object(value: Any, kind: Any) -> bytes:
     if len(data) > MAX_BYTES:
         raise RankError(
             f"too-large: {_name(kind)} of {len(data):,} bytes is too large for the other ranks "
-            f"({MAX_BYTES:,})",
-            bytes=len(data),
+            f"({MAX_BYTES:,})"
         )
     return data
 
@@ -296,7 +295,7 @@ def decode_object(data: bytes, kind: Any, *, sender: int) -> Any:
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
         raise RankError(
-            f"bad-reply: rank {sender} sent what is not {_name(kind)}: {_short(error)}", rank=sender
+            f"bad-reply: rank {sender} sent what is not {_name(kind)}: {_short(error)}"
         ) from error
 
 
@@ -324,8 +323,7 @@ def _checked(length: int, sender: int) -> int:
     if not 0 <= length <= MAX_BYTES:
         raise RankError(
             f"too-large: rank {sender} announced an object of {length:,} bytes; at most {MAX_BYTES:,} may "
-            "come",
-            rank=sender,
+            "come"
         )
     return length
 

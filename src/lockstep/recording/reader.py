@@ -164,8 +164,7 @@ def read_root(root: Path) -> RootEntry:
     entry = checked(RootEntry, value, where=str(path))
     if entry.ranks != sorted(set(entry.ranks)) or not entry.ranks:
         raise RecordingError(
-            f"wrong-field: {path}: field ranks must be at least one rank, ascending; got {entry.ranks[:20]}",
-            name="ranks",
+            f"wrong-field: {path}: field ranks must be at least one rank, ascending; got {entry.ranks[:20]}"
         )
     return entry
 
@@ -232,8 +231,7 @@ def _extract(archive: tarfile.TarFile, folder: Path) -> None:
         if not member.isfile() or not path.resolve().is_relative_to(folder.resolve()):
             raise RecordingError(
                 f"damaged-file: {ARCHIVE}: {member.name!r} is not a file below the archive's folder; "
-                "install lockstep-rl again",
-                path=ARCHIVE,
+                "install lockstep-rl again"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         data = archive.extractfile(member)
@@ -325,8 +323,7 @@ def recorded_axes(header: RecordingHeader, *, given: Collection[str] = ()) -> di
             flag = "; choose the kernel with --attention" if name == "attention" else ""
             raise RecordingError(
                 f"wrong-field: recording.json: field 'axes.{name}' is {str(value)[:80]!r}; it must be "
-                f"{choices}{flag}",
-                name=f"axes.{name}",
+                f"{choices}{flag}"
             )
     return axes
 
@@ -392,7 +389,7 @@ _LOSS_FLAG = "or choose --loss logprob-sum|cross-entropy"
 
 
 def _refused(field: str, problem: str, instead: str) -> RecordingError:
-    return RecordingError(f"wrong-field: recording.json: field {field!r}: {problem}; {instead}", name=field)
+    return RecordingError(f"wrong-field: recording.json: field {field!r}: {problem}; {instead}")
 
 
 def header_problems(header: RecordingHeader) -> Iterator[str]:

@@ -292,8 +292,7 @@ class Recorder:
             if folder.is_symlink() or folder.parent.is_symlink():
                 raise RecordingError(
                     f"leads-out-of-folder: {folder}: is reached by a link; weights are folders of the "
-                    "recording",
-                    path=folder,
+                    "recording"
                 )
             if int(match[1]) >= self.settings.resume_at and self.settings.rank == 0:
                 shutil.rmtree(folder)

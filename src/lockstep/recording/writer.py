@@ -77,8 +77,7 @@ class RecordingWriter:
         self._ranks = sorted(set(range(header.world_size) if ranks is None else ranks))
         if rank not in self._ranks:
             raise RecordingError(
-                f"out-of-range: rank {rank} is not one of the ranks that record: {self._ranks[:20]}",
-                name="rank",
+                f"out-of-range: rank {rank} is not one of the ranks that record: {self._ranks[:20]}"
             )
         self._first = self._ranks[0]
         self._shard_inputs = shard_inputs
@@ -170,8 +169,7 @@ class RecordingWriter:
         if recorded.meta.rank != self.rank:
             raise RecordingError(
                 f"out-of-range: input {tuple(recorded.meta.key)} is of another rank than the writer's "
-                f"{self.rank}",
-                name="rank",
+                f"{self.rank}"
             )
         known = self._encoded.get(recorded.meta.key)
         try:

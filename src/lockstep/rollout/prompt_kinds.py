@@ -65,9 +65,7 @@ def _is_found(process: JobProcess, name: str, expression: str, prompt: Prompt) -
             f"deadline: eval.kinds.{name} = {expression!r}: the search for it in the prompt of {where}, "
             f"{len(prompt.text):,} characters, was stopped: {error}. It may take {CPU_SECONDS:g} s of "
             "processor time, and a usual one takes microseconds; write the expression without a repetition "
-            "inside a repetition, such as (a+)+ or (a|b*)*",
-            setting=f"eval.kinds.{name}",
-            where=where,
+            "inside a repetition, such as (a+)+ or (a|b*)*"
         ) from None
 
 

@@ -53,28 +53,20 @@ def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardIn
         except Exception as error:
             raise ConfigError(
                 f"wrong-part: reward {name!r}: cannot be made with kwargs = {dict(kwargs)}: "
-                f"{type(error).__name__}: {text_of(error)}",
-                name="kwargs",
+                f"{type(error).__name__}: {text_of(error)}"
             ) from error
         if not callable(instance):
-            raise ConfigError(
-                f"wrong-part: reward {name!r}: instances must be callable with one RewardInput",
-                name="instance",
-            )
+            raise ConfigError(f"wrong-part: reward {name!r}: instances must be callable with one RewardInput")
         return cast(Callable[[RewardInput], Any], instance)
     if not callable(value):
-        raise ConfigError(
-            f"wrong-part: reward {name!r} is {type(value).__name__}, not a function or a class",
-            name=type(value).__name__,
-        )
+        raise ConfigError(f"wrong-part: reward {name!r} is {type(value).__name__}, not a function or a class")
     try:
         inspect.signature(value).bind(prompt="", completion="", row={}, **kwargs)
     except TypeError as error:
         raise ConfigError(
             f"wrong-part: reward {name!r} is called with keyword arguments prompt, completion, "
             f"row{''.join(', ' + name for name in kwargs)}, which its signature {inspect.signature(value)} "
-            f"does not take: {error}",
-            name="signature",
+            f"does not take: {error}"
         ) from error
     return KeywordCall(value, dict(kwargs))
 
@@ -362,8 +354,7 @@ def encoded(value: Any, where: str) -> Any:
         return encoded(value.item(), where)
     raise DataError(
         f"wrong-type: {where}: {value!r:.80} ({type(value).__name__}) cannot be written as JSON; make it a "
-        "number, a text or a list in the data, or leave the column out",
-        where=where,
+        "number, a text or a list in the data, or leave the column out"
     )
 
 
@@ -387,6 +378,4 @@ def decoded(value: Any, where: str) -> Any:
             return {decoded(key, where): decoded(item, where) for key, item in value[_ITEMS]}
         return _AS_TEXT[tag][2](value[tag])
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise DataError(
-            f"wrong-row: {where}: {value!r:.80} is not what {tag} stands for: {error}", where=where
-        ) from error
+        raise DataError(f"wrong-row: {where}: {value!r:.80} is not what {tag} stands for: {error}") from error

@@ -149,16 +149,10 @@ class RewardWorker:
             first = process.exchange({"kwargs": given}, seconds=START_SECONDS)
         except (TimeoutError, ProcessEnded) as error:
             self._ended()
-            raise ConfigError(
-                f"process-died: reward {name!r} cannot be started: {error}", name=name, reason=error
-            ) from None
+            raise ConfigError(f"process-died: reward {name!r} cannot be started: {error}") from None
         if "refused" in first:
             self._ended()
-            raise ConfigError(
-                printable(str(first["refused"])),
-                code=str(first.get("code", "refused")),
-                name=first.get("name", name),
-            )
+            raise ConfigError(printable(str(first["refused"])), code=str(first.get("code", "refused")))
         self.asynchronous = bool(first.get("asynchronous"))
         return process
 
@@ -324,16 +318,14 @@ def _load(target: str, name: str) -> Any:
     except ConfigError:
         raise
     except BaseException as error:
-        raise ConfigError(
-            f"wrong-part: reward {name!r}: importing its module {raised(error)}", name="import"
-        ) from error
+        raise ConfigError(f"wrong-part: reward {name!r}: importing its module {raised(error)}") from error
 
 
 def _started(target: str, name: str, kwargs: Mapping[str, Any]) -> tuple[Worker | None, Message]:
     try:
         worker = Worker(target, name, kwargs)
     except ConfigError as error:
-        return None, {"refused": str(error), "code": error.code, "name": error.fields.get("name", "")}
+        return None, {"refused": str(error), "code": error.code}
     except BaseException as error:
         return None, {"refused": f"reward {name!r}: its start {raised(error)}"}
     return worker, {"asynchronous": worker.asynchronous}

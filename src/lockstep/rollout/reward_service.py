@@ -81,8 +81,7 @@ class RewardService:
         except RewardFailure as error:
             raise ConfigError(
                 f"unreachable: reward 'http' cannot be used: {error}. Start the service, or correct "
-                "rewards.url (docs/how-to/own-reward.md has the protocol)",
-                setting="rewards.url",
+                "rewards.url (docs/how-to/own-reward.md has the protocol)"
             ) from error
 
     def score(self, inputs: Sequence[RewardInput]) -> tuple[list[Any], int]:

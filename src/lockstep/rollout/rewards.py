@@ -166,9 +166,7 @@ class RewardSet:
                 _answer_text(prompt.row)
             except RewardFailure as failure:
                 where = prompt.where or f"row {prompt.index + 1}"
-                raise DataError(
-                    f"wrong-row: {where}: reward 'math': {failure}", where=where, name="answer"
-                ) from failure
+                raise DataError(f"wrong-row: {where}: reward 'math': {failure}") from failure
 
     def strict(self, row: Mapping[str, Any], completion: str) -> bool | None:
         """Return whether the first `verifier` or `math` reward gives full marks to its configured part of the
@@ -229,10 +227,7 @@ class RewardSet:
             return None
         raise RewardError(
             f"reward-failed: reward {name!r} on {_name_row(sample)}: {problem}. Correct the reward or the "
-            "row, or set on_error = 'drop' to leave such rollouts out",
-            name=name,
-            row=sample.index,
-            reason=problem,
+            "row, or set on_error = 'drop' to leave such rollouts out"
         ) from cause
 
     def _scorer(self, config: RewardConfig, name: str, search_paths: Sequence[Path]) -> Scorer:
@@ -254,9 +249,7 @@ class RewardSet:
         builtin = {"ids": _ids, "length": _length}
         if config.name not in builtin:
             known = [*builtin, "format", "http", "verifier", "math", "module:attribute"]
-            raise ConfigError(
-                unknown_name("reward", config.name, known), code="unknown-name", name=config.name
-            )
+            raise ConfigError(unknown_name("reward", config.name, known), code="unknown-name")
         return partial(_each, builtin[config.name](config), config.on_error == "fail")
 
     def _serve(self, service: RewardService, name: str, inputs: Sequence[RewardInput]) -> list[Any]:
@@ -310,8 +303,7 @@ def _answer_text(row: Mapping[str, Any]) -> str:
     if "answer" not in row:
         raise ConfigError(
             f"missing-column: reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set "
-            "data.answer_column",
-            name="answer",
+            "data.answer_column"
         )
     value = row["answer"]
     one = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -389,7 +381,6 @@ def _length(config: RewardConfig) -> Callable[[RewardInput], float]:
         raise ConfigError(
             f"missing-setting: reward 'length' needs kwargs = {{target = TOKENS > 0}}, got {config.kwargs}",
             setting="rewards.kwargs",
-            name="length",
         )
     return lambda sample: -abs(len(sample.completion_token_ids) - target) / target
 
@@ -401,7 +392,6 @@ def _check_pattern(config: RewardConfig) -> None:
             "missing-setting: reward 'format' needs kwargs = {pattern = 'REGULAR EXPRESSION'}, got "
             f"{config.kwargs}",
             setting="rewards.kwargs",
-            name="format",
         )
     try:
         re.compile(pattern, re.DOTALL)

@@ -141,9 +141,7 @@ class RowFile:
             DataError: rows are missing (a mistake of the caller), or the file cannot be written.
         """
         if len(self.done) != self.expected:
-            raise DataError(
-                f"incomplete: {self.path}: {len(self.done)} rows, expected {self.expected}", path=self.path
-            )
+            raise DataError(f"incomplete: {self.path}: {len(self.done)} rows, expected {self.expected}")
         self.sync()
         if self._journal != self.path:
             write_parquet(self.path, self._sorted_rows())
@@ -211,8 +209,7 @@ class RowFile:
         if lines:
             raise ConfigError(
                 f"contradiction: --out {str(self.path)!r} was made with other settings or data; go on with "
-                "the same ones, choose another file, or start over with --overwrite:\n" + "\n".join(lines),
-                names=changed,
+                "the same ones, choose another file, or start over with --overwrite:\n" + "\n".join(lines)
             )
 
     def _write_meta(self, *, complete: bool, summary: Mapping[str, Any] | None = None) -> None:
@@ -247,8 +244,7 @@ def read_meta(path: Path) -> dict[str, Any] | None:
         raise error.with_message(f"{error}; start over with --overwrite") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
         raise ConfigError(
-            f"damaged-file: {file} is damaged (it names no format); start over with --overwrite",
-            name="format",
+            f"damaged-file: {file} is damaged (it names no format); start over with --overwrite"
         )
     if meta["format"] != FORMAT:
         raise ConfigError(
@@ -259,8 +255,7 @@ def read_meta(path: Path) -> dict[str, Any] | None:
         if not isinstance(meta.get(name), kind):
             raise ConfigError(
                 f"damaged-file: {file} is damaged ({name} = {str(meta.get(name))[:80]!r}); start over with "
-                "--overwrite",
-                name=name,
+                "--overwrite"
             )
     return meta
 
@@ -280,8 +275,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if meta is not None and not meta["complete"]:
         raise DataError(
             f"incomplete: {path} is not complete: `lockstep {meta['command']}` was stopped before all "
-            f"{meta['rows']} rows were there; run that command again, it continues where it stopped",
-            path=path,
+            f"{meta['rows']} rows were there; run that command again, it continues where it stopped"
         )
     if not path.is_file():
         raise DataError(f"no-such-file: --data {str(path)!r}: no such file")
@@ -309,8 +303,7 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
             key = _key(parse_row(line, where), where)
             if key in offsets:
                 raise DataError(
-                    f"duplicate: {where}: sample {key[1]} of prompt {key[0]} is there twice; remove one",
-                    where=where,
+                    f"duplicate: {where}: sample {key[1]} of prompt {key[0]} is there twice; remove one"
                 )
             offsets[key] = end
             end += len(line)
@@ -320,9 +313,7 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
 def _key(row: Row, where: str) -> Key:
     index, sample = row.get("index"), row.get("sample")
     if type(index) is not int or type(sample) is not int:
-        raise DataError(
-            f"wrong-row: {where}: index = {index!r} and sample = {sample!r} are no whole numbers", where=where
-        )
+        raise DataError(f"wrong-row: {where}: index = {index!r} and sample = {sample!r} are no whole numbers")
     return index, sample
 
 
@@ -459,14 +450,12 @@ def _encoded(row: Mapping[str, Any], names: Iterable[str], as_json: frozenset[st
     known = set(names)
     if unknown := sorted(set(row) - known):
         raise DataError(
-            f"wrong-row: rows have different columns: {unknown} are not in the first row; write .jsonl",
-            names=unknown,
+            f"wrong-row: rows have different columns: {unknown} are not in the first row; write .jsonl"
         )
     for message in _messages(row):
         if more := sorted(set(message) - {"role", "content"}):
             raise DataError(
-                f"wrong-row: a message has {', '.join(more)}, for which Parquet has no column; write .jsonl",
-                names=more,
+                f"wrong-row: a message has {', '.join(more)}, for which Parquet has no column; write .jsonl"
             )
     return {
         name: json.dumps(row[name]) if name in as_json and row.get(name) is not None else row.get(name)

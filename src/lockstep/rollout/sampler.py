@@ -388,14 +388,12 @@ def check_completion(index: int, request: GenerationRequest, completion: Complet
     """Raises EngineError: it is not of request number `index`, or not as long as its logprobs."""
     if completion.prompt_token_ids != request.prompt_token_ids:
         raise EngineError(
-            f"wrong-result: request {index}: the engine returned a completion of another prompt",
-            name="prompt",
+            f"wrong-result: request {index}: the engine returned a completion of another prompt"
         )
     if len(completion.logprobs) != len(completion.token_ids):
         raise EngineError(
             f"wrong-result: request {index}: {len(completion.token_ids)} tokens but "
-            f"{len(completion.logprobs)} logprobs",
-            name="logprobs",
+            f"{len(completion.logprobs)} logprobs"
         )
 
 

@@ -92,9 +92,7 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
         if not _is_number(index) or not _is_number(sample) or (index, sample) in seen:
             raise DataError(
                 f"wrong-row: {where}: index = {index!r} and sample = {sample!r} must be whole numbers that "
-                "no other row has; correct them, or leave both columns out",
-                name="index",
-                where=where,
+                "no other row has; correct them, or leave both columns out"
             )
         seen.add((index, sample))
         data = decoded(row["row"], where) if isinstance(row.get("row"), dict) else row
@@ -125,11 +123,7 @@ def _ids(row: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
     if ids is None:
         return ()
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise DataError(
-            f"wrong-row: {where}: {name} must be a list of token ids, got {str(ids)[:80]!r}",
-            name=name,
-            where=where,
-        )
+        raise DataError(f"wrong-row: {where}: {name} must be a list of token ids, got {str(ids)[:80]!r}")
     return tuple(ids)
 
 
@@ -137,11 +131,7 @@ def _finish_reason(row: Mapping[str, Any], where: str) -> Any:
     reason = row.get("finish_reason") or "stop"
     if reason not in get_args(FinishReason):
         known = " or ".join(get_args(FinishReason))
-        raise DataError(
-            f"wrong-row: {where}: finish_reason must be {known}, got {str(reason)[:80]!r}",
-            name="finish_reason",
-            where=where,
-        )
+        raise DataError(f"wrong-row: {where}: finish_reason must be {known}, got {str(reason)[:80]!r}")
     return reason
 
 
@@ -150,9 +140,7 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
         if name not in row:
             raise DataError(
                 f"missing-column: {where} has no column {name!r}; columns: {column_names(row)}. Rows of "
-                "`lockstep generate` have it; of other files, rename the column",
-                name=name,
-                where=where,
+                "`lockstep generate` have it; of other files, rename the column"
             )
     prompt, completion = row["prompt"], row["completion"]
     if completion is None and row.get("token_ids") is not None:
@@ -160,9 +148,7 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
     if not isinstance(completion, str) or not isinstance(prompt, str | list) or not prompt:
         raise DataError(
             f"wrong-row: {where}: prompt must be text or messages and completion text, got "
-            f"{str(prompt)[:60]!r} and {str(completion)[:60]!r}",
-            name="prompt",
-            where=where,
+            f"{str(prompt)[:60]!r} and {str(completion)[:60]!r}"
         )
     return prompt, completion
 
@@ -173,8 +159,7 @@ def check_columns(config: ScoreConfig, first: ToScore) -> None:
         if reward.name in ("ids", "length") and "token_ids" not in first.row:
             raise ConfigError(
                 f"missing-column: reward {reward.name!r} looks at token ids, and the rows have no column "
-                "token_ids; keep it when they are sampled (lockstep generate --columns token_ids)",
-                name="token_ids",
+                "token_ids; keep it when they are sampled (lockstep generate --columns token_ids)"
             )
     if config.reward_model is not None and first.row["completion"] is None:
         raise ConfigError(
@@ -300,8 +285,7 @@ def prompt_batches(prompts: PromptSet, config: GenerateConfig) -> list[list[Prom
         if prompts.size is not None and prompts.size < size:
             raise ConfigError(
                 f"not-enough: rollout_batch_size = {size} with iteration = {config.iteration}, but the data "
-                f"has only {prompts.size} prompts; set rollout_batch_size to at most that",
-                setting="rollout_batch_size",
+                f"has only {prompts.size} prompts; set rollout_batch_size to at most that"
             )
         return [prompts.batch(config.iteration, size, config.seed)]
     limits = [number for number in (config.max_samples, prompts.size) if number is not None]
@@ -330,9 +314,7 @@ def check_prompts(
         if outside:
             raise DataError(
                 f"outside-vocabulary: {where}: token id {outside[0]} is outside the vocabulary of "
-                f"{vocab_size} entries; the prompt was made for another model",
-                where=where,
-                token=outside[0],
+                f"{vocab_size} entries; the prompt was made for another model"
             )
         length = len(prompt.token_ids) + max_tokens
         if length > context:
@@ -420,8 +402,7 @@ class _BatchCall:
             raise self._failure
         if [len(group) for group in groups] != [len(request.seeds) for request in requests]:
             raise EngineError(
-                f"wrong-result: the engine returned {len(groups)} groups of other sizes than were asked for",
-                name="groups",
+                f"wrong-result: the engine returned {len(groups)} groups of other sizes than were asked for"
             )
         for number, group in enumerate(groups):
             for position, completion in enumerate(group):
@@ -430,9 +411,7 @@ class _BatchCall:
             raise self._failure
         aborted = any(c.finish_reason == "abort" for group in groups for c in group)
         if self.missing and not aborted:
-            raise EngineError(
-                f"wrong-result: the engine did not return samples {sorted(self.missing)[:5]}", name="samples"
-            )
+            raise EngineError(f"wrong-result: the engine did not return samples {sorted(self.missing)[:5]}")
         return bool(self.missing)
 
     def _finished(self, number: int, position: int, completion: Completion) -> None:
@@ -463,8 +442,7 @@ class _BatchCall:
         check_completion(number, request, completion)
         if completion.seed != request.seeds[position]:
             raise EngineError(
-                f"wrong-result: request {number}: the engine returned another sample than was asked for",
-                name="seed",
+                f"wrong-result: request {number}: the engine returned another sample than was asked for"
             )
 
 

@@ -150,27 +150,17 @@ def checked_sample(row: Row, where: str, *, index: Any, reward: Any, use: str) -
         DataError: one of them is missing, or is not what it must be.
     """
     if "reward" not in row:
-        raise DataError(
-            f"missing-column: {where} has no column 'reward'; run `lockstep score` first",
-            name="reward",
-            where=where,
-        )
+        raise DataError(f"missing-column: {where} has no column 'reward'; run `lockstep score` first")
     if type(index) is not int or type(row.get("sample")) is not int:
         raise DataError(
-            f"wrong-row: {where}: index and sample must be whole numbers; run `lockstep score` first",
-            name="index",
-            where=where,
+            f"wrong-row: {where}: index and sample must be whole numbers; run `lockstep score` first"
         )
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-        raise DataError(
-            f"wrong-row: {where}: reward = {reward!r} is not a number", name="reward", where=where
-        )
+        raise DataError(f"wrong-row: {where}: reward = {reward!r} is not a number")
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
         raise DataError(
             f"missing-column: {where} has no text: {use} prompt and completion, and samples of a model "
-            "without a tokenizer have none",
-            name="prompt",
-            where=where,
+            "without a tokenizer have none"
         )
     kept = {name: row.get(name) for name in ("sample", "prompt", "completion", "finish_reason")}
     return {"index": index, "reward": reward, **kept, **row_columns(row)}
@@ -313,9 +303,7 @@ def _checked(row: Row, choice: PairChoice, where: str) -> dict[str, Any]:
         if not isinstance(rewards, Mapping) or choice.reward not in rewards:
             known = ", ".join(map(str, rewards)) if isinstance(rewards, Mapping) else "none"
             raise DataError(
-                f"missing-column: {where} has no reward {choice.reward!r}; it has: {known}. Correct --by",
-                name=choice.reward,
-                where=where,
+                f"missing-column: {where} has no reward {choice.reward!r}; it has: {known}. Correct --by"
             )
         reward = rewards[choice.reward]
     index = row.get("index", row.get("prompt_index"))

@@ -123,9 +123,7 @@ class VerifierProcess:
                 junk = rest.get("junk")
                 return score, None if junk is None else str(junk)
             case {"refused": str() as isolation}:
-                raise ConfigError(
-                    _refusal(job["task"], isolation), code="refused", name=job["task"], reason=isolation
-                )
+                raise ConfigError(_refusal(job["task"], isolation), code="refused")
         raise VerifierFailure(str(reply.get("error", f"{package} replied {reply!r:.200}")))
 
     def _start(self, package: str) -> JobProcess:
@@ -461,16 +459,12 @@ def check_row(config: RewardConfig, row: Mapping[str, Any]) -> None:
             "missing-column: reward 'verifier', which is the default, scores rows of data.source = "
             f"'reasoning_gym:TASK', and these are not such (columns: {_columns(row)}). Set rewards: 'math' "
             "compares with the column 'answer' (or data.answer_column), 'module:function' is a function of "
-            "yours",
-            setting="rewards",
-            name="verifier",
+            "yours"
         )
     if config.name == "math" and "answer" not in row:
         raise ConfigError(
             "missing-column: reward 'math' compares with the column 'answer', which is not among the "
-            f"columns ({_columns(row)}); set data.answer_column to the column that has the answers",
-            setting="data.answer_column",
-            name="answer",
+            f"columns ({_columns(row)}); set data.answer_column to the column that has the answers"
         )
 
 

@@ -111,8 +111,6 @@ class Backend:
                 f"{batch.num_slots} token slots{self._memory_advice(batch.num_slots, count)}. No weight was "
                 f"changed. torch says: {error}",
                 setting="train.token_budget",
-                micro_batch=index,
-                tokens=batch.num_slots,
             ) from error
 
     def _memory_advice(self, tokens: int, micro_batches: int) -> str:
@@ -403,7 +401,6 @@ def norm_not_finite(norm: float, *, step: int, reason: str = "", **blamed: Any) 
         f"step {step}: the gradient norm is {norm}{because}. No weight was changed. Lower train.lr or set "
         "model.dtype = 'float32'",
         code="not-finite",
-        step=step,
         **blamed,
     )
 
@@ -429,8 +426,7 @@ def no_gradients(*, step: int) -> TrainError:
     """The error of an optimizer step before any backward, or after one of masked tokens only."""
     return TrainError(
         f"no-gradients: step {step}: there are no gradients; call forward_backward with at least one "
-        "trained token before optimizer_step",
-        step=step,
+        "trained token before optimizer_step"
     )
 
 
@@ -438,8 +434,7 @@ def no_optimizer() -> ConfigError:
     """The error of an optimizer step of a backend that was made for none."""
     return ConfigError(
         "missing-setting: this backend was made with total_steps = 0, which leaves the optimizer out; give "
-        "at least 1",
-        setting="total_steps",
+        "at least 1"
     )
 
 
@@ -503,8 +498,7 @@ def require_same_batches(
         raise TrainError(
             f"ranks-differ: the ranks were not given the same micro-batches ({listed}); every rank must be "
             "given all of a step, in the same order: check that data, seed and config are the same "
-            "everywhere",
-            counts=[count for count, _, _ in summaries],
+            "everywhere"
         )
 
 

@@ -140,10 +140,7 @@ def require_finite(losses: Sequence[Tensor], batches: Sequence[PackedBatch], *, 
                 f"not-finite: step {step}, micro-batch {index} of {len(values)}: the loss is {value}; its "
                 f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these "
                 "samples (advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = "
-                "'float32'",
-                step=step,
-                micro_batch=index,
-                samples=batches[index].sample_ids,
+                "'float32'"
             )
 
 

@@ -98,7 +98,7 @@ class BucketTransfer:
         if complaint is not None:
             text = f"after the weight update the engine does not hold the trainer's weights: {complaint}"
             receiver.fail_update(text)
-            raise EngineError(text, code="values-differ", reason=complaint)
+            raise EngineError(text, code="values-differ")
         self._keep_heads = self._config.verify == "always"
         return True
 
@@ -160,8 +160,7 @@ class BucketTransfer:
                     if time.monotonic() > session.deadline:
                         raise EngineError(
                             "deadline: the weight update is not done after engine.update_seconds = "
-                            f"{self._config.update_seconds:g}, at bucket {packed.index}; raise it",
-                            setting="engine.update_seconds",
+                            f"{self._config.update_seconds:g}, at bucket {packed.index}; raise it"
                         )
                     if self._keep_heads:
                         # Now: the buffer is filled again for the bucket after the next.
@@ -247,7 +246,7 @@ def _once_each(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
     names = set()
     for name, tensor in tensors:
         if name in names:
-            raise EngineError(f"duplicate: the weight update brings {name!r} twice", name=name)
+            raise EngineError(f"duplicate: the weight update brings {name!r} twice")
         names.add(name)
         yield name, tensor
 
@@ -275,8 +274,7 @@ def _as_engine_error(config: EngineConfig) -> Iterator[None]:
             raise
         raise EngineError(
             "out-of-memory: the trainer ran out of memory while it packed weights for the engine into "
-            f"buffers of engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'",
-            setting="engine.bucket_mb",
+            f"buffers of engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'"
         ) from error
 
 

@@ -261,14 +261,11 @@ class CollectiveCarrier:
         trainer = half.error or "it still waits for the workers"
         if failed is not None:
             return EngineError(
-                f"transfer-failed: {where}: the engine's side failed: {failed}; the trainer's side: "
-                f"{trainer}",
-                reason=failed,
+                f"transfer-failed: {where}: the engine's side failed: {failed}; the trainer's side: {trainer}"
             )
         return EngineError(
             f"deadline: {where} in time: the engine's call came back, the trainer's side did not end: "
-            f"{trainer}; raise engine.update_seconds, or set engine.transfer = 'disk'",
-            setting="engine.update_seconds",
+            f"{trainer}; raise engine.update_seconds, or set engine.transfer = 'disk'"
         )
 
     def reset(self) -> None:

@@ -103,7 +103,7 @@ class Verifier:
         complaint = self._complaint(gap)
         if complaint is not None:
             cast(ReceivesWeights, self.engine).fail_update(complaint)
-            raise EngineError(complaint, code="values-differ", reason=complaint)
+            raise EngineError(complaint, code="values-differ")
         return {"engine/verify_gap": gap}
 
     def _sample(self) -> list[Completion]:
@@ -124,7 +124,7 @@ class Verifier:
                     "set engine.prefix_caching = false"
                 )
                 cast(ReceivesWeights, self.engine).fail_update(text)
-                raise EngineError(text, code="values-differ", name="prefix cache")
+                raise EngineError(text, code="values-differ")
         return completions
 
     def _gap(self, completions: Sequence[Completion]) -> float:

@@ -217,8 +217,7 @@ def compare(x: Outcome, y: Outcome) -> InputDifference:
     if x.logprobs.shape != y.logprobs.shape:
         raise ParityError(
             f"wrong-shape: one cell gave {x.logprobs.numel()} logprobs, the other {y.logprobs.numel()}, of "
-            "the same input",
-            name="logprobs",
+            "the same input"
         )
     parts = gradient_parts(x.gradients, y.gradients)
     worst = max(parts, key=lambda n: _rank(parts[n]), default="")
@@ -306,8 +305,7 @@ class OpenCells:
         if self._replayers[0].size.num_layers != self._replayers[1].size.num_layers:
             raise ConfigError(
                 "contradiction: the cells have different numbers of layers; give --num-layers once, outside "
-                "of --a and --b",
-                setting="--num-layers",
+                "of --a and --b"
             )
 
     def inputs(self) -> Iterator[tuple[int, PackedBatch]]:
@@ -337,13 +335,11 @@ def check_bisectable(name: str, options: ReplayOptions) -> None:
     if cell.layout == "shared":
         raise ConfigError(
             f"unsupported-combination: --{name} has --layout shared: one row is computed for several "
-            "documents there, whose gradients are not those of a row of another cell; use --layout packed",
-            setting="--layout",
+            "documents there, whose gradients are not those of a row of another cell; use --layout packed"
         )
     if options.optimizer_step:
         raise ConfigError(
-            f"unsupported-combination: --{name}: --optimizer-step moves the weights apart; leave it out",
-            setting="--optimizer-step",
+            f"unsupported-combination: --{name}: --optimizer-step moves the weights apart; leave it out"
         )
 
 

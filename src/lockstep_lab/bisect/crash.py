@@ -173,5 +173,5 @@ def _confirmed(command: Sequence[str], *, seconds: float, log: Path) -> bool:
     argv = [sys.executable, "-m", "lockstep", *command, "--out", str(out)]
     status = ProcessRunner().run(argv, log=log, timeout=2 * seconds).returncode
     if status == 2:
-        raise LockstepError(f"refused: the replay of the small recording was refused; see {log}", path=log)
+        raise LockstepError(f"refused: the replay of the small recording was refused; see {log}")
     return status != 0

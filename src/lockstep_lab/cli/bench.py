@@ -256,11 +256,10 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 def _check_settable(name: str) -> None:
     if name in FLAG_OF:
         what = "an axis of cells" if name in AXIS_OF else "part of what is measured"
-        raise ConfigError(f"contradiction: --set {name} is {what}; choose it with {FLAG_OF[name]}", name=name)
+        raise ConfigError(f"contradiction: --set {name} is {what}; choose it with {FLAG_OF[name]}")
     inside = next((setting for setting in FLAG_OF if setting.startswith(f"{name}.")), None)
     if inside is not None:
         raise ConfigError(
             f"contradiction: --set {name} would replace {inside} too, which {FLAG_OF[inside]} decides; set "
-            f"what is in {name} one by one: --set {name}.NAME=VALUE",
-            name=name,
+            f"what is in {name} one by one: --set {name}.NAME=VALUE"
         )

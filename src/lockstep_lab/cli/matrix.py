@@ -144,14 +144,11 @@ def _shared(args: argparse.Namespace) -> list[str]:
 
 def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if args.resume and args.out is None:
-        raise ConfigError(
-            "missing-setting: --resume continues a matrix; name its folder with --out", setting="--out"
-        )
+        raise ConfigError("missing-setting: --resume continues a matrix; name its folder with --out")
     if args.retry and not args.resume:
         raise ConfigError(
             "missing-setting: --retry runs cells again that did not work in an earlier matrix; it needs "
-            "--resume",
-            setting="--resume",
+            "--resume"
         )
     check_writable(args.json)
     from lockstep_lab.cli.replay import parser as replay_parser

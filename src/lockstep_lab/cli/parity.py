@@ -173,8 +173,7 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
     if args.skip and reference.backend in skip and not backends()[reference.backend].spans_ranks:
         raise ConfigError(
             f"contradiction: {reference.backend} is skipped, but it is the reference; name another with "
-            "--reference",
-            setting="--reference",
+            "--reference"
         )
     args.model = args.model or "bundled:smollm2-135m"
     check_model(args.model, setting="--model")
@@ -217,8 +216,7 @@ def take_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> li
             setattr(args, argument, kinds.get(argument, str)(environ[name]))
         except argparse.ArgumentTypeError as error:
             raise ConfigError(
-                f"wrong-environment: {name} in the environment: {error}; correct it, or give {flag}",
-                name=name,
+                f"wrong-environment: {name} in the environment: {error}; correct it, or give {flag}"
             ) from error
         settings.append(f"{name}={environ[name]}")
     if args.stacks is None:
@@ -251,7 +249,7 @@ def _size(name: str, text: str) -> int:
         return arguments.positive(text)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(
-            f"wrong-environment: {name} in the environment: {error}; correct it, or give --stacks", name=name
+            f"wrong-environment: {name} in the environment: {error}; correct it, or give --stacks"
         ) from error
 
 
@@ -270,9 +268,7 @@ def _is_on(name: str, text: str) -> bool:
     if word in ("", "0", "false", "no", "off"):
         return False
     raise ConfigError(
-        f"wrong-environment: {name}={text!r} in the environment: set 1 to skip, 0 or nothing to run",
-        name=name,
-        value=text,
+        f"wrong-environment: {name}={text!r} in the environment: set 1 to skip, 0 or nothing to run"
     )
 
 

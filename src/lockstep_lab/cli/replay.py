@@ -160,8 +160,7 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.flash_attn is not None and args.attention is not None:
         raise ConfigError(
-            "contradiction: --flash-attn and --attention both choose the kernel; give one of them",
-            setting="--attention",
+            "contradiction: --flash-attn and --attention both choose the kernel; give one of them"
         )
     modes = {"--compile": args.compile is not None, "--joint": args.joint, "--deepcompile": args.deepcompile}
     if sum(modes.values()) > 1:

@@ -45,8 +45,7 @@ def read_data(name: str | None, *, model: str) -> DataConfig:
         data = getattr(run, "data", None)
         if not isinstance(data, DataConfig):
             raise ConfigError(
-                f"missing-setting: --data {name}: the recipe has no [data]; name one that has, or a file",
-                name=name,
+                f"missing-setting: --data {name}: the recipe has no [data]; name one that has, or a file"
             )
         return data
     return check({"source": name}, DataConfig, origin="--data")
@@ -74,8 +73,7 @@ def make_prompts(
     if room <= CACHE_BLOCK:
         raise ConfigError(
             f"too-long: {model.name} has {positions} positions: with --max-tokens {max_tokens} a prompt "
-            f"longer than a cache block ({CACHE_BLOCK} tokens) does not fit; lower --max-tokens",
-            setting="--max-tokens",
+            f"longer than a cache block ({CACHE_BLOCK} tokens) does not fit; lower --max-tokens"
         )
     prompts = load_prompts(data, tokenizer=tokenizer, vocab_size=int(text.vocab_size))
     drawn = _take(prompts, max_prompts, seed=seed)

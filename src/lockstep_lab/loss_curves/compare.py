@@ -106,9 +106,7 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
     elif not common:
         raise ConfigError(
             f"wrong-shape: {a.path} has {len(a.steps)} losses, {b.path} has {len(b.steps)}; with --common "
-            "the steps that both have are compared",
-            setting="--common",
-            sizes=[len(a.steps), len(b.steps)],
+            "the steps that both have are compared"
         )
     else:
         pairs = [(step, ours[step], theirs[step]) for step in a.steps if step in theirs]
@@ -191,7 +189,7 @@ def _shown(count: int, *, most: int = 20) -> list[int]:
 def plot(comparison: CurveComparison, path: Path) -> None:
     """Draw both curves and their differences as a PNG. Raises ConfigError."""
     if not path.parent.is_dir():
-        raise ConfigError(f"no-such-file: --plot {path}: there is no folder {path.parent}", path=path.parent)
+        raise ConfigError(f"no-such-file: --plot {path}: there is no folder {path.parent}")
     losses = [
         Curve(
             name=f"{name}: {run.path}",

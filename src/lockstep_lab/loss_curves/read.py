@@ -89,8 +89,8 @@ def _find(path: Path) -> tuple[Path, str]:
             return path, "jsonl"
         return path, "trainer_state" if path.suffix == ".json" else "text"
     if not path.is_dir():
-        raise _wrong(
-            path, "there is no such file or folder; name a run, a log or a metrics file", code="no-such-file"
+        raise ConfigError(
+            f"no-such-file: {path}: there is no such file or folder; name a run, a log or a metrics file"
         )
     for name, kind in (("metrics.jsonl", "jsonl"), ("trainer_state.json", "trainer_state")):
         if (path / name).is_file():
@@ -102,23 +102,17 @@ def _find(path: Path) -> tuple[Path, str]:
     folders = sorted({event.parent for event in events})
     if len(folders) > 1:
         names = ", ".join(str(folder) for folder in folders[:_MOST_NAMED])
-        raise _wrong(
-            path,
-            f"event files of {len(folders)} runs ({names}); name the folder of one of them",
-            code="ambiguous",
-            runs=len(folders),
+        raise ConfigError(
+            f"ambiguous: {path}: event files of {len(folders)} runs ({names}); name the folder of one of them"
         )
     if folders:
         return folders[0], "tensorboard"
     logs = sorted([*path.glob("*.log"), *path.glob("*.txt")])
     if len(logs) == 1:
         return logs[0], "text"
-    raise _wrong(
-        path,
-        "holds no metrics.jsonl, trainer_state.json or TensorBoard events"
-        + (f", and {len(logs)} logs: name one of them" if logs else ", nor a log"),
-        code="wrong-kind-of-file",
-        logs=len(logs),
+    raise ConfigError(
+        f"wrong-kind-of-file: {path}: holds no metrics.jsonl, trainer_state.json or TensorBoard events"
+        + (f", and {len(logs)} logs: name one of them" if logs else ", nor a log")
     )
 
 
@@ -142,15 +136,11 @@ def _from_jsonl(path: Path, text: str, key: str | None) -> Losses:
             if number == len(lines):  # of a run that was killed
                 break
             raise ConfigError(
-                f"not-json: {path}, line {number}: not JSON ({error}); correct it or remove it",
-                path=path,
-                line=number,
+                f"not-json: {path}, line {number}: not JSON ({error}); correct it or remove it"
             ) from error
         if not isinstance(value, dict):
             raise ConfigError(
-                f"wrong-type: {path}, line {number}: expected an object, got {type(value).__name__}",
-                path=path,
-                line=number,
+                f"wrong-type: {path}, line {number}: expected an object, got {type(value).__name__}"
             )
         if EVALUATION not in value:
             rows.append(value)
@@ -161,14 +151,11 @@ def _from_trainer_state(path: Path, text: str, key: str | None) -> Losses:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _wrong(path, f"not JSON ({error})", code="not-json") from error
+        raise ConfigError(f"not-json: {path}: not JSON ({error})") from error
     rows = value.get("log_history") if isinstance(value, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise _wrong(
-            path,
-            "field 'log_history' is missing or no list; is it a trainer_state.json?",
-            code="missing-field",
-            name="log_history",
+        raise ConfigError(
+            f"missing-field: {path}: field 'log_history' is missing or no list; is it a trainer_state.json?"
         )
     return _from_rows(path, rows, key, what="trainer_state")
 
@@ -212,20 +199,15 @@ def _from_tensorboard(path: Path, key: str | None) -> Losses:
 
     files = [path] if path.is_file() else sorted(path.glob("*tfevents*"))
     if sum(file.stat().st_size for file in files) > MOST_BYTES:
-        raise _wrong(
-            path,
-            f"its event files have more than {MOST_BYTES / 2**20:,.0f} MiB",
-            code="too-large",
-            limit=MOST_BYTES,
-        )
+        raise ConfigError(f"too-large: {path}: its event files have more than {MOST_BYTES / 2**20:,.0f} MiB")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     events = accumulators.EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     try:
         events.Reload()
         tags = events.Tags()
     except Exception as error:  # whatever its parser raises for a damaged file
-        raise _wrong(
-            path, f"TensorBoard cannot read it ({type(error).__name__}: {error})", code="damaged-file"
+        raise ConfigError(
+            f"damaged-file: {path}: TensorBoard cannot read it ({type(error).__name__}: {error})"
         ) from error
     chosen = _choose(path, {*tags["scalars"], *tags["tensors"]}, key)
     if chosen in tags["scalars"]:
@@ -270,12 +252,9 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
     if key is not None:
         if key in names:
             return key
-        raise _wrong(
-            path,
-            f"has no {key!r}; it has {listed or 'no numbers'}. Name one of them with --key",
-            code="unknown-name",
-            setting="--key",
-            name=key,
+        raise ConfigError(
+            f"unknown-name: {path}: has no {key!r}; it has {listed or 'no numbers'}. "
+            "Name one of them with --key"
         )
     for name in PREFERRED:
         if name in names:
@@ -284,14 +263,11 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
     if len(losses) == 1:
         return losses[0]
     if losses:
-        raise _wrong(
-            path,
-            f"several losses: {', '.join(losses[:_MOST_NAMED])}; name one with --key",
-            code="ambiguous",
-            setting="--key",
+        raise ConfigError(
+            f"ambiguous: {path}: several losses: {', '.join(losses[:_MOST_NAMED])}; name one with --key"
         )
     hint = f"; it has {listed}. Name one of them with --key" if names else ""
-    raise _wrong(path, f"no loss found{hint}", code="missing-values")
+    raise ConfigError(f"missing-values: {path}: no loss found{hint}")
 
 
 def _losses(path: Path, source: str, pairs: list[tuple[int | None, float]]) -> Losses:
@@ -312,7 +288,3 @@ def _losses(path: Path, source: str, pairs: list[tuple[int | None, float]]) -> L
         numbered=numbered,
         notes=notes,
     )
-
-
-def _wrong(path: Path, why: str, **data: Any) -> ConfigError:
-    return ConfigError(f"{path}: {why}", path=path, **data)

@@ -211,13 +211,11 @@ def parse_axes(names: Sequence[str], *, axis_flags: Sequence[str] = ()) -> tuple
         name, equals, rest = text.partition("=")
         if not equals or not rest:
             raise ConfigError(
-                f"wrong-format: --axis {text!r}: expected NAME=VALUE[,VALUE...], such as --axis layers=2,8",
-                name=text,
+                f"wrong-format: --axis {text!r}: expected NAME=VALUE[,VALUE...], such as --axis layers=2,8"
             )
         if values.get(name) is not None:
             raise ConfigError(
-                f"duplicate: --axis {name} is given twice; put all values into one, joined by commas",
-                name=name,
+                f"duplicate: --axis {name} is given twice; put all values into one, joined by commas"
             )
         values[name] = tuple(value.strip() for value in rest.split(","))
     axes = tuple(_axis(name, own) for name, own in (values or dict.fromkeys(DEFAULT_AXES)).items())
@@ -228,14 +226,12 @@ def parse_axes(names: Sequence[str], *, axis_flags: Sequence[str] = ()) -> tuple
                 f"contradiction: the axes {one.name} and {other.name} both set {same.replace('_', ' ')}; "
                 "keep one",
                 setting="--axis",
-                name=same,
             )
     total = math.prod(len(axis.values) for axis in axes)
     if total > MAX_CELLS:
         raise ConfigError(
             f"too-large: these axes make {total} cells, more than {MAX_CELLS}; leave some values out",
             setting="--axis",
-            cells=total,
         )
     return axes
 
@@ -250,18 +246,12 @@ def settings(text: str, *, origin: str) -> dict[str, Any]:
     for word in text.replace(",", " ").split():
         name, equals, value = word.partition("=")
         if not equals or not value:
-            raise ConfigError(
-                f"wrong-format: {origin} {word!r}: expected AXIS=VALUE, such as dtype=float32",
-                setting=origin,
-                name=word,
-            )
+            raise ConfigError(f"wrong-format: {origin} {word!r}: expected AXIS=VALUE, such as dtype=float32")
         sets = _axis(name, (value,)).values[0].sets
         twice = set(sets) & set(fields)
         if twice:
             raise ConfigError(
-                f"duplicate: {origin} {text!r} sets {twice.pop().replace('_', ' ')} twice; set it once",
-                setting=origin,
-                name=text,
+                f"duplicate: {origin} {text!r} sets {twice.pop().replace('_', ' ')} twice; set it once"
             )
         fields |= sets
     return fields
@@ -329,28 +319,23 @@ def refusal(cell: Cell) -> str | None:
 
 def _axis(name: str, values: Sequence[str] | None) -> Axis:
     if name not in KINDS:
-        raise ConfigError(unknown_name("axis", name, KINDS), code="unknown-name", setting="--axis", name=name)
+        raise ConfigError(unknown_name("axis", name, KINDS), code="unknown-name", setting="--axis")
     kind = KINDS[name]
     chosen = tuple(dict.fromkeys(kind.usual if values is None else values))
     if not chosen:
         raise ConfigError(
-            f"missing-setting: the axis {name} has no usual values; give some: --axis {name}=VALUE,VALUE",
-            setting="--axis",
-            name=name,
+            f"missing-setting: the axis {name} has no usual values; give some: --axis {name}=VALUE,VALUE"
         )
     axis_values = []
     for value in chosen:
         try:
             label, sets = kind.parse(value)
         except ValueError as error:
-            raise ConfigError(f"wrong-format: axis {name}: {error}", setting="--axis", name=name) from error
+            raise ConfigError(f"wrong-format: axis {name}: {error}", setting="--axis") from error
         axis_values.append(AxisValue(axis=name, value=value, label=label, sets=sets))
     if len({value.label for value in axis_values}) < len(axis_values):
         raise ConfigError(
-            f"duplicate: axis {name}: {', '.join(chosen)} name the same value twice",
-            setting="--axis",
-            name=name,
-            values=chosen,
+            f"duplicate: axis {name}: {', '.join(chosen)} name the same value twice", setting="--axis"
         )
     return Axis(name=name, values=tuple(axis_values))
 

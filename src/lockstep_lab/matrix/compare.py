@@ -78,8 +78,7 @@ def _compare_logprobs(
             raise RecordingError(
                 f"wrong-shape: {cell}: {name} has shape {tuple(x.shape)} and the reference cell's "
                 f"{tuple(y.shape)}; the two were not given the same inputs: replay both from one recording "
-                "with equal options",
-                name=name,
+                "with equal options"
             )
         difference = _difference(x, y)
         tokens += difference.numel()
@@ -175,8 +174,7 @@ def _open(path: Path) -> Any:
     except (SafetensorError, OSError, RecordingError) as error:
         raise RecordingError(
             f"cannot-read: {path}: no outputs to compare ({error}); `lockstep replay --keep-outputs` writes "
-            "them",
-            path=path,
+            "them"
         ) from error
 
 
@@ -188,7 +186,6 @@ def _index(name: str) -> int:
     number = name.rpartition("/")[2]
     if not number.isdecimal():
         raise RecordingError(
-            f"wrong-field: {name!r} in outputs.safetensors names no input; expected {LOGPROBS}NUMBER",
-            name=name,
+            f"wrong-field: {name!r} in outputs.safetensors names no input; expected {LOGPROBS}NUMBER"
         )
     return int(number)

@@ -197,18 +197,13 @@ def read_matrix(path: Path) -> MatrixResult:
         raise RecordingError(
             f"version-differs: {file}: format = {values.get('format')!r}, version = "
             f"{values.get('version')!r}; this version reads {FORMAT} {VERSION}, which `lockstep matrix` "
-            "writes",
-            path=file,
-            format=values.get("format"),
-            version=values.get("version"),
+            "writes"
         )
     try:
         return _MATRIX.validate_python(values)
     except ValidationError as error:
         raise RecordingError(
-            f"{file}: not what `lockstep matrix` writes ({first_problem(error)})",
-            path=file,
-            **first_data(error),
+            f"{file}: not what `lockstep matrix` writes ({first_problem(error)})", **first_data(error)
         ) from error
 
 
@@ -348,9 +343,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     except RecordingError as error:
         raise error.with_message(f"{error}; give the folder of a `lockstep matrix`") from error
     if not isinstance(values, dict):
-        raise RecordingError(
-            f"wrong-type: {file}: a JSON object was expected, not {type(values).__name__}", path=file
-        )
+        raise RecordingError(f"wrong-type: {file}: a JSON object was expected, not {type(values).__name__}")
     return values
 
 
@@ -429,7 +422,6 @@ def read_cell(folder: Path) -> CellResult | None:
     except ValidationError as error:
         raise RecordingError(
             f"{file}: not a cell's result ({first_problem(error)}); delete {folder} and resume",
-            path=file,
             **first_data(error),
         ) from error
 

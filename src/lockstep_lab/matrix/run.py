@@ -107,9 +107,7 @@ def run_matrix(
         lock = RunLock(options.out / "lock")
     except ConfigError as error:
         raise ConfigError(
-            f"locked: another matrix is writing {str(options.out)!r}; give another --out",
-            setting="--out",
-            path=options.out,
+            f"locked: another matrix is writing {str(options.out)!r}; give another --out"
         ) from error
     try:
         return work.run(progress or (lambda cell, done, total: None))
@@ -171,13 +169,13 @@ class _Work:
                 f"was begun with {other[0]} {was}, and this is {now}; give another --out, and compare the "
                 "two with `lockstep matrix diff`"
             )
-            raise self._refusal("--resume", why, code="not-resumable", name=other[0])
+            raise self._refusal("--resume", why, code="not-resumable")
         for cell in self.order:
             self._take(cell)
 
-    def _refusal(self, flag: str, why: str, **data: Any) -> ConfigError:
+    def _refusal(self, flag: str, why: str, code: str) -> ConfigError:
         out = self.options.out
-        return ConfigError(f"{flag}: {str(out)!r} {why}", setting=flag, path=out, **data)
+        return ConfigError(f"{flag}: {str(out)!r} {why}", code=code)
 
     def _take(self, cell: MatrixCell) -> None:
         result = read_cell(self.options.out / "cells" / cell.slug)
@@ -186,7 +184,7 @@ class _Work:
         if result.command != self.command(cell):
             why = f"has {cell.name!r} by another command ({result.command}); give the same options, or "
             why += "another --out"
-            raise self._refusal("--resume", why, code="not-resumable", name=cell.name)
+            raise self._refusal("--resume", why, code="not-resumable")
         again = self.options.retry and not result.works and result.status != "refused"
         if not again:
             self.done[cell.name] = replace(result, **self._place(cell))

@@ -52,9 +52,7 @@ class MemoryLimit:
         if documents > MAX_DOCUMENT_SLOTS:
             raise RecordingError(
                 f"too-large: field 'capacity': the batch would have room for {documents:,} documents; at "
-                f"most {MAX_DOCUMENT_SLOTS:,}",
-                name="capacity",
-                documents=documents,
+                f"most {MAX_DOCUMENT_SLOTS:,}"
             )
         need = self.estimate(slots=slots, documents=documents)
         if need > self.bytes:
@@ -62,8 +60,7 @@ class MemoryLimit:
                 f"out-of-memory: a batch of {slots:,} slots would take about {gib(need)}, more than the "
                 f"{gib(self.bytes)} that an input may take; give more with --max-memory "
                 f"{need / 2**30 + 1:.0f}, fewer layers with --num-layers, or leave the input out with "
-                "--inputs",
-                setting="--max-memory",
+                "--inputs"
             )
 
     def estimate(self, *, slots: int, documents: int = 0) -> int:
@@ -262,8 +259,7 @@ def plan_buckets(
         index = order[totals.index(max(totals))]
         raise ConfigError(
             f"out-of-range: --capacity {options.capacity}: input {index} has {max(totals)} tokens; set at "
-            f"least --capacity {_round_up(max(totals), _ALIGNMENT)}, or leave that input out with --inputs",
-            input=index,
+            f"least --capacity {_round_up(max(totals), _ALIGNMENT)}, or leave that input out with --inputs"
         )
     budget = options.capacity or max(recorded, _round_up(max(totals), _ALIGNMENT))
     width = min(width, budget)
@@ -289,17 +285,13 @@ def select_inputs(recording: Recording, options: ReplayOptions) -> tuple[int, ..
     """
     count = len(recording)
     if count == 0:
-        raise ConfigError(
-            f"nothing-to-do: {recording.path} holds no inputs; there is nothing to replay",
-            path=recording.path,
-        )
+        raise ConfigError(f"nothing-to-do: {recording.path} holds no inputs; there is nothing to replay")
     chosen = list(range(count)) if options.inputs is None else list(dict.fromkeys(options.inputs))
     wrong = [index for index in chosen if not 0 <= index < count]
     if wrong:
         raise ConfigError(
             f"out-of-range: --inputs names input {wrong[0]}, but {recording.path} holds {count} (0 to "
-            f"{count - 1})",
-            input=wrong[0],
+            f"{count - 1})"
         )
     if options.steps is not None:
         first, last = options.steps

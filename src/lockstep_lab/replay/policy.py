@@ -154,9 +154,7 @@ def check_inputs_fit(recording: Recording, order: Sequence[int], size: ModelSize
             raise RecordingError(
                 f"too-long: input {index}, field 'positions': its longest document has {longest} tokens, "
                 f"but {name} has {size.max_positions} positions; replay with the recorded model, with one "
-                f"of at least {longest} positions (--model), or leave this input out (--inputs)",
-                name="positions",
-                input=index,
+                f"of at least {longest} positions (--model), or leave this input out (--inputs)"
             )
     if recording.header.vocab_size <= size.vocab_size:
         return
@@ -171,9 +169,7 @@ def check_ids(batch: PackedBatch, *, index: int, vocab_size: int, name: str) -> 
         raise RecordingError(
             f"outside-vocabulary: input {index}, field 'token_ids': it holds id {low if low < 0 else high}, "
             f"but {name} has a vocabulary of {vocab_size} (0 to {vocab_size - 1}); replay with the recorded "
-            "model or with one of its vocabulary (--model), or leave this input out (--inputs)",
-            name="token_ids",
-            input=index,
+            "model or with one of its vocabulary (--model), or leave this input out (--inputs)"
         )
 
 
@@ -185,9 +181,7 @@ def check_tail(batch: PackedBatch, *, index: int, max_positions: int, name: str)
     if longest > max(max_positions, *batch.lengths[:real]):
         raise RecordingError(
             f"too-long: input {index}, field 'tail': a pad document has {longest:,} slots, but {name} has "
-            f"{max_positions:,} positions; leave this input out (--inputs)",
-            name="tail",
-            input=index,
+            f"{max_positions:,} positions; leave this input out (--inputs)"
         )
 
 
@@ -197,8 +191,7 @@ def check_usable(meta: InputMeta, *, index: int) -> None:
         raise RecordingError(
             f"wrong-batch: input {index} is kept as the module was called, not as documents "
             f"({meta.unusable}); it cannot be fed again. Look at it with `lockstep recording show {index}`, "
-            "or leave it out (--inputs)",
-            input=index,
+            "or leave it out (--inputs)"
         )
 
 

@@ -151,8 +151,7 @@ class RankBackend(_Wrapped):
             if self.reduces_gradients:
                 raise PeerFailed(
                     f"peer-failed: step {step}: not run, because another rank failed before it "
-                    f"({'; '.join(failed)}). Here the other ranks of a job wait {waits_in(self.zero_stage)}",
-                    step=step,
+                    f"({'; '.join(failed)}). Here the other ranks of a job wait {waits_in(self.zero_stage)}"
                 )
         self._peer_missing = bool(failed)
         return step

@@ -138,16 +138,13 @@ class ReplayFiles:
 def check_fresh(out: Path) -> None:
     """Raise ConfigError if OUT holds a replay already, or is not a directory."""
     if out.exists() and not out.is_dir():
-        raise ConfigError(
-            f"not-a-file: --out {out} is a file; name a directory that is not there yet", path=out
-        )
+        raise ConfigError(f"not-a-file: --out {out} is a file; name a directory that is not there yet")
     check_above(out)
     existing = [n for n in ("results.jsonl", "summary.json", "replay.log") if (out / n).exists()]
     if existing:
         raise ConfigError(
             f"already-exists: --out {out} holds a replay already ({existing[0]}); name another directory, "
-            "or remove this one",
-            path=out,
+            "or remove this one"
         )
 
 

@@ -80,9 +80,7 @@ def plan_steps(
         raise ConfigError(f"out-of-range: --ranks {ranks}: at least 1 rank is needed")
     chosen = list(range(len(metas)) if indices is None else indices)
     if not chosen:
-        raise ConfigError(
-            "nothing-to-do: there is no input to assign to ranks; raise --max-inputs", setting="--max-inputs"
-        )
+        raise ConfigError("nothing-to-do: there is no input to assign to ranks; raise --max-inputs")
     if shuffle:
         rows = _shuffled(chosen, [sum(part) for part in lengths], ranks, random.Random(seed))
         steps = [PlannedStep(step=i, update=None, inputs=tuple(row)) for i, row in enumerate(rows)]

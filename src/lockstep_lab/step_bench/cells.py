@@ -79,13 +79,11 @@ def parse_cell(text: str) -> BenchCell:
         if axis is None:
             known = [*itertools.chain(*(v for axis, v in AXES.items() if axis != INVARIANT)), INVARIANT]
             raise ConfigError(
-                f"unknown-name: cell {text!r}: {unknown_name('word', word, known)}",
-                setting="--cells",
-                name=word,
+                f"unknown-name: cell {text!r}: {unknown_name('word', word, known)}", setting="--cells"
             )
         if axis in choices:
             raise ConfigError(
-                f"duplicate: cell {text!r} names its {axis} twice; name it once", setting="--cells", name=axis
+                f"duplicate: cell {text!r} names its {axis} twice; name it once", setting="--cells"
             )
         choices[axis] = True if axis == INVARIANT else word
     return BenchCell(**choices)
@@ -125,7 +123,7 @@ def _values(axis: str, text: str | None) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if word not in AXES[axis]:
-            raise ConfigError(f"unknown-name: --{axis}: {unknown_name('value', word, AXES[axis])}", name=word)
+            raise ConfigError(f"unknown-name: --{axis}: {unknown_name('value', word, AXES[axis])}")
     if not words:
         raise ConfigError(f"empty: --{axis} {text!r} names nothing; name some of {', '.join(AXES[axis])}")
     return words
@@ -136,14 +134,10 @@ def _checked(cells: Sequence[BenchCell]) -> list[BenchCell]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            f"duplicate: {', '.join(twice)} would be measured twice; name each cell once",
-            setting="--cells",
-            names=twice,
+            f"duplicate: {', '.join(twice)} would be measured twice; name each cell once", setting="--cells"
         )
     if len(cells) > MAX_CELLS:
         raise ConfigError(
-            f"too-large: {len(cells)} cells are more than {MAX_CELLS}; name fewer values, or use --cells",
-            setting="--cells",
-            cells=len(cells),
+            f"too-large: {len(cells)} cells are more than {MAX_CELLS}; name fewer values, or use --cells"
         )
     return list(cells)

@@ -261,9 +261,7 @@ class Cell(Worker[BenchJob]):
             if turn is None or turn > self.steps_taken:
                 return turn
             if time.monotonic() > until:
-                raise LockstepError(
-                    f"deadline: no turn came within {self.job.patience:g} s", seconds=self.job.patience
-                )
+                raise LockstepError(f"deadline: no turn came within {self.job.patience:g} s")
             time.sleep(_POLL_SECONDS)
 
     def _wait(self) -> float:

@@ -80,7 +80,7 @@ def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:
     try:
         return kind.model_validate_json(read_plain(path, ConfigError))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_problem(error)}", path=path, **first_data(error)) from error
+        raise ConfigError(f"{path}: {first_problem(error)}", **first_data(error)) from error
 
 
 def first_problem(error: ValidationError) -> str:

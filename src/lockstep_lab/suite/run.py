@@ -94,8 +94,7 @@ def check_folder(out: Path, command: str, *, name: str = "--out") -> None:
     if in_launcher():
         raise ConfigError(
             f"wrong-environment: lockstep {command} starts processes itself; run it without torchrun or "
-            "deepspeed (RANK and WORLD_SIZE are set in the environment)",
-            name=command,
+            "deepspeed (RANK and WORLD_SIZE are set in the environment)"
         )
     check_empty(out, name)
 
@@ -104,9 +103,7 @@ def check_empty(out: Path, name: str = "--out") -> None:
     """Raise ConfigError: `out` is a file or holds something."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
-            f"already-exists: {name} {out} is there already and not an empty folder; name a new one",
-            setting=name,
-            path=out,
+            f"already-exists: {name} {out} is there already and not an empty folder; name a new one"
         )
 
 
@@ -116,9 +113,7 @@ def make_folder(folder: Path, name: str = "--out") -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot-write: {name} {folder}: cannot be made ({error.strerror}); name another",
-            setting=name,
-            path=folder,
+            f"cannot-write: {name} {folder}: cannot be made ({error.strerror}); name another"
         ) from error
 
 

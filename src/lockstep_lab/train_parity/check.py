@@ -247,20 +247,16 @@ def check_stack(
         _check_settings(stack, model, device="cuda" if device_count else "cpu")
         for package in backends()[stack.backend].needs:
             if importlib.util.find_spec(package) is None:
-                raise ConfigError(
-                    f"missing-package: the package {package} is missing; {OPTIONAL[package]}", name=package
-                )
+                raise ConfigError(f"missing-package: the package {package} is missing; {OPTIONAL[package]}")
             if failure := import_failure(package):
-                raise ConfigError(failure, code="missing-package", name=package)
+                raise ConfigError(failure, code="missing-package")
         if stack.tp > 1 and text is not None:
             from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
 
             check_tensor_parallel_size(text, stack.tp)
         if stack.tp > 1 and text is None:
             raise ConfigError(
-                f"unknown-name: nothing is known about {model.name}, so it is not known whether tp divides "
-                "it",
-                name=model.name,
+                f"unknown-name: nothing is known about {model.name}, so it is not known whether tp divides it"
             )
         if stack.ring > 1 and text is not None:
             _check_ring(text)

@@ -160,9 +160,7 @@ def _documents(spec: InputsSpec, sizes: Sizes) -> tuple[SFTSet, str, tuple[str, 
             raise ConfigError(
                 f"no-tokenizer: {spec.model.name} has no tokenizer, so {spec.data.source!r} cannot be read "
                 "with it; leave --dataset (DATASET) out for documents of random ids, or name a model with a "
-                "tokenizer",
-                setting="--dataset",
-                name=spec.model.name,
+                "tokenizer"
             )
         samples = random_documents(spec.max_samples, vocab_size=sizes.vocab_size, longest=longest)
         note = f"{spec.model.name} has no tokenizer: documents are ids drawn from a skewed distribution"
@@ -245,8 +243,7 @@ def _rollouts(spec: InputsSpec, sizes: Sizes) -> InputsReport:
         raise ConfigError(
             f"other-model: --recording {spec.recording} has ids of a vocabulary of "
             f"{recording.header.vocab_size}, {spec.model.name} one of {sizes.vocab_size}; name a recording "
-            "of that model, or leave --recording out for made-up rollouts",
-            name=spec.model.name,
+            "of that model, or leave --recording out for made-up rollouts"
         )
     else:
         plan, algorithm = _made_up(spec, sizes), GRPOConfig().resolved().model_dump(mode="json")
@@ -297,9 +294,7 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
         if not isinstance(batch, PolicyBatch):
             raise ConfigError(
                 f"missing-values: {recording.path}: input {index} has no advantages; name a recording of an "
-                "RL run",
-                path=recording.path,
-                input=index,
+                "RL run"
             )
         if not bool(batch.advantages.any()):
             continue
@@ -310,9 +305,7 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
     if not updates:
         raise DataError(
             f"nothing-left: {recording.path} has no input with advantages and documents of at most "
-            f"{longest} tokens; raise --max-length, or name another recording",
-            setting="--max-length",
-            path=recording.path,
+            f"{longest} tokens; raise --max-length, or name another recording"
         )
     return _padded(list(updates.values()), spec)
 

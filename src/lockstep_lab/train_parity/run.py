@@ -101,8 +101,7 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
         if exit_status.returncode != 0:
             why = line_that_matters(read_tail(log)).removeprefix("parity inputs worker: ")
             raise ConfigError(
-                f"process-died: the inputs could not be made: {why or exit_status.describe()} (log: {log})",
-                path=log,
+                f"process-died: the inputs could not be made: {why or exit_status.describe()} (log: {log})"
             )
         return InputsReport.model_validate_json(read_plain(self.out / REPORT, ConfigError))
 
@@ -171,7 +170,6 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
                 f"unsupported-combination: stack {stack.name!r}: its graph holds the policy's head, and a "
                 "value model has another; leave deepcompile out with --algorithm ppo",
                 setting="--stacks",
-                name=stack.name,
             )
         check_backend(job.train, lora=False)
         check_support(job)

@@ -123,9 +123,7 @@ class Stack:
             axes = " * ".join(f"{a} {n}" for a, n in (("tp", self.tp), ("ring", self.ring)) if n > 1)
             raise ConfigError(
                 f"not-divisible: {axes} = {share} does not divide {ranks} ranks; use "
-                f"{_nearest(ranks, share)} ranks (--gpus, NUM_GPUS), or smaller axes",
-                setting=axes,
-                ranks=ranks,
+                f"{_nearest(ranks, share)} ranks (--gpus, NUM_GPUS), or smaller axes"
             )
         return ranks
 
@@ -142,14 +140,14 @@ def parse_stack(text: str) -> Stack:
     """
     backend, colon, rest = text.strip().partition(":")
     if backend not in backends():
-        raise _wrong(
-            text, f"{unknown_name('train backend', backend, backends())}", code="unknown-name", name=backend
+        raise ConfigError(
+            f"unknown-name: --stacks: stack {text!r}: {unknown_name('train backend', backend, backends())}"
         )
     options: dict[str, Any] = {}
     for word in rest.split("+") if colon else []:
         name, value = _option(word, text)
         if name in options:
-            raise _wrong(text, f"{name} is given twice; name it once", code="duplicate", name=name)
+            raise ConfigError(f"duplicate: --stacks: stack {text!r}: {name} is given twice; name it once")
         options[name] = value
     stack = Stack(backend=backend, **options)
     _check(stack, text)
@@ -166,9 +164,7 @@ def parse_stacks(text: str) -> list[Stack]:
     names = [stack.name for stack in stacks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(
-            f"duplicate: --stacks names {', '.join(twice)} twice; name each stack once", names=twice
-        )
+        raise ConfigError(f"duplicate: --stacks names {', '.join(twice)} twice; name each stack once")
     return stacks
 
 
@@ -195,9 +191,7 @@ def parse_skip(text: str, *, source: str = "--skip") -> list[str]:
             words.append(parse_stack(word).name)
         except ConfigError:
             problem = unknown_name("word", word, SKIP_WORDS)
-            raise ConfigError(
-                f"wrong-format: {source}: {problem}; or the name of a stack", setting="--stacks", name=source
-            ) from None
+            raise ConfigError(f"wrong-format: {source}: {problem}; or the name of a stack") from None
     return words
 
 
@@ -206,10 +200,10 @@ def _option(word: str, text: str) -> tuple[str, Any]:
         return word, True
     match = _NUMBERED.fullmatch(word)
     if match is None:
-        raise _wrong(text, f"{unknown_name('option', word, OPTIONS)}", code="unknown-name", name=word)
+        raise ConfigError(f"unknown-name: --stacks: stack {text!r}: {unknown_name('option', word, OPTIONS)}")
     name, number = match[1], int(match[2])
     if name != "zero" and not 1 <= number <= 4096:
-        raise _wrong(text, f"{word} must be from 1 to 4096", code="out-of-range", name=word)
+        raise ConfigError(f"out-of-range: --stacks: stack {text!r}: {word} must be from 1 to 4096")
     return name, number
 
 
@@ -219,46 +213,33 @@ def _check(stack: Stack, text: str) -> None:
         options = [w for w in ("tp", "ring", "ranks") if getattr(stack, w) not in (1, None)]
         if options:
             others = _of(options[0]) or " or ".join(n for n, other in backends().items() if other.spans_ranks)
-            raise _wrong(
-                text,
-                f"{stack.backend} is one process, so it has no {options[0]}; use {others}",
-                code="unsupported-combination",
-                name=options[0],
+            raise ConfigError(
+                f"unsupported-combination: --stacks: stack {text!r}: {stack.backend} is one process, so it "
+                f"has no {options[0]}; use {others}"
             )
     for option, what in _WORDS.items():
         given = getattr(stack, option) != getattr(plain, option)
         if given and option not in backend.stacks.options:
-            raise _wrong(
-                text,
-                f"{what} is of {_of(option)}; leave it out, or use {_of(option)}",
-                code="unsupported-combination",
-                name=what,
+            raise ConfigError(
+                f"unsupported-combination: --stacks: stack {text!r}: {what} is of {_of(option)}; "
+                f"leave it out, or use {_of(option)}"
             )
     if stack.zero is not None and stack.zero > 3:
-        raise _wrong(
-            text,
-            f"there is no ZeRO stage {stack.zero}; use zero0 to zero3",
-            code="out-of-range",
-            name=f"zero{stack.zero}",
+        raise ConfigError(
+            f"out-of-range: --stacks: stack {text!r}: there is no ZeRO stage {stack.zero}; use zero0 to zero3"
         )
     modes = [mode for mode in _EXECUTIONS if getattr(stack, mode)]
     if len(modes) > 1:
-        raise _wrong(
-            text, f"{' and '.join(modes)} exclude each other; choose one", code="contradiction", names=modes
+        raise ConfigError(
+            f"contradiction: --stacks: stack {text!r}: {' and '.join(modes)} exclude each other; choose one"
         )
     if stack.joint and stack.zero == 3:
-        raise _wrong(
-            text,
-            "joint needs whole weights; use zero2, or compile",
-            code="unsupported-combination",
-            name="joint",
+        raise ConfigError(
+            f"unsupported-combination: --stacks: stack {text!r}: joint needs whole weights; use zero2, or "
+            "compile"
         )
 
 
 def _nearest(ranks: int, share: int) -> str:
     below, above = ranks // share * share, -(-ranks // share) * share
     return f"{below} or {above}" if below else str(above)
-
-
-def _wrong(stack: str, why: str, **data: Any) -> ConfigError:
-    return ConfigError(f"stack {stack!r}: {why}", setting="--stacks", **data)

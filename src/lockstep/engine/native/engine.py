@@ -223,10 +223,7 @@ class NativeEngine(EmbeddedEngine):
         raise EngineError(
             f"too-long: request {turn.index}: a sample with a prompt of {len(request.prompt_token_ids)} "
             f"tokens and max_tokens = {request.sampling.max_tokens} can need {needed} tokens of KV cache, "
-            f"which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens",
-            request=turn.index,
-            needed=needed,
-            capacity=max(0, capacity),
+            f"which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens"
         )
 
     def _out_of_memory(self) -> tuple[str, str]:
@@ -244,8 +241,7 @@ def _check_device(device: torch.device, dtype: torch.dtype) -> None:
         name = str(dtype).removeprefix("torch.")
         raise EngineError(
             f"unsupported-combination: engine {NAME} attends by varlen, and CUDA flash kernels have no "
-            f"{name}; set model.dtype = 'bfloat16', or engine.name = 'hf'",
-            setting="model.dtype",
+            f"{name}; set model.dtype = 'bfloat16', or engine.name = 'hf'"
         )
 
 

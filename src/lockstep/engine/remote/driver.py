@@ -182,12 +182,7 @@ def bad_status(reply: Reply) -> BadReply:
         told = {"told": dict(json.loads(reply.body)["data"])}
     except (ValueError, KeyError, TypeError, RecursionError):
         told = {}
-    return BadReply(
-        f"{reply.what} answered {reply.status}: {reply.error_text()}",
-        code="bad-reply",
-        status=reply.status,
-        **told,
-    )
+    return BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}", code="bad-reply", **told)
 
 
 def seconds_left(session: UpdateSession, config: EngineConfig) -> float:
@@ -196,9 +191,7 @@ def seconds_left(session: UpdateSession, config: EngineConfig) -> float:
     if left <= 0:
         raise EngineError(
             f"deadline: engine {config.name}: the update to policy version {session.policy_version} did not "
-            f"end within engine.update_seconds = {config.update_seconds:g}; raise it",
-            setting="engine.update_seconds",
-            seconds=config.update_seconds,
+            f"end within engine.update_seconds = {config.update_seconds:g}; raise it"
         )
     return left
 
@@ -219,31 +212,25 @@ def check_sample(
     ids, logprobs, params = sample.token_ids, sample.logprobs, request.sampling
     if len(ids) != len(logprobs) or len(ids) > params.max_tokens:
         raise _wrong(
-            engine,
-            "length",
-            f"{len(ids)} tokens with {len(logprobs)} logprobs, of max_tokens {params.max_tokens}",
+            engine, f"{len(ids)} tokens with {len(logprobs)} logprobs, of max_tokens {params.max_tokens}"
         )
     if ids and (min(ids) < 0 or max(ids) >= spec.vocab_size):
-        raise _wrong(engine, "token_ids", f"a token id outside the vocabulary of {spec.vocab_size} entries")
+        raise _wrong(engine, f"a token id outside the vocabulary of {spec.vocab_size} entries")
     finite = all(map(math.isfinite, logprobs))  # min and max do not see NaN
     # Rounding may lift a certain token just above 0; below -1e4 lie only masked tokens, which nobody draws.
     if logprobs and not (finite and min(logprobs) > -1e4 and max(logprobs) <= 1e-3):
-        raise _wrong(
-            engine, "logprobs", f"logprobs from {min(logprobs)} to {max(logprobs)}: not finite, or positive"
-        )
+        raise _wrong(engine, f"logprobs from {min(logprobs)} to {max(logprobs)}: not finite, or positive")
     if sample.finish_reason == "abort":
         return None
     if not ids:
-        raise _wrong(engine, "length", "a sample without tokens")
+        raise _wrong(engine, "a sample without tokens")
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(spec.eos_token_ids))
     if ids[-1] in ends and len(ids) > params.min_tokens:
         return ids[-1]
     if sample.finish_reason == "length":
         longest = min(params.max_tokens, spec.max_model_len - len(request.prompt_token_ids))
         if len(ids) < longest:
-            raise _wrong(
-                engine, "finish_reason", f"{len(ids)} tokens that ended by length, where {longest} fit"
-            )
+            raise _wrong(engine, f"{len(ids)} tokens that ended by length, where {longest} fit")
         return None
     if params.stop:
         text = Decoding.of(spec.tokenizer, params, eos_token_ids=spec.eos_token_ids)(ids)
@@ -252,16 +239,13 @@ def check_sample(
             return min(matches)[1]
     raise _wrong(
         engine,
-        "stop_reason",
         f"a sample that stopped at token {ids[-1]} ({sample.stop_reason!r}), which is neither an eos id "
         f"{list(spec.eos_token_ids)}, nor a stop id, nor the end of a stop string of the request",
     )
 
 
-def _wrong(engine: str, name: str, what: str) -> EngineError:
-    return EngineError(
-        f"wrong-result: engine {engine} returned {what}; it does not do what it was asked for", name=name
-    )
+def _wrong(engine: str, what: str) -> EngineError:
+    return EngineError(f"wrong-result: engine {engine} returned {what}; it does not do what it was asked for")
 
 
 def tensor_from_hex(dtype: str, text: str) -> Tensor:

@@ -169,8 +169,7 @@ class RemoteEngine(ReceivingEngine):
         if tries[job.id] == _TRIES:
             raise EngineError(
                 f"unreachable: engine {self.name} is running but broke the connection of one sample "
-                f"{_TRIES} times: {sign}{self._log_text()}",
-                tries=_TRIES,
+                f"{_TRIES} times: {sign}{self._log_text()}"
             )
         self.requested(job)
 
@@ -220,9 +219,7 @@ class RemoteEngine(ReceivingEngine):
         if reply.status >= 500:
             self._raise_if_dead(bad_status(reply))
             raise EngineError(
-                f"refused: engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}",
-                status=reply.status,
-                reason=reply.error_text(),
+                f"refused: engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}"
             )
         return self._driver.read(job, reply.object())
 
@@ -258,9 +255,7 @@ class RemoteEngine(ReceivingEngine):
                 instead = "export the server's token and name the variable by engine.token_env"
             raise EngineError(
                 f"unreachable: engine {self.name}: engine.url = {self._client.url} cannot be used: "
-                f"{waiting}; {instead}",
-                setting="engine.url",
-                reason=waiting,
+                f"{waiting}; {instead}"
             )
         self._driver.check()
 
@@ -269,9 +264,7 @@ class RemoteEngine(ReceivingEngine):
         if self._server is None:
             if isinstance(sign, Unreachable) and self._driver.ready() is not None:
                 raise EngineError(
-                    f"unreachable: the {self.name} server at engine.url went away: {sign}",
-                    setting="engine.url",
-                    reason=sign,
+                    f"unreachable: the {self.name} server at engine.url went away: {sign}"
                 ) from sign
             return
         deadline = time.monotonic() + _DEATH_SECONDS
@@ -303,8 +296,7 @@ class RemoteEngine(ReceivingEngine):
         if self._restarts >= self._config.max_restarts:
             raise EngineError(
                 f"process-died: {death}, and it was started again {self._restarts} times already "
-                f"(engine.max_restarts = {self._config.max_restarts}). {self._server.log_text()}",
-                restarts=self._restarts,
+                f"(engine.max_restarts = {self._config.max_restarts}). {self._server.log_text()}"
             ) from death
         self._restarts += 1
         self.dirty = self._pushed or self._spec.weights == "pushed"
@@ -315,8 +307,7 @@ class RemoteEngine(ReceivingEngine):
             raise EngineError(
                 f"process-died: {death}; it was started again, without the trained weights, and nobody can "
                 "send them now (sharded weights are only whole in a regular update). Resume the run from "
-                f"its last checkpoint. {self._server.log_text()}",
-                state="dirty",
+                f"its last checkpoint. {self._server.log_text()}"
             ) from death
         self._recovering = threading.get_ident()
         try:
@@ -385,15 +376,13 @@ class RemoteEngine(ReceivingEngine):
                 f"unsupported-combination: engine {self.name} receives by {', '.join(self.transports)}, not "
                 f"by {bucket.transport}",
                 setting="engine.transfer",
-                transport=bucket.transport,
             )
         self._driver.receive(bucket, seconds_left(session, self._config))
 
     def finish_update(self, session: UpdateSession) -> None:
         if self._open_session() != session:
             raise EngineError(
-                f"wrong-state: engine {self.name}: finish_update of another session than the open one",
-                state="other-update",
+                f"wrong-state: engine {self.name}: finish_update of another session than the open one"
             )
         seconds_left(session, self._config)
         self._driver.finish(session)

@@ -88,11 +88,7 @@ class Reply:
         """Raises BadReply unless the status is 2xx and the body is JSON without NaN and infinity."""
         if not 200 <= self.status < 300:
             hint = "; is its token the one in the variable engine.token_env?" if self.status == 401 else ""
-            raise BadReply(
-                f"bad-reply: {self.what} answered {self.status}: {self.error_text()}{hint}",
-                status=self.status,
-                reason=self.error_text(),
-            )
+            raise BadReply(f"bad-reply: {self.what} answered {self.status}: {self.error_text()}{hint}")
         try:
             # half the time of the standard library's, which counts with 100,000 logprobs
             return pydantic_core.from_json(self.body, allow_inf_nan=False, cache_strings="keys")
@@ -135,7 +131,7 @@ class Head:
 
 
 @contextlib.contextmanager
-def reply_errors(what: str, **fields: Any) -> Iterator[None]:
+def reply_errors(what: str) -> Iterator[None]:
     """Around the code that takes a parsed reply apart: what a missing or odd field raises there becomes a
     BadReply of `what`, the beginning of its message, and of `fields`."""
     try:
@@ -143,7 +139,7 @@ def reply_errors(what: str, **fields: Any) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         reason = f"no field {error}" if isinstance(error, KeyError) else f"{kind}{error}"
-        raise BadReply(f"{what}: {reason}", code="bad-reply", reason=reason, **fields) from error
+        raise BadReply(f"bad-reply: {what}: {reason}") from error
 
 
 def _preview(body: bytes) -> str:
@@ -162,13 +158,12 @@ class HttpClient:
             port = parts.port
         except ValueError as error:
             raise ConfigError(
-                f"wrong-format: url {url!r} has no valid port ({error}); give http://host:port", name="port"
+                f"wrong-format: url {url!r} has no valid port ({error}); give http://host:port"
             ) from error
         if parts.scheme != "http" or not parts.hostname or parts.query or parts.username:
             raise ConfigError(
                 f"wrong-format: url {url!r} is not of the form http://host:port; the engine's own servers "
-                "speak plain http",
-                name="scheme",
+                "speak plain http"
             )
         self.name = name
         self.url = url.rstrip("/")
@@ -207,7 +202,7 @@ class HttpClient:
             ]
         except OSError as error:
             raise Unreachable(
-                f"unreachable: {self.name}: host {self._address[0]!r} is not known ({error})", reason="host"
+                f"unreachable: {self.name}: host {self._address[0]!r} is not known ({error})"
             ) from error
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
@@ -217,8 +212,7 @@ class HttpClient:
         if code not in (0, errno.EINPROGRESS):
             sock.close()
             raise Unreachable(
-                f"unreachable: {self.name}: cannot connect to {self.url} ({errno.errorcode.get(code, code)})",
-                reason="connect",
+                f"unreachable: {self.name}: cannot connect to {self.url} ({errno.errorcode.get(code, code)})"
             )
         return sock
 
@@ -307,8 +301,7 @@ class Exchange(ABC, Generic[Answer]):
         if end < 0:
             if len(self._raw) > _MAX_HEAD_BYTES:
                 raise BadReply(
-                    f"bad-reply: {self.what} did not answer in HTTP: {_preview(bytes(self._raw[:500]))}",
-                    name="HTTP",
+                    f"bad-reply: {self.what} did not answer in HTTP: {_preview(bytes(self._raw[:500]))}"
                 )
             return None
         first, *rest = self._raw[:end].decode("latin-1").split("\r\n")
@@ -316,15 +309,12 @@ class Exchange(ABC, Generic[Answer]):
         fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
         version, _, tail = first.partition(" ")
         if not (version.startswith("HTTP/1.") and _STATUS.match(tail)):
-            raise BadReply(
-                f"bad-reply: {self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}", name="HTTP"
-            )
+            raise BadReply(f"bad-reply: {self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}")
         length = fields.get("content-length")
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= MAX_REPLY_BYTES):
             raise BadReply(
                 f"too-large: {self.what} announced an answer of {ascii(length)[1:41]} bytes; at most "
-                f"{MAX_REPLY_BYTES}",
-                name="Content-Length",
+                f"{MAX_REPLY_BYTES}"
             )
         return Head(
             status=int(tail[:3]),
@@ -346,9 +336,7 @@ class Exchange(ABC, Generic[Answer]):
                 del self._body[head.length :]
                 self._complete = True
         if len(self._body) > MAX_REPLY_BYTES:
-            raise BadReply(
-                f"too-large: {self.what} answered more than {MAX_REPLY_BYTES} bytes", limit=MAX_REPLY_BYTES
-            )
+            raise BadReply(f"too-large: {self.what} answered more than {MAX_REPLY_BYTES} bytes")
 
     def _read_chunks(self) -> None:
         raw, at = self._raw, 0
@@ -357,13 +345,10 @@ class Exchange(ABC, Generic[Answer]):
                 size = int(bytes(raw[at:end]).partition(b";")[0], 16)
             except ValueError:
                 preview = _preview(bytes(raw[at : at + 40]))
-                raise BadReply(
-                    f"bad-reply: {self.what} sent a chunk without a size: {preview}", name="chunk"
-                ) from None
+                raise BadReply(f"bad-reply: {self.what} sent a chunk without a size: {preview}") from None
             if not 0 <= size <= MAX_REPLY_BYTES:
                 raise BadReply(
-                    f"too-large: {self.what} announced a chunk of {size} bytes; at most {MAX_REPLY_BYTES}",
-                    name="chunk",
+                    f"too-large: {self.what} announced a chunk of {size} bytes; at most {MAX_REPLY_BYTES}"
                 )
             if size == 0:
                 self._complete = True
@@ -429,9 +414,7 @@ class Exchanges(Generic[Answer]):
                 found.append(
                     (
                         exchange.key,
-                        Unreachable(
-                            f"unreachable: {exchange.what}: the connection failed ({error})", reason=error
-                        ),
+                        Unreachable(f"unreachable: {exchange.what}: the connection failed ({error})"),
                     )
                 )
                 exchange.ended = True

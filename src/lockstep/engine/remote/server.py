@@ -113,8 +113,7 @@ def own_variables(config: EngineConfig) -> dict[str, str]:
             if name in given:
                 raise ConfigError(
                     f"contradiction: engine.{setting}.{name}: a started server gets a token of its own; "
-                    "leave it out",
-                    setting=f"engine.{setting}.{name}",
+                    "leave it out"
                 )
     return {**config.env, **read_secrets(config.secrets, setting="engine.secrets")}
 
@@ -157,8 +156,7 @@ def _url_token(config: EngineConfig) -> str:
     if not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
             f"wrong-environment: engine.token_env = {config.token_env!r}: that environment variable "
-            f"{'holds no token' if token else 'is not set'}; export the token of the server at engine.url",
-            reason="empty" if token else "not set",
+            f"{'holds no token' if token else 'is not set'}; export the token of the server at engine.url"
         )
     hide(token)
     return token
@@ -201,8 +199,7 @@ def check_port_free(port: int, *, name: str) -> None:
         except OSError as error:
             raise EngineError(
                 f"port-in-use: engine {name}: port {port} of {LOOPBACK} is in use ({error.strerror}); end "
-                "what listens there, or leave the port out and a free one is taken",
-                port=port,
+                "what listens there, or leave the port out and a free one is taken"
             ) from error
 
 
@@ -211,8 +208,7 @@ def check_interpreter(python: Path) -> None:
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(
             f"not-a-file: engine.python = {python} is not an executable file; give the interpreter of the "
-            "environment that has the engine, such as /path/to/env/bin/python",
-            path=python,
+            "environment that has the engine, such as /path/to/env/bin/python"
         )
 
 
@@ -321,16 +317,13 @@ class ServerProcess:
                 self._refuse_port_taken()
                 raise EngineError(
                     f"process-died: the {spec.name} server {ended} after {seconds:.1f} s, before it "
-                    f"answered. {self.log_text()}",
-                    reason=ended,
+                    f"answered. {self.log_text()}"
                 )
             if seconds > spec.start_seconds:
                 raise EngineError(
                     f"deadline: the {spec.name} server did not answer within {spec.start_setting} = "
                     f"{spec.start_seconds:g}; it still runs, and was waited for because {waiting}. Raise "
-                    f"{spec.start_setting} if it is only slow. {self.log_text()}",
-                    setting=spec.start_setting,
-                    reason=waiting,
+                    f"{spec.start_setting} if it is only slow. {self.log_text()}"
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -339,9 +332,7 @@ class ServerProcess:
             raise EngineError(
                 f"port-in-use: the {self.spec.name} server found port {self.spec.port} of {LOOPBACK} taken "
                 "by another process while it started; start again, another free port is taken. Log: "
-                f"{self.spec.log}",
-                port=self.spec.port,
-                during="start",
+                f"{self.spec.log}"
             )
 
     def _read_log(self) -> list[str]:

@@ -140,9 +140,7 @@ class Host:
         stream = Stream([id for group in groups for id in group["ids"]])
         with self._idle:
             if self._dirty:
-                raise EngineError(
-                    "wrong-state: the engine has no whole version of the weights", state="dirty"
-                )
+                raise EngineError("wrong-state: the engine has no whole version of the weights")
             if flow != self._flow:
                 self._drop()
                 self._flow = flow
@@ -305,7 +303,6 @@ class Weights:
             raise EngineError(
                 f"{name} came with shape {list(tensor.shape)}; the model has {has}{again}",
                 code="wrong-weights" if parameter is None else "wrong-shape",
-                name=name,
             )
         first = self._first.setdefault(id(parameter), name)
         if first != name and not torch.equal(parameter, tensor.to(parameter)):
@@ -322,8 +319,7 @@ class Weights:
         missing = sorted(self._own.keys() - self._received)
         if missing:
             raise EngineError(
-                f"wrong-weights: the session ended without {len(missing)} weights: {', '.join(missing[:5])}",
-                missing=missing,
+                f"wrong-weights: the session ended without {len(missing)} weights: {', '.join(missing[:5])}"
             )
         self._session = None
         return self._module
@@ -350,9 +346,7 @@ class Weights:
 
     def _check(self, about: Mapping[str, Any]) -> None:
         if self._session is None or dict(self._session) != dict(about):
-            raise EngineError(
-                f"wrong-state: no session of weights {dict(about)} is open here", state="no-update"
-            )
+            raise EngineError(f"wrong-state: no session of weights {dict(about)} is open here")
 
 
 def request_json(request: GenerationRequest, *, ids: Sequence[str], samples: Sequence[int]) -> dict[str, Any]:

@@ -179,8 +179,7 @@ class SGLangDriver(ServerDriver):
             raise EngineError(
                 f"refused: engine {NAME} did not flush its prefix cache ({reply.error_text().strip()}): "
                 "samples still run, perhaps somebody else's; keys and values of the old weights would go on "
-                "being used",
-                name="prefix cache",
+                "being used"
             )
 
     # weights
@@ -364,9 +363,7 @@ def _values(reply: Reply) -> Tensor:
 def _check_status(reply: Reply) -> None:
     """Raises EngineError unless the status is 200."""
     if reply.status != 200:
-        raise EngineError(
-            f"refused: {reply.what} answered {reply.status}: {reply.error_text()}", status=reply.status
-        )
+        raise EngineError(f"refused: {reply.what} answered {reply.status}: {reply.error_text()}")
 
 
 def _check_done(reply: Reply) -> None:
@@ -379,7 +376,7 @@ def _check_done(reply: Reply) -> None:
         return
     named = isinstance(body, dict) and "message" in body
     text = printable(str(body["message"])[:400]) if named else reply.error_text()
-    raise EngineError(f"refused: {reply.what} failed (status {reply.status}): {text}", status=reply.status)
+    raise EngineError(f"refused: {reply.what} failed (status {reply.status}): {text}")
 
 
 def _transports(config: EngineConfig, spec: EngineSpec, *, started: bool) -> tuple[Transport, ...]:
@@ -408,46 +405,39 @@ def check_server(
         parts = 1 if parts is None else whole(parts, "dp_size")
     wrong = [
         (
-            "architectures",
             model.get("architectures") != ours.get("architectures"),
             f"serves {_short(model.get('model_path'))} ({_short(model.get('architectures'))}), and this run "
             f"needs {spec.model_name} ({ours.get('architectures')})",
         ),
         (
-            "dtype",
             info.get("dtype") != spec.dtype,
             f"has dtype {_short(info.get('dtype'))}; start it with {spec.dtype}",
         ),
         (
-            "max_req_input_len",
             tokens is None or tokens < spec.max_model_len + SPARE_CONTEXT,
             f"takes {tokens} tokens of prompt and completion, and needs "
             f"{spec.max_model_len + SPARE_CONTEXT} for samples of {spec.max_model_len}; raise its "
             "context_length and its KV cache (engine.memory_fraction), or lower engine.max_model_len",
         ),
         (
-            "enable_deterministic_inference",
             bool(info.get("enable_deterministic_inference")) != config.batch_invariant,
             f"has enable_deterministic_inference = {_short(info.get('enable_deterministic_inference'))}, and "
             f"engine.batch_invariant = {config.batch_invariant}; make them equal",
         ),
         (
-            "allow_auto_truncate",
             bool(info.get("allow_auto_truncate")),
             "has allow_auto_truncate, which cuts prompts without a word",
         ),
         (
-            "speculative_algorithm",
             bool(info.get("speculative_algorithm")),
             "decodes speculatively, with logprobs of another meaning; start it without",
         ),
-        ("dp_size", parts not in (0, 1), "has dp_size > 1; set engine.replicas instead"),
+        (parts not in (0, 1), "has dp_size > 1; set engine.replicas instead"),
         (
-            "preferred_sampling_params",
             bool(info.get("preferred_sampling_params")),
             "has preferred_sampling_params, which change requests; start it without",
         ),
     ]
-    for name, failed, text in wrong:
+    for failed, text in wrong:
         if failed:
-            raise EngineError(f"server-settings: engine {NAME}: {where} {text}", name=name)
+            raise EngineError(f"server-settings: engine {NAME}: {where} {text}")

@@ -236,11 +236,7 @@ class _Flow:
             message = f"{event.what} answered {event.status}: {event.error_text()}"
             if event.status >= 500:
                 self._engine.broken(BadReply(message, code="bad-reply"))
-            raise EngineError(
-                f"refused: engine {NAME} refused: {message}{self._engine.log_text}",
-                status=event.status,
-                reason=event.error_text(),
-            )
+            raise EngineError(f"refused: engine {NAME} refused: {message}{self._engine.log_text}")
         if isinstance(event, BadReply):
             raise event
         if not wave:
@@ -272,8 +268,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
         raise ConfigError(
             f"wrong-environment: {ORIGINAL_LOGPROBS} = {environment[ORIGINAL_LOGPROBS]} makes SGLang give "
             "logprobs before the temperature, which cannot be compared with the trainer's; take it out of "
-            "engine.env",
-            name=ORIGINAL_LOGPROBS,
+            "engine.env"
         )
     package = find_package(python, environment)
     port, token = free_port(), new_token()

@@ -95,16 +95,14 @@ def sglang_server_command(
     if off:
         raise ConfigError(
             f"no-effect: engine.options.{off[0]} = false: SGLang's command line can only turn switches on; "
-            "leave it out",
-            setting=f"engine.options.{off[0]}",
+            "leave it out"
         )
     command = command_flags(own | eager | _options(config, own), no_flags=False)
     unknown = [flag for flag in command if flag.startswith("--") and flag not in flags]
     if unknown:
         raise ConfigError(
             f"unknown-setting: this version of SGLang does not know {', '.join(unknown)}; leave it out of "
-            "engine.options, or use a version from 0.5.16 to 0.5.23",
-            setting="engine.options",
+            "engine.options, or use a version from 0.5.16 to 0.5.23"
         )
     return ["-m", "sglang.launch_server", *command]
 
@@ -255,8 +253,7 @@ class SGLangPackage:
                 return match[1]
         raise ConfigError(
             f"unsupported-version: {self.folder} does not say which version of SGLang it is; install a "
-            "released one",
-            name="version",
+            "released one"
         )
 
     @cached_property
@@ -267,8 +264,7 @@ class SGLangPackage:
         if "--model-path" not in flags:
             raise ConfigError(
                 f"unsupported-version: no command line options were found in {self.folder} (SGLang "
-                f"{self.version}); use a version from 0.5.16 to 0.5.23",
-                name=self.version,
+                f"{self.version}); use a version from 0.5.16 to 0.5.23"
             )
         return flags
 
@@ -295,8 +291,7 @@ def find_package(python: Path | str, environment: Mapping[str, str]) -> SGLangPa
     if not folders:
         raise ConfigError(
             f"missing-package: {python} has no sglang; install it into an environment of its own and set "
-            "engine.python to the interpreter of that (docs/how-to/sglang.md)",
-            setting="engine.python",
+            "engine.python to the interpreter of that (docs/how-to/sglang.md)"
         )
     package = SGLangPackage(Path(folders[0]))
     check_version(package.version)
@@ -309,8 +304,7 @@ def check_version(version: str) -> None:
     if numbers < OLDEST:
         raise ConfigError(
             f"unsupported-version: SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the oldest "
-            "that Lockstep speaks to; use a newer one",
-            name=version,
+            "that Lockstep speaks to; use a newer one"
         )
 
 
@@ -450,8 +444,7 @@ class Partial:
         except (KeyError, ValueError) as error:
             raise BadReply(
                 f"bad-reply: engine sglang: an event of sample {self.job.sample} of request "
-                f"{self.job.index} cannot be read: {error!r} in {ascii(event)[:400]}",
-                reason=error,
+                f"{self.job.index} cannot be read: {error!r} in {ascii(event)[:400]}"
             ) from error
         stop_string = self._stop_string(start)
         if stop_string is not None:
@@ -465,9 +458,7 @@ class Partial:
             raise EngineError(
                 f"not-finite: engine sglang: request {self.job.index}: the logits of token "
                 f"{len(self.token_ids) - 1} of sample {self.job.sample} are not finite; the weights have "
-                "diverged or the compute dtype overflows (model.dtype)",
-                request=self.job.index,
-                token=len(self.token_ids) - 1,
+                "diverged or the compute dtype overflows (model.dtype)"
             )
         return self.sample("stop", matched)
 
@@ -514,8 +505,7 @@ class Partial:
             raise EngineError(
                 f"values-differ: engine sglang sampled with weights {meta['weight_version']!a} and must "
                 f"have {weight_version!r}: somebody else updated it, or it was started again; let only one "
-                "run use a server",
-                name=weight_version,
+                "run use a server"
             )
 
     def _stop_string(self, start: int) -> str | None:

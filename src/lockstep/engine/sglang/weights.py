@@ -49,9 +49,7 @@ def tensor_payload(bucket: WeightBucket) -> str:
     if memory is None:
         raise EngineError(
             f"unsupported-combination: bucket {bucket.index} has no handle of CUDA memory; use "
-            "engine.transfer = 'disk'",
-            setting="engine.transfer",
-            name="handle",
+            "engine.transfer = 'disk'"
         )
     metadata = [
         SimpleNamespace(
@@ -111,10 +109,7 @@ def check_no_padding(bucket: WeightBucket) -> None:
             raise EngineError(
                 f"unsupported-combination: {spec.name} lies at byte {spec.offset} of its bucket and SGLang "
                 f"would look for it at {at}: the size of a tensor before it is not a multiple of 16 bytes; "
-                "set engine.transfer = 'disk'",
-                setting="engine.transfer",
-                name=spec.name,
-                offset=at,
+                "set engine.transfer = 'disk'"
             )
         at += spec.num_bytes
 
@@ -156,17 +151,15 @@ class Expected:
             if shape is None:
                 raise EngineError(
                     f"wrong-weights: the model has no weight {spec.name!r}; SGLang would leave it out and "
-                    "say success. Send Hugging Face names, such as " + ", ".join(list(self.shapes)[:3]),
-                    name=spec.name,
+                    "say success. Send Hugging Face names, such as " + ", ".join(list(self.shapes)[:3])
                 )
             if spec.shape != shape:
                 raise EngineError(
                     f"wrong-shape: {spec.name} comes with shape {list(spec.shape)} and is {list(shape)} in "
-                    "the engine's model; trainer and engine must be of one model",
-                    name=spec.name,
+                    "the engine's model; trainer and engine must be of one model"
                 )
             if spec.name in self._loaded:
-                raise EngineError(f"duplicate: {spec.name} came twice in one update", name=spec.name)
+                raise EngineError(f"duplicate: {spec.name} came twice in one update")
             self._loaded.add(spec.name)
 
     def check_complete(self) -> None:
@@ -175,8 +168,7 @@ class Expected:
         if missing:
             raise EngineError(
                 f"wrong-weights: the update ended without {len(missing)} of {len(self.shapes)} weights: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
-                missing=missing,
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
             )
 
     def smallest(self) -> str:

@@ -51,8 +51,7 @@ class Core:
             self._free_groups()
             hint = "; lower engine.memory_fraction" if isinstance(error, torch.OutOfMemoryError) else ""
             raise EngineError(
-                f"refused: engine {NAME} {version} could not start with {spec.folder}: {error}{hint}",
-                name="start",
+                f"refused: engine {NAME} {version} could not start with {spec.folder}: {error}{hint}"
             ) from error
         self._params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
@@ -199,8 +198,7 @@ def claim(owner: object, environment: dict[str, str]) -> None:
     if _owner is not None:
         raise EngineError(
             f"wrong-state: this process has an open engine {NAME} already; close it first, or set "
-            "engine.python",
-            state="open",
+            "engine.python"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if _import_environment is None:
@@ -215,8 +213,7 @@ def claim(owner: object, environment: dict[str, str]) -> None:
         changed = sorted(k for k in environment if environment[k] != _import_environment.get(k))
         raise EngineError(
             f"wrong-environment: vLLM was imported with other values of {', '.join(changed)} and reads them "
-            "once; start a new process for an engine with other settings (engine.batch_invariant)",
-            names=changed,
+            "once; start a new process for an engine with other settings (engine.batch_invariant)"
         )
     _owner = owner
 

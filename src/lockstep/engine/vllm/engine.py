@@ -131,14 +131,11 @@ class VLLMEngine(ReceivingEngine):
         token_ids = tuple(answer.token_ids)
         flat = answer.logprobs
         if list(flat.token_ids) != list(token_ids):  # logprobs = 0: the sampled token's and no other
-            raise EngineError(
-                f"wrong-result: engine {NAME} gave logprobs of other tokens than it sampled", name="logprobs"
-            )
+            raise EngineError(f"wrong-result: engine {NAME} gave logprobs of other tokens than it sampled")
         logprobs = tuple(flat.logprobs)
         if answer.finish_reason not in _FINISH_REASONS:
             raise EngineError(
-                f"wrong-result: engine {NAME} ended a sample with {answer.finish_reason!r}; see its log",
-                name="finish_reason",
+                f"wrong-result: engine {NAME} ended a sample with {answer.finish_reason!r}; see its log"
             )
         total = sum(logprobs)
         if total != total:
@@ -147,9 +144,7 @@ class VLLMEngine(ReceivingEngine):
                 "or the compute dtype overflows (model.dtype)"
             )
         if tuple(output.prompt_token_ids) != request.prompt_token_ids:
-            raise EngineError(
-                f"wrong-result: engine {NAME} changed the token ids of a prompt", name="prompt_token_ids"
-            )
+            raise EngineError(f"wrong-result: engine {NAME} changed the token ids of a prompt")
         return self._completion(
             request,
             request.seeds[sample],
@@ -195,7 +190,6 @@ class VLLMEngine(ReceivingEngine):
                     f"unsupported-combination: engine {NAME} in this process cannot receive by "
                     f"{bucket.transport!r}; it can by {', '.join(self.transports)}",
                     setting="engine.transfer",
-                    transport=bucket.transport,
                 )
             if bucket.transport == "memory":
                 if bucket.data is None:
@@ -225,8 +219,7 @@ class VLLMEngine(ReceivingEngine):
                 self.dirty = True
                 raise EngineError(
                     f"refused: engine {NAME} did not flush its prefix cache: requests still hold blocks of "
-                    "it, and keys and values of older weights would be reused",
-                    name="prefix cache",
+                    "it, and keys and values of older weights would be reused"
                 )
             self._policy_version = session.policy_version
             self.dirty = False
@@ -353,8 +346,7 @@ class VLLMEngine(ReceivingEngine):
             self._state = "broken"
             raise EngineError(
                 f"out-of-memory: engine {NAME} ran out of memory in {what}: {error}; lower "
-                "engine.memory_fraction or engine.max_batch",
-                name=what,
+                "engine.memory_fraction or engine.max_batch"
             ) from error
         except EngineError:
             if self._thread.stuck:
@@ -362,9 +354,7 @@ class VLLMEngine(ReceivingEngine):
             raise
         except (RuntimeError, ValueError, AssertionError, KeyError, TypeError, AttributeError) as error:
             self._state = "broken"
-            raise EngineError(
-                f"refused: vLLM failed in {what}: {type(error).__name__}: {error}", name=what
-            ) from error
+            raise EngineError(f"refused: vLLM failed in {what}: {type(error).__name__}: {error}") from error
 
     def _rpc(
         self, method: str, text: object, *more: Any, until: float = 0.0, seconds: float = 0.0
@@ -376,9 +366,7 @@ class VLLMEngine(ReceivingEngine):
             until=until or time.monotonic() + seconds,
         )
         if "error" in answer:
-            raise EngineError(
-                f"refused: engine {NAME}, {method}: {answer['error']}", name=method, reason=answer["error"]
-            )
+            raise EngineError(f"refused: engine {NAME}, {method}: {answer['error']}")
         return answer
 
 
@@ -396,9 +384,7 @@ def _check_spec(config: EngineConfig, spec: EngineSpec) -> None:
         if size > 1:
             raise ConfigError(
                 f"unsupported-combination: engine {NAME} in this process would take the trainer's process "
-                f"group of {size} ranks for its own; {elsewhere}",
-                name="process group",
-                ranks=size,
+                f"group of {size} ranks for its own; {elsewhere}"
             )
     device = torch.device(spec.device)
     if device.type == "cuda" and (device.index or 0) != 0:
@@ -449,8 +435,7 @@ class OwnThread:
         """
         if self._stuck is not None:
             raise EngineError(
-                f"deadline: {self._name} is still in {self._stuck}, whose deadline passed; start again",
-                name=self._stuck,
+                f"deadline: {self._name} is still in {self._stuck}, whose deadline passed; start again"
             )
         future: Future[_Result] = Future()
         started = time.monotonic()
@@ -467,8 +452,7 @@ class OwnThread:
                     self._stuck = what
                     raise EngineError(
                         f"deadline: {self._name}: {what} gave no sign of life before its deadline, "
-                        f"{time.monotonic() - started:.1f} s after it began",
-                        name=what,
+                        f"{time.monotonic() - started:.1f} s after it began"
                     ) from None
 
     def end(self, *, seconds: float) -> bool:

@@ -159,8 +159,7 @@ def installed_vllm(python: Path) -> Installed:
     if "version" not in probed or "scale_out" not in probed:
         raise EngineError(
             f"missing-package: the environment of engine.python = {python} (Python {probed.get('python')}) "
-            "has no vLLM; give the interpreter of one that has, or install it there",
-            setting="engine.python",
+            "has no vLLM; give the interpreter of one that has, or install it there"
         )
     return Installed(version=str(probed["version"]), scale_out=bool(probed["scale_out"]))
 
@@ -171,8 +170,7 @@ def check_version(version: str, *, where: str) -> None:
     if match is None or not OLDEST <= (int(match[1]), int(match[2])) < BELOW:
         raise EngineError(
             f"unsupported-version: {where} has vLLM {version}; Lockstep knows the servers of vLLM "
-            f"{_dotted(OLDEST)} up to, not including, {_dotted(BELOW)}: install one of those there",
-            name=version,
+            f"{_dotted(OLDEST)} up to, not including, {_dotted(BELOW)}: install one of those there"
         )
 
 
@@ -208,8 +206,7 @@ class VLLMDriver(ServerDriver):
             if self._model != str(self._spec.folder):
                 raise EngineError(
                     f"other-model: {where} serves {self._model!r} and not {str(self._spec.folder)!r}: "
-                    "another server took the port; start again, another free port is taken",
-                    name=self._model,
+                    "another server took the port; start again, another free port is taken"
                 )
             return
         info = check_server(self._client, self._spec)
@@ -236,7 +233,7 @@ class VLLMDriver(ServerDriver):
 
     def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:
         """Parse a sample; logprobs are matched by token id: each entry says which token it belongs to."""
-        with reply_errors(f"engine vllm: a sample is not in the form of vLLM {self._version}", name="sample"):
+        with reply_errors(f"engine vllm: a sample is not in the form of vLLM {self._version}"):
             (choice,) = reply["choices"]
             ids = token_ids(choice["token_ids"], "token_ids")
             content = (choice["logprobs"] or {}).get("content") or []
@@ -247,24 +244,17 @@ class VLLMDriver(ServerDriver):
             cached = whole(details.get("cached_tokens") or 0, "cached_tokens")
             prompt_tokens, reason = whole(usage["prompt_tokens"], "prompt_tokens"), choice["finish_reason"]
         if named != ids:
-            raise EngineError(
-                "wrong-result: engine vllm returned logprobs of other tokens than it sampled", name="logprobs"
-            )
+            raise EngineError("wrong-result: engine vllm returned logprobs of other tokens than it sampled")
         if scored and min(scored) <= _NO_LOGPROB:
             token = ids[scored.index(min(scored))]
             raise EngineError(
-                f"not-finite: engine vllm has no logprob of token {token} that it sampled; is it not finite?",
-                token=token,
+                f"not-finite: engine vllm has no logprob of token {token} that it sampled; is it not finite?"
             )
         if prompt_tokens != prompt:
-            raise EngineError(
-                f"wrong-result: engine vllm computed {prompt_tokens} prompt tokens of {prompt}",
-                name="prompt_tokens",
-            )
+            raise EngineError(f"wrong-result: engine vllm computed {prompt_tokens} prompt tokens of {prompt}")
         if reason not in ("stop", "length", "abort"):
             raise EngineError(
-                f"wrong-result: engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}",
-                name="finish_reason",
+                f"wrong-result: engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}"
             )
         return Sample(
             token_ids=ids,
@@ -304,7 +294,7 @@ class VLLMDriver(ServerDriver):
     def memory(self) -> dict[str, int]:
         totals: dict[str, int] = {}
         for answer in self._call("lockstep_memory", {}, seconds=SHORT_SECONDS):
-            with reply_errors("the vLLM server does not say its use of memory", name="memory"):
+            with reply_errors("the vLLM server does not say its use of memory"):
                 for name, value in answer.items():
                     totals[name] = totals.get(name, 0) + whole(value, name)
         return totals
@@ -316,8 +306,7 @@ class VLLMDriver(ServerDriver):
             raise EngineError(
                 f"server-settings: the vLLM server at {self._client.url} cannot take weights: start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls lockstep.wire.vllm_worker.LockstepWorker "
-                "(the package lockstep on its PYTHONPATH)",
-                flag="--worker-extension-cls",
+                "(the package lockstep on its PYTHONPATH)"
             )
         # Other clients of a server at a url.
         self._post("/pause?mode=wait", seconds=seconds_left(session, self._config))
@@ -337,8 +326,7 @@ class VLLMDriver(ServerDriver):
             if reply.object().get("success") is not True:
                 raise EngineError(
                     "refused: vLLM did not empty its prefix cache after the update (blocks are in use); it "
-                    "would answer with keys and values of the old weights",
-                    name="prefix cache",
+                    "would answer with keys and values of the old weights"
                 )
         self._post("/resume", seconds=seconds_left(session, self._config))
 
@@ -350,7 +338,7 @@ class VLLMDriver(ServerDriver):
 
     def read_back(self, names: Sequence[str]) -> dict[str, Tensor] | None:
         (first, *_) = self._call("lockstep_read", list(names), seconds=self._config.update_seconds)
-        with reply_errors("the vLLM server read its weights back in an unknown form", name="weights"):
+        with reply_errors("the vLLM server read its weights back in an unknown form"):
             return {name: tensor_from_hex(held["dtype"], held["hex"]) for name, held in first.items()}
 
     # HTTP
@@ -360,17 +348,10 @@ class VLLMDriver(ServerDriver):
         body = {"method": method, "args": [json.dumps(argument)], "timeout": seconds}
         answers = self._post("/collective_rpc", body, seconds=seconds + 1.0).object().get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
-            raise EngineError(
-                f"bad-reply: the vLLM server answered {method} with {str(answers)[:200]!r}", name=method
-            )
+            raise EngineError(f"bad-reply: the vLLM server answered {method} with {str(answers)[:200]!r}")
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                raise EngineError(
-                    f"refused: vLLM worker {rank}, {method}: {printable(str(answer['error']))}",
-                    rank=rank,
-                    name=method,
-                    reason=answer["error"],
-                )
+                raise EngineError(f"refused: vLLM worker {rank}, {method}: {printable(str(answer['error']))}")
         return answers
 
     def _check_sleeping(self, asleep: bool) -> None:
@@ -378,8 +359,7 @@ class VLLMDriver(ServerDriver):
         if reply.get("is_sleeping") is not asleep:
             raise EngineError(
                 f"refused: the vLLM server did not {'go to sleep' if asleep else 'wake up'}: it says "
-                f"is_sleeping = {reply.get('is_sleeping')!r}",
-                name="sleep",
+                f"is_sleeping = {reply.get('is_sleeping')!r}"
             )
 
 
@@ -431,8 +411,7 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
     if type(longest) is not int or longest < spec.max_model_len:
         raise EngineError(
             f"server-settings: {where} takes prompts and completions of {longest} tokens together, and this "
-            f"run has up to {spec.max_model_len}; start it with --max-model-len {spec.max_model_len}",
-            flag="--max-model-len",
+            f"run has up to {spec.max_model_len}; start it with --max-model-len {spec.max_model_len}"
         )
     name = str(card["id"])
     info = _server_info(client)
@@ -448,8 +427,7 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
         if dtype != spec.dtype:
             raise EngineError(
                 f"server-settings: {where} computes in {dtype}, and this run in {spec.dtype}; start it with "
-                f"--dtype {spec.dtype}",
-                flag="--dtype",
+                f"--dtype {spec.dtype}"
             )
     _check_vocabulary(client, name, spec, where=where)
     mode = _usable_mode(str(info.get("logprobs_mode") or _find_mode(client, name)), spec, where=where)
@@ -465,17 +443,14 @@ def _usable_mode(mode: str, spec: EngineSpec, *, where: str) -> LogprobsMode:
         return needed
     raise EngineError(
         f"server-settings: {where} gives {mode}, and temperatures {sorted(spec.temperatures)} need "
-        f"{needed}; start it with --logprobs-mode {needed}",
-        flag="--logprobs-mode",
+        f"{needed}; start it with --logprobs-mode {needed}"
     )
 
 
 def _model_card(client: HttpClient) -> Mapping[str, Any]:
     cards = client.get("/v1/models", seconds=SHORT_SECONDS).object().get("data")
     if not isinstance(cards, list) or not cards or not isinstance(cards[0], dict) or "id" not in cards[0]:
-        raise EngineError(
-            f"bad-reply: {client.url}/v1/models names no model; is that a vLLM server?", name="models"
-        )
+        raise EngineError(f"bad-reply: {client.url}/v1/models names no model; is that a vLLM server?")
     return cards[0]
 
 
@@ -487,8 +462,7 @@ def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> No
     if theirs is None:
         raise EngineError(
             f"other-model: {where} serves {root!r}, and this run's model is {spec.model_name!r} "
-            f"({spec.folder}); start one that serves it, or set model.name",
-            name=root,
+            f"({spec.folder}); start one that serves it, or set model.name"
         )
     different = sorted(
         k for k in (theirs.keys() | (ours or {}).keys()) if theirs.get(k) != (ours or {}).get(k)
@@ -496,8 +470,7 @@ def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> No
     if different:
         raise EngineError(
             f"other-model: {where} serves {root!r}, another model than this run's {spec.model_name!r} "
-            f"({spec.folder}): their config.json differ in {', '.join(different[:8])}",
-            names=different,
+            f"({spec.folder}): their config.json differ in {', '.join(different[:8])}"
         )
 
 
@@ -518,7 +491,7 @@ def _server_info(client: HttpClient) -> dict[str, Any] | None:
         return None
     config = reply.object().get("vllm_config")
     if not isinstance(config, dict) or not isinstance(config.get("model_config"), dict):
-        raise EngineError(f"bad-reply: {reply.what} answered without its configuration", name="configuration")
+        raise EngineError(f"bad-reply: {reply.what} answered without its configuration")
     parallel = config.get("parallel_config")
     worker = parallel.get("worker_extension_cls") if isinstance(parallel, dict) else None
     return dict(config["model_config"]) | {"worker_extension_cls": worker}
@@ -531,13 +504,11 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
     last, beyond = _one_token(client, name, spec.vocab_size - 1), _one_token(client, name, size)
     if last.status == 403:
         raise EngineError(
-            f"server-settings: {where} has its token route switched off; start it with --enable-scale-out",
-            flag="--enable-scale-out",
+            f"server-settings: {where} has its token route switched off; start it with --enable-scale-out"
         )
     if last.status == 404:
         raise EngineError(
-            f"unsupported-version: {where} has no /inference/v1/generate, which vLLM has since 0.26",
-            name="/inference/v1/generate",
+            f"unsupported-version: {where} has no /inference/v1/generate, which vLLM has since 0.26"
         )
     if last.status != 200 or beyond.status == 200:
         raise EngineError(
@@ -545,8 +516,7 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
             f"this run's model, {spec.vocab_size} entries: it "
             f"{'refuses' if last.status != 200 else 'takes'} token id "
             f"{spec.vocab_size - 1 if last.status != 200 else size}; it serves another model"
-            + (f" ({last.error_text()})" if last.status != 200 else ""),
-            reason="smaller" if last.status != 200 else "larger",
+            + (f" ({last.error_text()})" if last.status != 200 else "")
         )
 
 

@@ -191,23 +191,20 @@ def _check(params: SamplingParams, *, eos_token_ids: tuple[int, ...], logprobs_m
             "temperature",
             f"it would sample at {LOWEST_TEMPERATURE} instead",
             f"set 0 (greedy) or at least {LOWEST_TEMPERATURE}",
-            rule="lowest",
         )
     if temperature > HIGHEST_TEMPERATURE:
-        raise refuse("temperature", "its limit is 2", "set it to at most 2", rule="highest")
+        raise refuse("temperature", "its limit is 2", "set it to at most 2")
     if params.min_tokens and params.stop:
         raise refuse(
             "min_tokens",
             f"it looks for stop strings ({list(params.stop)!r}) one token later than other engines",
             "set min_tokens = 0, or stop_token_ids instead of stop",
-            rule="stop",
         )
     if params.min_tokens and params.ignore_eos and eos_token_ids:
         raise refuse(
             "min_tokens",
             "before min_tokens it suppresses the end-of-sequence ids even with ignore_eos = true",
             "set min_tokens = 0",
-            rule="ignore_eos",
         )
     if logprobs_mode == "raw_logprobs":
         if temperature not in (0.0, 1.0):
@@ -215,7 +212,6 @@ def _check(params: SamplingParams, *, eos_token_ids: tuple[int, ...], logprobs_m
                 "temperature",
                 "it was started for temperatures 0 and 1, whose logprobs it takes before temperature",
                 "name every temperature when the engine is made (EngineSpec.temperatures)",
-                rule="temperatures",
             )
         return
     for name in (*truncations_of(params), *penalties_of(params), *(["min_tokens"] * (params.min_tokens > 0))):
@@ -224,5 +220,4 @@ def _check(params: SamplingParams, *, eos_token_ids: tuple[int, ...], logprobs_m
             "with temperatures besides 0 and 1 its logprobs come after truncation and penalties, and would "
             "be renormalised",
             "turn it off, or use temperatures 0 and 1 only (in evaluation too)",
-            rule="renormalised",
         )

@@ -136,8 +136,7 @@ def foreign_call(named: Mapping[str, Any]) -> ForeignCall:
         raise RecordingError(
             f"wrong-shape: record: the module was called with arguments {sorted(named)[:20]}, and "
             f"'input_ids' is {what}; a recording holds token ids, [B, L] of an integer dtype. Hook the "
-            "module that is given them",
-            name="input_ids",
+            "module that is given them"
         )
     host, scalars = _host({name: value for name, value in named.items() if name != "input_ids"})
     # Copied even from the CPU: the program may reuse its buffers before the recording is written.
@@ -235,10 +234,7 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
     flat = real.flatten()
     slots = flat.nonzero()[:, 0]
     if slots.numel() == 0:
-        raise RecordingError(
-            f"empty: record: 'attention_mask' {list(token_ids.shape)} has no real token",
-            name="attention_mask",
-        )
+        raise RecordingError(f"empty: record: 'attention_mask' {list(token_ids.shape)} has no real token")
     row = slots // width
     begins = torch.ones_like(slots, dtype=torch.bool)
     begins[1:] = row[1:] != row[:-1]
@@ -262,8 +258,7 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
     if lengths.numel() > MAX_DOCUMENTS:
         raise RecordingError(
             f"too-large: record: 'input_ids' {list(token_ids.shape)} are {lengths.numel():,} documents; an "
-            f"input has at most {MAX_DOCUMENTS:,}",
-            name="input_ids",
+            f"input has at most {MAX_DOCUMENTS:,}"
         )
     starts = tuple((int(s) // width, int(s) % width) for s in slots[first])
     packed = len({r for r, _ in starts}) < len(starts)
@@ -292,8 +287,7 @@ def _bounds(tensors: Mapping[str, Tensor], real: int, slots: int) -> Tensor | No
         ):
             raise RecordingError(
                 f"wrong-shape: record: '{name}' {bounds.flatten()[:8].tolist()} is not a list of cumulative "
-                f"lengths of the {real} tokens in {slots} slots",
-                name=name,
+                f"lengths of the {real} tokens in {slots} slots"
             )
         return bounds.to(torch.int64)
     return None

@@ -75,8 +75,7 @@ def foreign_module(
     """
     if not isinstance(outer, nn.Module):
         raise RecordingError(
-            f"wrong-type: record: module is a {type(outer).__name__}; give it a torch.nn.Module",
-            name="module",
+            f"wrong-type: record: module is a {type(outer).__name__}; give it a torch.nn.Module"
         )
     models = {
         path: module
@@ -91,16 +90,14 @@ def foreign_module(
     if len(inner) > 1:
         raise RecordingError(
             f"wrong-type: record: {type(outer).__name__} holds {len(inner)} causal LMs "
-            f"({', '.join(inner)}); give record() the one that is trained",
-            name="module",
+            f"({', '.join(inner)}); give record() the one that is trained"
         )
     path, module = next(iter(inner.items())) if inner else _unwrapped(outer)
     own = _fused_temperature(module)
     if own is not None and own != temperature:
         raise RecordingError(
             f"contradiction: record: temperature = {temperature}, but the module makes logprobs at "
-            f"temperature {own}; set temperature={own}",
-            name="temperature",
+            f"temperature {own}; set temperature={own}"
         )
     first = next(module.parameters(), None)
     own_rank, own_size = _ranks()
@@ -219,8 +216,7 @@ def save_foreign_weights(policy: ForeignModule, directory: Path, *, writes: bool
     if absent:
         raise RecordingError(
             f"unsupported-combination: record: weights='first', but {len(absent)} Parameters ({absent[0]}, "
-            "...) are partitioned by ZeRO stage 3; set weights='none' and replay with --model",
-            name="weights",
+            "...) are partitioned by ZeRO stage 3; set weights='none' and replay with --model"
         )
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         digest = _save_sharded(tensors, directory, writes=writes)

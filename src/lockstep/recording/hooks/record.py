@@ -83,9 +83,7 @@ class RecordOptions:
         }
         for name, (value, good, rule) in checks.items():
             if not good:
-                raise RecordingError(
-                    f"out-of-range: record: {name} = {value!r}; it must be {rule}", name=name
-                )
+                raise RecordingError(f"out-of-range: record: {name} = {value!r}; it must be {rule}")
 
 
 def record(module: nn.Module, directory: Path | str, **options: Any) -> RecordHandle:
@@ -122,8 +120,7 @@ def record(module: nn.Module, directory: Path | str, **options: Any) -> RecordHa
     if unknown:
         raise RecordingError(
             f"unknown-setting: record: unknown argument {unknown[0]!r}; known: "
-            f"{', '.join(RecordOptions.__dataclass_fields__)}",
-            name=unknown[0],
+            f"{', '.join(RecordOptions.__dataclass_fields__)}"
         )
     return RecordHandle(module, Path(directory), RecordOptions(**options))
 
@@ -472,8 +469,7 @@ def _recording_ranks(requested: Sequence[int] | None, world_size: int) -> tuple[
     ranks = tuple(range(world_size)) if requested is None else tuple(sorted(set(requested)))
     if not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
         raise RecordingError(
-            f"out-of-range: record: ranks = {requested!r}; they must be ranks from 0 to {world_size - 1}",
-            name="ranks",
+            f"out-of-range: record: ranks = {requested!r}; they must be ranks from 0 to {world_size - 1}"
         )
     return ranks
 

@@ -244,6 +244,4 @@ def _explained(error: ValidationError, where: str) -> RecordingError:
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part)[:60] for part in first["loc"])
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
-    return RecordingError(
-        f"wrong-field: {where}: field {field or 'of the object'}: {first['msg']}{more}", name=field
-    )
+    return RecordingError(f"wrong-field: {where}: field {field or 'of the object'}: {first['msg']}{more}")

@@ -67,9 +67,7 @@ def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
         raise RecordingError(f"wrong-type: {path}: holds a JSON {type(value).__name__}, not an object")
     digest = value.pop("sha256", None)
     if not isinstance(digest, str) or not _HEX.fullmatch(digest) or raw.count(digest.encode()) != 1:
-        raise RecordingError(
-            f"missing-field: {path}: field sha256 is missing or not 64 hexadecimal digits", name="sha256"
-        )
+        raise RecordingError(f"missing-field: {path}: field sha256 is missing or not 64 hexadecimal digits")
     if hashlib.sha256(raw.replace(digest.encode(), _ZEROS.encode())).hexdigest() != digest:
         raise RecordingError(
             f"hash-differs: {path}: field sha256 does not match the rest of the file; the file is damaged or "
@@ -146,7 +144,7 @@ class TensorFile:
             raise self._broken(f"its tensors end at byte {end:,}, the file at byte {size:,}; it is truncated")
 
     def _broken(self, what: str) -> RecordingError:
-        return RecordingError(f"damaged-file: {self.path}: {what}", path=self.path)
+        return RecordingError(f"damaged-file: {self.path}: {what}")
 
     def _span(self, name: str, value: Any, data: int) -> TensorSpan:
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:

@@ -230,8 +230,7 @@ def _vector(tensor: Tensor, dtype: torch.dtype, name: str, slots: int, where: st
     if tensor.dtype != dtype or tuple(tensor.shape) != (slots,) or tensor.device.type != "cpu":
         raise RecordingError(
             f"wrong-shape: {where}: {name} must be [{slots}] {dtype} on the CPU, got {list(tensor.shape)} "
-            f"{tensor.dtype} on {tensor.device}",
-            name=name,
+            f"{tensor.dtype} on {tensor.device}"
         )
     return tensor.detach().contiguous().numpy()
 
@@ -244,18 +243,14 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
     _check_capacity(layout, capacity, batch.max_seqlen, where)
     if layout.slots != slots:
         raise RecordingError(
-            f"wrong-shape: {where}: lengths sum to {layout.slots}, but token_ids has {slots} slots",
-            name="lengths",
+            f"wrong-shape: {where}: lengths sum to {layout.slots}, but token_ids has {slots} slots"
         )
     if ids[used:].any():
-        raise RecordingError(
-            f"wrong-shape: {where}: token_ids must be 0 in the padded tail", name="token_ids"
-        )
+        raise RecordingError(f"wrong-shape: {where}: token_ids must be 0 in the padded tail")
     if mask[used:].any() or (_kind(batch) != SCORED and mask[layout.ends()].any()):
         raise RecordingError(
             f"wrong-shape: {where}: loss_mask must be False in the padded tail, and at every document's "
-            "last token where no score is read",
-            name="loss_mask",
+            "last token where no score is read"
         )
     for name, tensor, derived in (
         ("positions", batch.positions, layout.positions()),
@@ -266,8 +261,7 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
         if not np.array_equal(_vector(tensor, dtype, name, len(derived), where), derived):
             raise RecordingError(
                 f"wrong-shape: {where}: {name} are not those that follow from token_ids and lengths (see "
-                "lockstep.schema.batch); pack the documents with lockstep.packing.pack",
-                name=name,
+                "lockstep.schema.batch); pack the documents with lockstep.packing.pack"
             )
 
 
@@ -279,18 +273,14 @@ def _check_capacity(layout: _Layout, document_slots: int, max_seqlen: int, where
         raise RecordingError(
             f"wrong-shape: {where}: {documents} documents in document_slots = {document_slots} and a tail "
             f"of {sum(layout.tail)} slots; documents must fit, at most {entries} and {pads} beside "
-            f"{layout.used} real tokens",
-            name="document_slots",
+            f"{layout.used} real tokens"
         )
     if max_seqlen > _MAX_SEQLEN:
-        raise RecordingError(
-            f"out-of-range: {where}: max_seqlen = {max_seqlen}; at most {_MAX_SEQLEN}", name="max_seqlen"
-        )
+        raise RecordingError(f"out-of-range: {where}: max_seqlen = {max_seqlen}; at most {_MAX_SEQLEN}")
     if max_seqlen < max(layout.lengths + layout.tail):
         raise RecordingError(
             f"out-of-range: {where}: max_seqlen = {max_seqlen}, but a document has "
-            f"{max(layout.lengths + layout.tail)} slots",
-            name="max_seqlen",
+            f"{max(layout.lengths + layout.tail)} slots"
         )
 
 
@@ -357,8 +347,7 @@ def _entry(
     if meta.documents and len(meta.documents) != len(layout.lengths):
         raise RecordingError(
             f"wrong-shape: {where}: meta.documents has {len(meta.documents)} entries for "
-            f"{len(layout.lengths)} documents",
-            name="documents",
+            f"{len(layout.lengths)} documents"
         )
     return entry, others
 
@@ -404,8 +393,7 @@ def decode(
     if bits[used:].any() or wrong_end or int(counts.sum()) != entry.trained:
         raise RecordingError(
             f"wrong-field: loss_mask: {int(counts.sum())} tokens are trained on, the field trained says "
-            f"{entry.trained}; a document's last token never is, except in inputs of kind {SCORED}",
-            name="trained",
+            f"{entry.trained}; a document's last token never is, except in inputs of kind {SCORED}"
         )
     floats = {
         name: torch.from_numpy(_widen(np.frombuffer(columns[name], dtype="<f4"), spread, mask, counts))

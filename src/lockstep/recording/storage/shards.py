@@ -89,7 +89,7 @@ class Shard:
         self._verified: tuple[int, int, int] | None = None
 
     def _broken(self, what: str) -> RecordingError:
-        return RecordingError(f"damaged-file: {self.path}: {what}", path=self.path)
+        return RecordingError(f"damaged-file: {self.path}: {what}")
 
     def _read_table(self, text: str) -> dict[str, str]:
         table = parse_json(
@@ -215,8 +215,7 @@ def read_rank(root: Path, rank: int) -> RankFiles:
     if not folder.is_dir() or not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(root)):
         raise RecordingError(
             f"incomplete: {folder}: is missing, or a link out of the recording; recording.json's field "
-            f"ranks names rank {rank}",
-            path=folder,
+            f"ranks names rank {rank}"
         )
     files: dict[str, dict[int, Path]] = {"shard": {}, "open": {}}
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -241,12 +240,11 @@ def _read_index(path: Path, root: Path, rank: int) -> IndexEntry:
     numbers = [shard.number for shard in index.shards]
     if index.rank != rank:
         raise RecordingError(
-            f"wrong-field: {path}: field rank is {index.rank}, but it lies in {path.parent.name}", name="rank"
+            f"wrong-field: {path}: field rank is {index.rank}, but it lies in {path.parent.name}"
         )
     if numbers != sorted(set(numbers)) or any(number >= index.next_shard for number in numbers):
         raise RecordingError(
-            f"wrong-field: {path}: field shards must ascend and stay below next_shard = {index.next_shard}",
-            name="shards",
+            f"wrong-field: {path}: field shards must ascend and stay below next_shard = {index.next_shard}"
         )
     return index
 

@@ -111,8 +111,7 @@ def verified(directory: Path, *, weights: str | None, known: dict[Path, str] | N
     if weights is not None and of_module is not None and of_module != weights:
         raise RecordingError(
             f"hash-differs: {file.path}: holds the weights {printable(of_module[:80])}, the input saw "
-            f"{printable(weights[:80])}; the file is damaged or of another run",
-            name="weights",
+            f"{printable(weights[:80])}; the file is damaged or of another run"
         )
 
 
@@ -134,8 +133,7 @@ def _checked_fingerprint(file: TensorFile, known: dict[Path, str] | None = None)
     if stored != of_file:
         raise RecordingError(
             f"hash-differs: {file.path}: its tensors have the fingerprint {of_file}, "
-            f"{printable(stored[:80])} was stored; the file is damaged",
-            name="fingerprint",
+            f"{printable(stored[:80])} was stored; the file is damaged"
         )
     return of_file
 
@@ -171,8 +169,7 @@ def find_weights(recording: Path, meta: InputMeta, *, known: dict[Path, str] | N
         if not _NAME.fullmatch(meta.checkpoint):
             raise RecordingError(
                 f"wrong-field: {recording}: field checkpoint of input {tuple(meta.key)} is "
-                f"{meta.checkpoint[:80]!r}; it must be weights/NAME or ../checkpoints/NAME",
-                name="checkpoint",
+                f"{meta.checkpoint[:80]!r}; it must be weights/NAME or ../checkpoints/NAME"
             )
         folder = _inside(recording, meta.checkpoint)
         if folder is not None:
@@ -228,29 +225,24 @@ def _check(
     if only_adapters and not targets:
         raise RecordingError(
             f"other-model: {file.path}: holds LoRA adapters, and the model has none; load it with the "
-            "model.lora of the recording",
-            name="lora",
+            "model.lora of the recording"
         )
     missing = sorted(targets.keys() - file.tensors.keys())
     extra = [] if partial else sorted(file.tensors.keys() - targets.keys())
     if missing or extra:
         raise RecordingError(
             f"other-model: {file.path}: belongs to another model: {len(missing)} tensors are missing "
-            f"{missing[:3]}, {len(extra)} are not known {[name[:80] for name in extra[:3]]}",
-            missing=missing,
-            unknown=extra,
+            f"{missing[:3]}, {len(extra)} are not known {[name[:80] for name in extra[:3]]}"
         )
     for name, tensor in targets.items():
         span = file.tensors[name]
         if span.shape != tuple(tensor.shape):
             raise RecordingError(
                 f"wrong-shape: {file.path}: tensor {name!r} is {list(span.shape)}, the model has "
-                f"{list(tensor.shape)}; it belongs to another model",
-                name=name,
+                f"{list(tensor.shape)}; it belongs to another model"
             )
         if DTYPES[span.dtype] != tensor.dtype and not cast:
             raise RecordingError(
                 f"wrong-type: {file.path}: tensor {name!r} is {DTYPES[span.dtype]}, the model has "
-                f"{tensor.dtype}; load the model in the recorded dtype",
-                name=name,
+                f"{tensor.dtype}; load the model in the recorded dtype"
             )

@@ -43,22 +43,19 @@ def refuse_impossible(
         if config.zero_stage == 0:
             raise ConfigError(
                 "unsupported-combination: train.execution = 'deepcompile' (--deepcompile) works with ZeRO "
-                "1, 2 and 3 only; set train.zero_stage = 1 (--zero-stage 1), or another execution",
-                setting="train.zero_stage",
+                "1, 2 and 3 only; set train.zero_stage = 1 (--zero-stage 1), or another execution"
             )
         check_cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     if config.execution == "joint" and config.zero_stage == 3:
         raise ConfigError(
             "unsupported-combination: train.execution = 'joint' (--joint) needs ZeRO 0, 1 or 2: at stage 3 "
             "weights are gathered by hooks of modules, and none runs inside of the graph; set "
-            "train.zero_stage = 2 (--zero-stage 2), or 'compile' (--compile)",
-            setting="train.zero_stage",
+            "train.zero_stage = 2 (--zero-stage 2), or 'compile' (--compile)"
         )
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(
             f"unsupported-combination: the DeepSpeed backend computes in float32 or bfloat16, not {dtype}; "
-            "set model.dtype",
-            setting="model.dtype",
+            "set model.dtype"
         )
     if config.ring > 1:
         raise ConfigError(
@@ -96,8 +93,7 @@ def _refuse_offload(config: TrainConfig) -> None:
     if config.parameter_device == "cpu" and config.optimizer_device != "cpu":
         raise ConfigError(
             "unsupported-combination: train.parameter_device = 'cpu' with DeepSpeed needs "
-            "train.optimizer_device = 'cpu' too: the step writes the weights where the masters are",
-            setting="train.optimizer_device",
+            "train.optimizer_device = 'cpu' too: the step writes the weights where the masters are"
         )
     if config.execution == "deepcompile" and "cpu" in (config.optimizer_device, config.parameter_device):
         raise ConfigError(

@@ -417,9 +417,7 @@ def mesh_sizes(world_size: int, *, ring: int, tp: int) -> tuple[int, int, int]:
             f"not-divisible: {world_size} ranks cannot be a mesh of dp x ring x tp with train.ring = {ring} "
             f"and train.tp = {tp}: {ring} * {tp} = {ring * tp} does not divide {world_size}. Start "
             f"{fits[0]} or a multiple of it ({', '.join(map(str, fits[1:4]))}), or set train.ring and "
-            f"train.tp so that their product divides {world_size}",
-            setting="train.tp",
-            ranks=world_size,
+            f"train.tp so that their product divides {world_size}"
         )
     return world_size // (ring * tp), ring, tp
 

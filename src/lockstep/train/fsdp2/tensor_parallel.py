@@ -185,8 +185,7 @@ def _lookup(path: str, plan: Plan) -> Split | Replicated:
             return how
     raise ConfigError(
         f"unsupported-model: train.tp: the tensor-parallel plan does not know the module {path!r}; set "
-        "train.tp = 1",
-        setting="train.tp",
+        "train.tp = 1"
     )
 
 
@@ -215,10 +214,7 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
     if style not in _HF_STYLES:
         raise ConfigError(
             f"unsupported-model: train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, "
-            f"which is not known here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'",
-            name=path,
-            style=style,
-            reason="unknown",
+            f"which is not known here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'"
         )
     ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
     if how == Replicated() and ours == Replicated(summed=True):
@@ -226,10 +222,7 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
     if how not in (ours, Replicated()):
         raise ConfigError(
             f"unsupported-model: train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, "
-            "which does not fit the code here; set train.tp_plan = 'lockstep'",
-            name=path,
-            style=style,
-            reason="does not fit",
+            "which does not fit the code here; set train.tp_plan = 'lockstep'"
         )
     return how
 
@@ -244,8 +237,7 @@ def _check_blocks(by_module: Plan) -> None:
     if torn := [parent for parent, split in blocks.items() if len(split) > 1]:
         raise ConfigError(
             f"unsupported-model: train.tp_plan = 'hf': transformers splits some matrices of {torn[0]!r} and "
-            "not others; set train.tp_plan = 'lockstep'",
-            name=torn[0],
+            "not others; set train.tp_plan = 'lockstep'"
         )
 
 

@@ -69,8 +69,7 @@ class TensorFile:
             if NAMES.get(dtype) not in STATE_DTYPES:  # it could not be loaded again
                 raise CheckpointError(
                     f"wrong-type: {path}: tensor {name!r} is {dtype}, which no train state has; keep it out "
-                    "of the model's state (register_buffer(..., persistent=False))",
-                    name=name,
+                    "of the model's state (register_buffer(..., persistent=False))"
                 )
         self._left = dict(tensors)
         head = file_head({name: (NAMES[t], shape) for name, (shape, t) in tensors.items()}, {"format": "pt"})
@@ -121,7 +120,7 @@ def read_json(path: Path) -> Any:
     """Raises CheckpointError: missing, larger than any that is written, not JSON, or a link out of its
     folder."""
     if not path.exists():
-        raise CheckpointError(f"no-such-file: {path} is missing", path=path)
+        raise CheckpointError(f"no-such-file: {path} is missing")
     return files.read_json(path, CheckpointError, root=path.parent, limit=_MAX_JSON)
 
 
@@ -130,15 +129,9 @@ def read_record(path: Path, name: str, record: Any) -> FileRecord:
     type."""
     where = f"{path}: field 'files.{printable(name)}'"
     if not isinstance(record, dict) or set(record) != {"bytes", "sha256"}:
-        raise CheckpointError(
-            f"damaged-file: {where} must have bytes and sha256; it is damaged",
-            name=f"files.{name}",
-            reason="fields",
-        )
+        raise CheckpointError(f"damaged-file: {where} must have bytes and sha256; it is damaged")
     if not is_count(record["bytes"]) or not isinstance(record["sha256"], str):
-        raise CheckpointError(
-            f"damaged-file: {where} is {record!r:.200}; it is damaged", name=f"files.{name}", reason="types"
-        )
+        raise CheckpointError(f"damaged-file: {where} is {record!r:.200}; it is damaged")
     return FileRecord(**record)
 
 
@@ -155,19 +148,17 @@ def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
     """
     with file_errors(path, CheckpointError):
         if not path.is_file():
-            raise CheckpointError(f"no-such-file: {path} is missing", path=path)
+            raise CheckpointError(f"no-such-file: {path} is missing")
         check_inside(path, CheckpointError, root=path.parent)
         size = path.stat().st_size
         if size != record.bytes:
             raise CheckpointError(
-                f"damaged-file: {path} has {size} bytes, {record.bytes} were written; it is damaged",
-                path=path,
+                f"damaged-file: {path} has {size} bytes, {record.bytes} were written; it is damaged"
             )
         if contents and (now := sha256_of(path)) != record.sha256:
             raise CheckpointError(
                 f"hash-differs: {path} has sha256 {now[:16]}..., {printable(record.sha256[:16])}... was "
-                "written; it is damaged",
-                path=path,
+                "written; it is damaged"
             )
 
 
@@ -181,9 +172,7 @@ def require_free_space(directory: Path, needed: int) -> None:
     """Raises CheckpointError, before anything is written, when `needed` bytes do not fit."""
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise CheckpointError(
-            out_of_space(directory, needed=needed, free=free), code="no-space", needed=needed, free=free
-        )
+        raise CheckpointError(out_of_space(directory, needed=needed, free=free), code="no-space")
 
 
 def out_of_space(directory: Path, *, needed: int, free: int) -> str:
@@ -410,8 +399,7 @@ class PendingCopy:
         if self._thread.is_alive():
             raise TrainError(
                 f"deadline: the copy of the train state for a checkpoint took more than {seconds:.0f} s; is "
-                "the machine out of memory and swapping? checkpoint.background = false makes none",
-                setting="checkpoint.background",
+                "the machine out of memory and swapping? checkpoint.background = false makes none"
             )
 
     def take(self) -> list[Tensor]:
@@ -420,9 +408,7 @@ class PendingCopy:
         if self._error is not None:
             raise CheckpointError(
                 f"out-of-memory: the train state could not be copied into host memory: {self._error}; set "
-                "checkpoint.background = false, which makes no copy",
-                setting="checkpoint.background",
-                reason=self._error,
+                "checkpoint.background = false, which makes no copy"
             ) from self._error
         copies, self._copies = self._copies, []
         return copies

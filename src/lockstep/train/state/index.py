@@ -85,44 +85,33 @@ def read_index(directory: Path) -> StateIndex:
     state = read_json(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(
-            f"wrong-kind-of-file: {path}: field 'format' is not {FORMAT!r}; this is not a train state",
-            name="format",
+            f"wrong-kind-of-file: {path}: field 'format' is not {FORMAT!r}; this is not a train state"
         )
     version = state.get("version")
     if not is_count(version) or version not in (1, VERSION):
         raise CheckpointError(
             f"version-differs: {path}: field 'version' is {version!r}, this Lockstep reads 1 and {VERSION}; "
-            f"use the version of Lockstep that wrote it ({state.get('versions')})",
-            name="version",
-            value=version,
+            f"use the version of Lockstep that wrote it ({state.get('versions')})"
         )
     if not isinstance(state.get("progress"), dict):
-        raise CheckpointError(f"missing-field: {path}: field 'progress' is missing", name="progress")
+        raise CheckpointError(f"missing-field: {path}: field 'progress' is missing")
     if version == 1:
         state |= {"backend": "local", "mesh": {}, "world_size": 1}
     size, mesh, backend = state.get("world_size"), state.get("mesh"), state.get("backend")
     if not is_count(size) or not 1 <= size <= _MAX_RANKS:
-        raise CheckpointError(f"wrong-field: {path}: field 'world_size' is {size!r}", name="world_size")
+        raise CheckpointError(f"wrong-field: {path}: field 'world_size' is {size!r}")
     if not isinstance(mesh, dict) or not all(is_count(length) for length in mesh.values()):
-        raise CheckpointError(
-            f"wrong-field: {path}: field 'mesh' is {mesh!r}, which is not a mesh", name="mesh"
-        )
+        raise CheckpointError(f"wrong-field: {path}: field 'mesh' is {mesh!r}, which is not a mesh")
     if not isinstance(backend, str):
-        raise CheckpointError(f"wrong-field: {path}: field 'backend' is {backend!r}", name="backend")
+        raise CheckpointError(f"wrong-field: {path}: field 'backend' is {backend!r}")
     files = _files(path, state)
     for rank in range(1, size):
         files |= _files_of_rank(directory, state, rank)
     if version == 1 and set(files) != _V1_FILES:
-        raise CheckpointError(
-            f"wrong-field: {path}: field 'files' must list exactly {sorted(_V1_FILES)}",
-            name="files",
-            file="all",
-        )
+        raise CheckpointError(f"wrong-field: {path}: field 'files' must list exactly {sorted(_V1_FILES)}")
     for rank in range(size):
         if (name := rank_file("rng", "safetensors", rank=rank, size=size)) not in files:
-            raise CheckpointError(
-                f"wrong-field: {path}: field 'files' lacks {name!r}", name="files", file=name
-            )
+            raise CheckpointError(f"wrong-field: {path}: field 'files' lacks {name!r}")
     return StateIndex(
         directory=directory,
         progress=state["progress"],
@@ -137,13 +126,11 @@ def read_index(directory: Path) -> StateIndex:
 def _files(path: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]:
     files = state.get("files")
     if not isinstance(files, dict):
-        raise CheckpointError(f"missing-field: {path}: field 'files' is missing", name="files")
+        raise CheckpointError(f"missing-field: {path}: field 'files' is missing")
     for name in files:
         if _FILE.fullmatch(name) is None:
             raise CheckpointError(
-                f"wrong-field: {path}: field 'files' names {name!r}, which is not a file of a train state",
-                name="files",
-                file=name,
+                f"wrong-field: {path}: field 'files' names {name!r}, which is not a file of a train state"
             )
     return {name: read_record(path, name, record) for name, record in files.items()}
 
@@ -153,12 +140,11 @@ def _files_of_rank(directory: Path, state: Mapping[str, Any], rank: int) -> dict
     path = directory / rank_file("files", "json", rank=rank, size=state["world_size"])
     value = read_json(path)
     if not isinstance(value, dict):
-        raise CheckpointError(f"damaged-file: {path} holds no list of files; it is damaged", path=path)
+        raise CheckpointError(f"damaged-file: {path} holds no list of files; it is damaged")
     if value.get("save_id") != state.get("save_id"):
         raise CheckpointError(
             f"mixed-files: {path} belongs to another save ({value.get('save_id')!r}) than {STATE} "
-            f"({state.get('save_id')!r}): files of two checkpoints are mixed",
-            path=path,
+            f"({state.get('save_id')!r}): files of two checkpoints are mixed"
         )
     return _files(path, value)
 
@@ -166,13 +152,11 @@ def _files_of_rank(directory: Path, state: Mapping[str, Any], rank: int) -> dict
 def _tensors(path: Path, state: Mapping[str, Any], files: Mapping[str, FileRecord]) -> dict[str, str]:
     tensors = state.get("tensors")
     if not isinstance(tensors, dict):
-        raise CheckpointError(f"missing-field: {path}: field 'tensors' is missing", name="tensors")
+        raise CheckpointError(f"missing-field: {path}: field 'tensors' is missing")
     for name, file in tensors.items():
         if not isinstance(file, str) or file not in files:
             raise CheckpointError(
-                f"wrong-field: {path}: field 'tensors.{name}' is {file!r}, which is not in 'files'",
-                name="tensors",
-                tensor=name,
+                f"wrong-field: {path}: field 'tensors.{name}' is {file!r}, which is not in 'files'"
             )
     return tensors
 
@@ -207,18 +191,18 @@ class StoredTensors:
                 dtype, shape = str(part.get_dtype()), tuple(part.get_shape())
                 if dtype not in STATE_DTYPES:
                     raise CheckpointError(
-                        f"wrong-type: {path}: tensor {key!r} is {dtype}, which no train state has", name=key
+                        f"wrong-type: {path}: tensor {key!r} is {dtype}, which no train state has"
                     )
                 name = prefix + key
                 if name in self.stored:
                     raise CheckpointError(
-                        f"duplicate: {path}: tensor {key!r} is in {self.stored[name].file} as well", name=key
+                        f"duplicate: {path}: tensor {key!r} is in {self.stored[name].file} as well"
                     )
                 self.stored[name] = Stored(file, key, shape, DTYPES[dtype])
         except (SafetensorError, OSError) as error:
             self._files.close()
             raise CheckpointError(
-                f"damaged-file: {path} is not a readable safetensors file ({error})", path=path
+                f"damaged-file: {path} is not a readable safetensors file ({error})"
             ) from error
 
     def _compare(self, tensors: Mapping[str, str]) -> None:
@@ -227,19 +211,13 @@ class StoredTensors:
             if name not in self.stored or self.stored[name].file != file:
                 raise CheckpointError(
                     f"wrong-weights: {self.index.directory / file}: tensor {name.removeprefix(MODEL)!r} is "
-                    f"missing; {state} says that it is there",
-                    name=name,
-                    path=file,
-                    reason="missing",
+                    f"missing; {state} says that it is there"
                 )
         for name, stored in self.stored.items():
             if name not in tensors:
                 raise CheckpointError(
                     f"wrong-weights: {self.index.directory / stored.file}: tensor {stored.key!r} is not in "
-                    f"{state}",
-                    name=name,
-                    path=stored.file,
-                    reason="unknown",
+                    f"{state}"
                 )
 
     def __enter__(self) -> StoredTensors:
@@ -281,9 +259,7 @@ class StoredTensors:
         if missing or extra:
             raise CheckpointError(
                 f"other-model: {self.index.directory} belongs to another model, optimizer or adapter: "
-                f"{len(missing)} tensors are missing {missing[:3]}, {len(extra)} are not known {extra[:3]}",
-                missing=missing,
-                unknown=extra,
+                f"{len(missing)} tensors are missing {missing[:3]}, {len(extra)} are not known {extra[:3]}"
             )
         return sources
 
@@ -305,9 +281,7 @@ class StoredTensors:
             return
         raise CheckpointError(
             f"wrong-shape: {self.index.directory / source.file}: tensor {source.key!r} is "
-            f"{NAMES[source.dtype]} {list(source.shape)}, the run has {NAMES[meta.dtype]} {list(meta.shape)}",
-            name=source.key,
-            path=source.file,
+            f"{NAMES[source.dtype]} {list(source.shape)}, the run has {NAMES[meta.dtype]} {list(meta.shape)}"
         )
 
     def _is_weight(self, name: str, needed: Mapping[str, TensorMeta]) -> bool:

@@ -107,9 +107,7 @@ def read_rng(path: Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"damaged-file: {path} is not a readable safetensors file ({error})", path=path
-        ) from error
+        raise CheckpointError(f"damaged-file: {path} is not a readable safetensors file ({error})") from error
 
 
 def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
@@ -124,22 +122,19 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
             continue
         if name not in state or state[name].dtype != tensor.dtype:
             raise CheckpointError(
-                f"wrong-type: {path}: the state of generator {name!r} is missing or of another type",
-                name=name,
+                f"wrong-type: {path}: the state of generator {name!r} is missing or of another type"
             )
         if not name.endswith("_gauss") and state[name].shape != tensor.shape:
             raise CheckpointError(
                 f"wrong-shape: {path}: generator {name!r} has a state of {list(state[name].shape)}, here it "
-                f"is {list(tensor.shape)}; the checkpoint was made with another version of torch or numpy",
-                name=name,
+                f"is {list(tensor.shape)}; the checkpoint was made with another version of torch or numpy"
             )
     for name, tensor in state.items():
         # Seed and offset of Philox, 8 bytes each.
         if name.startswith(_CUDA) and (tensor.dtype, tensor.shape) != (torch.uint8, (16,)):
             raise CheckpointError(
                 f"wrong-shape: {path}: generator {name!r} has a state of {list(tensor.shape)}, not of 16 "
-                "bytes",
-                name=name,
+                "bytes"
             )
     tries: dict[str, Callable[[], object]] = {
         "torch_cpu": lambda: torch.Generator().set_state(state["torch_cpu"]),
@@ -151,7 +146,7 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
             attempt()
         except (RuntimeError, ValueError, OverflowError, TypeError) as error:
             raise CheckpointError(
-                f"damaged-file: {path}: generator {name!r} has no valid state ({error})", name=name
+                f"damaged-file: {path}: generator {name!r} has no valid state ({error})"
             ) from error
 
 

@@ -257,7 +257,7 @@ class _RankFiles:
             return CheckpointError(f"cannot-write: {self._directory} could not be written: {error}")
         free = shutil.disk_usage(self._directory).free
         return CheckpointError(
-            f"no-space: {error}: {out_of_space(self._directory, needed=self._needed, free=free)}", free=free
+            f"no-space: {error}: {out_of_space(self._directory, needed=self._needed, free=free)}"
         )
 
 
@@ -320,15 +320,10 @@ def checked_progress(index: StateIndex, own: Mapping[str, Any]) -> dict[str, Any
         if key in own and progress.get(key) != own[key]:
             raise CheckpointError(
                 f"other-model: {path}: field 'progress.{key}' is {progress.get(key)!r}, this run has "
-                f"{own[key]!r}",
-                name=f"progress.{key}",
-                saved=progress.get(key),
-                own=own[key],
+                f"{own[key]!r}"
             )
     if not is_count(progress.get("step")):
-        raise CheckpointError(
-            f"wrong-field: {path}: field 'progress.step' is {progress.get('step')!r}", name="progress.step"
-        )
+        raise CheckpointError(f"wrong-field: {path}: field 'progress.step' is {progress.get('step')!r}")
     return progress
 
 

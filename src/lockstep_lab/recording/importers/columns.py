@@ -444,7 +444,7 @@ class DumpReader:
         return _wide(tensor)
 
     def _bad(self, name: str, what: str) -> NoReturn:
-        raise RecordingError(f"wrong-field: {self.where}: field {name[:80]!r} {what}", name=name)
+        raise RecordingError(f"wrong-field: {self.where}: field {name[:80]!r} {what}")
 
 
 def _tensor(value: Any) -> Tensor | None:

@@ -101,8 +101,7 @@ class Pace:
         if self.seconds is not None and now - self.started > self.seconds:
             raise RecordingError(
                 f"deadline: {what}: the import took more than {self.seconds:g} s, and nothing was written; "
-                "give it more with --timeout, or import fewer files",
-                setting="--timeout",
+                "give it more with --timeout, or import fewer files"
             )
         if now - self._last >= _SAY_EVERY:
             self._last = now
@@ -230,15 +229,13 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
             names = list(dump.value)[:12] if isinstance(dump.value, dict) else type(dump.value).__name__
             raise RecordingError(
                 f"missing-field: {path.name}: holds no token ids, only {names}; a dump is a dict, or a list "
-                f"of dicts, with one of {', '.join(IDS)} or prompts and responses",
-                names=names,
+                f"of dicts, with one of {', '.join(IDS)} or prompts and responses"
             )
         size = path.stat().st_size
         if len(dicts) > _FREE_INPUTS + size // _BYTES_PER_INPUT:
             raise RecordingError(
                 f"too-large: {path.name}: its {len(dicts):,} inputs share tensors, and are far larger apart "
-                f"than the file's {size:,} bytes; dump each input's own part",
-                name="dicts",
+                f"than the file's {size:,} bytes; dump each input's own part"
             )
         left = 6 * size + 2**26
         for number, named in enumerate(dicts):
@@ -247,8 +244,7 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
             if left < 0:
                 raise RecordingError(
                     f"too-large: {path.name}: its inputs share tensors, and would be far larger if stored "
-                    "separately; dump each input's own part",
-                    name="tensors",
+                    "separately; dump each input's own part"
                 )
             where = path.name if len(dicts) == 1 else f"{path.name}, input {number}"
             yield path, DumpReader(named, where).read(), dump.kind
@@ -268,8 +264,7 @@ def _survey(files: Sequence[Path], pace: Pace) -> _Survey:
         if low < 0:
             raise RecordingError(
                 f"wrong-field: {path.name}: field 'token_ids': {low} is among the real tokens; mask pads in "
-                "attention_mask",
-                name="token_ids",
+                "attention_mask"
             )
         if high >= survey.largest:
             survey.largest, survey.where = high, path.name
@@ -296,8 +291,7 @@ def _common_kind(kinds: Mapping[Kind, str], survey: _Survey) -> Kind:
         listed = "; ".join(f"{path} is of kind {kind}" for kind, path in kinds.items())
         raise RecordingError(
             f"contradiction: the dumps need several losses ({listed}): advantages and logprobs make a "
-            "policy batch, only advantages a surrogate, neither sft. Import them separately",
-            name="losses",
+            "policy batch, only advantages a surrogate, neither sft. Import them separately"
         )
     (kind,) = kinds
     every = len(survey.sizes)
@@ -352,9 +346,7 @@ def _positions(origins: Sequence[tuple[int | None, int, str]], survey: _Survey) 
     keys = []
     for step, rank, file in origins:
         if rank >= _MAX_WORLD:
-            raise RecordingError(
-                f"wrong-field: {file}: field 'rank' is {rank}; at most {_MAX_WORLD - 1}", name="rank"
-            )
+            raise RecordingError(f"wrong-field: {file}: field 'rank' is {rank}; at most {_MAX_WORLD - 1}")
         keys.append((step if numbered and step is not None else counted[rank], rank))
         counted[rank] += 1
     if not numbered:
@@ -392,14 +384,11 @@ def _vocab_size(model: str | None, survey: _Survey) -> int:
     if survey.largest >= size:
         raise RecordingError(
             f"outside-vocabulary: {survey.where}: field 'token_ids': {survey.largest} is there, but {model} "
-            f"has a vocabulary of {size}; name the model that was fed with --model",
-            name="token_ids",
-            value=survey.largest,
+            f"has a vocabulary of {size}; name the model that was fed with --model"
         )
     if size >= 2**31:
         raise RecordingError(
-            f"outside-vocabulary: {survey.where}: field 'token_ids': {survey.largest} is not a token id",
-            name="token_ids",
+            f"outside-vocabulary: {survey.where}: field 'token_ids': {survey.largest} is not a token id"
         )
     return size
 

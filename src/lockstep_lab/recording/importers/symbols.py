@@ -24,9 +24,9 @@ _SPARE_BYTES = 64 * 2**20
 _MAX_DIMS = 16
 
 
-def damaged(where: str, what: str, **fields: Any) -> RecordingError:
+def damaged(where: str, what: str) -> RecordingError:
     """The error of a file that was cut short or changed on its way."""
-    return RecordingError(f"{where}: damaged: {what}", code="damaged-file", **fields)
+    return RecordingError(f"damaged-file: {where}: damaged: {what}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,8 +49,7 @@ class Budget:
         if self.steps < 0:
             raise RecordingError(
                 f"too-large: {self.where}: more than {MAX_STEPS:,} values; dump tensors instead of lists, "
-                "or fewer inputs per file",
-                name="values",
+                "or fewer inputs per file"
             )
 
     def charge(self, size: int) -> None:
@@ -59,8 +58,7 @@ class Budget:
         if self.bytes < 0:
             raise RecordingError(
                 f"too-large: {self.where}: its tensors claim far more bytes than the file has (expanded "
-                "views, or a crafted file); dump them with .contiguous()",
-                name="tensors",
+                "views, or a crafted file); dump them with .contiguous()"
             )
 
 
@@ -149,8 +147,7 @@ def symbol(module: str, name: str, where: str) -> Any:
         raise RecordingError(
             f"forbidden-content: {where}: it asks for {requested!r}, and a dump may only name what tensors, "
             "numpy arrays and plain containers are rebuilt with; nothing was executed. Dump plain values "
-            "instead: torch.save({'input_ids': ..., 'attention_mask': ...}, path)",
-            name=requested,
+            "instead: torch.save({'input_ids': ..., 'attention_mask': ...}, path)"
         )
     return factory
 
@@ -175,7 +172,7 @@ class Storage:
         """Raises RecordingError: not the declared size."""
         if len(data) != self.size_bytes:
             what = f"{len(data)} bytes of tensor data where {self.count} of {self.dtype} are declared"
-            raise damaged(budget.where, what, name="tensor data")
+            raise damaged(budget.where, what)
         budget.charge(len(data))
         self.raw.append(bytearray(data))
 
@@ -208,9 +205,7 @@ class LazyTensor:
         reach = self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True)) + 1
         if elements and reach > len(raw) // item:
             shape = f"{list(self.size)[:8]} with strides {list(self.stride)[:8]}"
-            raise damaged(
-                budget.where, f"a tensor {shape} reaches out of its {len(raw)} bytes", name="strides"
-            )
+            raise damaged(budget.where, f"a tensor {shape} reaches out of its {len(raw)} bytes")
         budget.charge(elements * item)
         if not elements:
             self.built = torch.empty(self.size, dtype=self.dtype)
@@ -278,7 +273,7 @@ class LazyArray:
         size = prod(self.shape) * dtype.itemsize
         if size != len(self.raw):
             what = f"a numpy array {list(self.shape)[:8]} of {dtype} has {len(self.raw)} bytes"
-            raise damaged(budget.where, what, name="numpy array")
+            raise damaged(budget.where, what)
         budget.charge(2 * size)
         plain = np.frombuffer(self.raw, np.uint8 if dtype.kind == "b" else dtype)
         plain = plain != 0 if dtype.kind == "b" else plain.astype(dtype.newbyteorder("="))

@@ -84,8 +84,7 @@ def load_dump(path: Path) -> Dump:
 def _load(data: bytes, where: str, budget: Budget, *, level: int) -> tuple[Any, str]:
     if level > _MAX_ARCHIVES:
         raise RecordingError(
-            f"too-deep: {where}: archives are nested more than {_MAX_ARCHIVES} deep; it is not a dump",
-            name="archives",
+            f"too-deep: {where}: archives are nested more than {_MAX_ARCHIVES} deep; it is not a dump"
         )
     if data[:4] == _ZIP:
         return _load_zip(data, where, budget, level=level), "torch"
@@ -104,12 +103,11 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
     programs = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(programs) != 1:
         what = f"a zip file with {len(programs)} entries data.pkl; torch.save writes one"
-        raise damaged(where, what, name="data.pkl")
+        raise damaged(where, what)
     root = programs[0].removesuffix("data.pkl")
     if entries.get(f"{root}byteorder", b"little") != b"little":
         raise RecordingError(
-            f"unsupported-version: {where}: written on a big-endian machine, which is not read",
-            name="byteorder",
+            f"unsupported-version: {where}: written on a big-endian machine, which is not read"
         )
     known: dict[str, Storage] = {}
 
@@ -117,7 +115,7 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
         if key not in known:
             raw = entries.get(f"{root}data/{key}")
             if raw is None:
-                raise damaged(where, f"the archive lacks the tensor data {key[:60]!r}", name=key)
+                raise damaged(where, f"the archive lacks the tensor data {key[:60]!r}")
             known[key] = Storage(kind.dtype, count)
             known[key].fill(raw, budget)
         return known[key].viewed(kind.dtype, count)
@@ -135,18 +133,15 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
                 if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                     raise RecordingError(
                         f"wrong-kind-of-file: {where}: entry {info.filename[:60]!r} is compressed; "
-                        "torch.save stores plain bytes, so it did not write this file",
-                        name="compressed",
+                        "torch.save stores plain bytes, so it did not write this file"
                     )
                 left -= info.file_size
                 if left < 0:
                     raise RecordingError(
-                        f"too-large: {where}: its entries claim more bytes than the file has", name="entries"
+                        f"too-large: {where}: its entries claim more bytes than the file has"
                     )
                 if info.filename in members:
-                    raise RecordingError(
-                        f"duplicate: {where}: entry {info.filename[:60]!r} is there twice", name=info.filename
-                    )
+                    raise RecordingError(f"duplicate: {where}: entry {info.filename[:60]!r} is there twice")
                 members[info.filename] = archive.read(info)
     except RecordingError:
         raise  # a ValueError, but no damage
@@ -193,9 +188,7 @@ def _plain(value: Any, budget: Budget, *, depth: int) -> Any:
     if type(value) in _ATOMS:
         return value
     if depth > MAX_NESTING:
-        raise RecordingError(
-            f"too-deep: {budget.where}: containers are nested more than {MAX_NESTING} deep", name="containers"
-        )
+        raise RecordingError(f"too-deep: {budget.where}: containers are nested more than {MAX_NESTING} deep")
     if isinstance(value, LazyTensor | LazyArray):
         return value.build(budget)
     if isinstance(value, Symbol | StorageKind | LazyDtype | Storage | torch.dtype):
@@ -252,14 +245,13 @@ class _Machine:
             raise damaged(self.where, what) from error
 
     def _bad(self, what: str) -> NoReturn:
-        raise damaged(self.where, f"not a whole pickle: {what} before byte {self.file.tell()}", reason=what)
+        raise damaged(self.where, f"not a whole pickle: {what} before byte {self.file.tell()}")
 
     def _refuse(self, name: str) -> NoReturn:
         what = _REFUSED.get(name, _OLD)
         raise RecordingError(
             f"forbidden-content: {self.where}: {what}, which this loader does not do ({name} before byte "
-            f"{self.file.tell()})",
-            name=what,
+            f"{self.file.tell()})"
         )
 
     # stack
@@ -307,8 +299,7 @@ class _Machine:
             if not plain:  # hashing anything else could take unbounded time
                 raise RecordingError(
                     f"wrong-type: {self.where}: a dict has a {type(key).__name__} as a key; dump dicts with "
-                    "text keys",
-                    name=type(key).__name__,
+                    "text keys"
                 )
             target[key] = value
 
@@ -345,8 +336,7 @@ class _Machine:
         if not isinstance(target, LazyArray | LazyDtype):
             raise RecordingError(
                 f"forbidden-content: {self.where}: it sets the state of a {type(target).__name__}, which "
-                "this loader does only for numpy arrays; dump plain dicts of tensors",
-                name=type(target).__name__,
+                "this loader does only for numpy arrays; dump plain dicts of tensors"
             )
         target.set_state(state)
 
