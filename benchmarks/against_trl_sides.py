@@ -117,11 +117,15 @@ def lockstep_grpo(settings: dict[str, Any], channel: Channel) -> None:
 
 
 def lockstep_sft(settings: dict[str, Any], channel: Channel) -> None:
+    from functools import partial
+
     import torch
 
     from lockstep.algorithms import ALGORITHMS
     from lockstep.config.run import SFTRun
     from lockstep.loop.build import build_backend, load_policy
+    from lockstep.loop.resolve import find_machine, resolve
+    from lockstep.models.memory import planned_shape
     from lockstep.packing import Planner
     from lockstep.schema.batch import TrainSample
 
@@ -134,13 +138,15 @@ def lockstep_sft(settings: dict[str, Any], channel: Channel) -> None:
             "train": {"lr": LR, "token_budget": settings["token_budget"]},
         }
     )
-    axes, model = load_policy(run, engine=None)
+    shape = partial(planned_shape, run.model)
+    policy = load_policy(resolve(run, shape=shape, machine=find_machine(run), manifest={}))
+    resolved, model = policy.resolved, policy.model
     algorithm = ALGORITHMS.load("sft")(run.algorithm)
-    backend = build_backend(run, axes, model, total_steps=run.steps, temperature=1.0, ref=False)
+    backend = build_backend(resolved, model, total_steps=run.steps, temperature=1.0, ref=False)
     plan = Planner(
-        token_budget=axes.token_budget,
-        layout=axes.layout,
-        static_capacity=axes.static_capacity,
+        token_budget=resolved.token_budget,
+        layout=resolved.layout,
+        static_capacity=resolved.static_capacity,
         max_seqlen=MAX_LENGTH,
         max_documents=DOCUMENTS_PER_STEP,
     )

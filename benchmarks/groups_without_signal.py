@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         "command": ["benchmarks/groups_without_signal.py", *argv],
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": args.threads},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "dtype": trainer.parts.axes.dtype,
+        "dtype": trainer.parts.resolved.dtype,
         "without_signal": shares,
     }
     if args.json is not None:

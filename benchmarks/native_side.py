@@ -84,7 +84,7 @@ class Side:
         started = time.perf_counter()
         self.job, self.run = job, run_of(job)
         self.parts: OnlineParts = build_online(self.run)
-        self.device = torch.device(self.parts.axes.device)
+        self.device = torch.device(self.parts.resolved.device)
         self.config = text_config(self.parts.model.module)
         self.vocab_size = int(self.config.vocab_size)
         self.batches: list[Any] = []
@@ -96,8 +96,8 @@ class Side:
         contract = getattr(self.parts.engine, "contract", None)
         return {
             "start_seconds": self.started,
-            "batch_invariant": getattr(self.parts.axes, "batch_invariant", None),
-            "execution": self.parts.axes.execution,
+            "batch_invariant": self.parts.resolved.batch_invariant,
+            "execution": self.parts.resolved.execution,
             "contract": None if contract is None else contract.as_json(),
         }
 

@@ -177,7 +177,7 @@ def train(args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = run_config(rows, steps=args.steps, device=device, model=args.model)
     parts = build_online(run, rewards=[reward])
-    header = recording_header(run, axes=parts.axes, model=parts.model, plan=parts.plan)
+    header = recording_header(parts.resolved, model=parts.model, plan=parts.plan)
     header = dataclasses.replace(
         header,
         world_size=world,

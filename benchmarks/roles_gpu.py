@@ -17,6 +17,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lockstep import OnlineTrainer, build_online, load_run
 from lockstep.config.run import GRPORun
-from lockstep.loop.axes import planned_run
 from lockstep.loop.build import OnlineParts
 from lockstep.loop.memory_plan import plan_memory
+from lockstep.loop.resolve import Machine, resolve
+from lockstep.models.memory import planned_shape
 from lockstep.models.shapes import random_model, shape_config
 from lockstep.observe.metrics import Spans
 
@@ -59,14 +61,15 @@ def main(argv: list[str]) -> int:
     run = load_run(str(run_file), overrides=overrides)
     assert isinstance(run, GRPORun)
     total = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else 0
-    sized = planned_run(run, device=device, ranks=1, total_bytes=total).run
+    machine, shape = Machine(device=str(device), total_bytes=total), partial(planned_shape, run.model)
+    sized = resolve(run, shape=shape, machine=machine, manifest={}).run
     plan = plan_memory(sized, device=device)
     print(
         f"models written in {time.monotonic() - begun:.0f} s; plan {plan.peak_bytes / GIB:.1f} GiB",
         flush=True,
     )
     wait = torch.cuda.synchronize if device.type == "cuda" else None
-    trainer = OnlineTrainer(build_online(sized), spans=Spans(synchronize=wait))
+    trainer = OnlineTrainer(build_online(run), spans=Spans(synchronize=wait))
     result: dict[str, Any] = {
         "command": ["benchmarks/roles_gpu.py", *argv],
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),

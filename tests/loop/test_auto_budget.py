@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from resolving import resolved_on
 
 from lockstep.config.load import load_run
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.loop.axes import MARGIN, SIZES, choose_token_budget, planned_run
 from lockstep.loop.memory_plan import plan_memory
+from lockstep.loop.resolve import MARGIN, SIZES, choose_token_budget
 from lockstep.models.memory import GIB
 
 MB = 10**6
@@ -81,14 +82,14 @@ def test_the_plan_of_a_real_shape_has_room_for_it(gib: int) -> None:
         "steps": 1000,
     }
     run, cuda = load_run(kind="grpo", overrides=settings), torch.device("cuda")
-    sized = planned_run(run, device=cuda, ranks=1, total_bytes=gib * GIB)
+    sized = resolved_on(run, "cuda", total_bytes=gib * GIB)
     train = sized.run.train
     assert (train.execution, train.token_budget) == ("compile", {24: 4096, 80: 8192, 140: 32768}[gib])
-    assert sized.execution and f"of {gib}.00 GiB" in sized.token_budget
+    assert sized.auto_execution and f"of {gib}.00 GiB" in sized.auto_token_budget
     fits = plan_memory(sized.run, device=cuda).peak_bytes * MARGIN <= gib * GIB
     assert fits is (gib > 24), "on 24 GiB even the smallest may not fit, which the reason says"
     named = load_run(
         kind="grpo", overrides=settings | {"train.token_budget": 5000, "train.execution": "eager"}
     )
-    kept = planned_run(named, device=cuda, ranks=1, total_bytes=gib * GIB)
-    assert (kept.run.train.token_budget, kept.run.train.execution, kept.token_budget) == (5000, "eager", "")
+    kept = resolved_on(named, "cuda", total_bytes=gib * GIB)
+    assert (kept.token_budget, kept.execution, kept.reasons) == (5000, "eager", [])

@@ -7,24 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from raising import raises
+from resolving import resolved_on
 
 from lockstep.config.load import load_run
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.loop.axes import (
+from lockstep.loop.resolve import (
     COMPILE_SECONDS,
     SAVED_SAMPLING,
     SAVED_TRAINING,
-    as_started,
     choose_execution,
-    resolve_axes,
     resolve_execution,
-    resolved_train,
     seconds_saved_per_step,
     steps_to_pay,
-    tokens_per_step,
 )
 
 BILLION = 10**9
@@ -53,10 +49,10 @@ def chosen(run: RunConfig, *, parameters: int = BILLION, device: str = "cuda", r
 
 
 def test_what_a_step_saves_worked_by_hand() -> None:
-    assert tokens_per_step(grpo()) == 8 * 16 * 1000
-    assert tokens_per_step(sft()) == 32 * 1024
+    assert grpo().tokens_per_step == 8 * 16 * 1000
+    assert sft().tokens_per_step == 32 * 1024
     pairs = load_run(kind="dpo", overrides={"batch_size": 32, "data.max_length": 1024})
-    assert tokens_per_step(pairs) == 2 * 32 * 1024
+    assert pairs.tokens_per_step == 2 * 32 * 1024
     # 2.4e-15 s a token and parameter in training, and 1.5e-15 in sampling: 0.3072 + 0.192
     assert seconds_saved_per_step(grpo(), parameters=BILLION, ranks=1) == pytest.approx(0.4992)
     twice = grpo(train__epochs_per_batch=2)
@@ -120,32 +116,30 @@ def test_what_cannot_compile_or_is_not_tested_compiled_is_eager(settings: dict[s
     assert choice.value == "eager" and choice.reason
 
 
-def test_axes_hold_values_and_not_the_word_auto() -> None:
+def test_a_resolved_run_holds_values_and_not_the_word_auto() -> None:
     run = load_run("tiny", overrides={"train.device": "cpu", "train.token_budget": "auto"})
     assert run.train.execution == "auto", "the default"
-    axes = resolve_axes(run, engine="hf", module=torch.nn.Linear(2, 2))
-    assert (axes.execution, axes.token_budget, axes.auto_execution, axes.auto_token_budget) == (
-        "eager",
-        4096,
-        "",
-        "",
-    )
+    resolved = resolved_on(run)
+    assert (resolved.execution, resolved.token_budget, resolved.reasons) == ("eager", 4096, [])
+    train = resolved.run.train
+    assert (train.execution, train.token_budget, train.static_capacity) == ("eager", 4096, False)
+    assert (resolved.run.engine.name, resolved.given.train.execution) == ("hf", "auto")
     explicit = load_run("tiny", overrides={"train.execution": "compile", "train.device": "cpu"})
-    axes = resolve_axes(explicit, engine="hf")
-    assert (axes.execution, axes.static_capacity, axes.token_budget) == ("compile", True, 2048)
-    train = resolved_train(run.train, axes)
-    assert (train.execution, train.token_budget) == ("compile", 2048)
+    resolved = resolved_on(explicit)
+    assert (resolved.execution, resolved.static_capacity, resolved.token_budget) == ("compile", True, 2048)
 
 
 def test_a_resumed_run_keeps_what_its_manifest_says() -> None:
-    run = sft()
-    assert as_started(run, {}) is run, "it has not begun"
-    kept = as_started(run, {"axes": {"execution": "compile", "token_budget": 16384}}).train
-    assert (kept.execution, kept.token_budget) == ("compile", 16384)
+    run, then = sft(), {"axes": {"execution": "compile", "token_budget": 16384}}
+    kept = resolved_on(run, manifest=then)
+    assert (kept.execution, kept.token_budget, kept.reasons) == ("compile", 16384, [])
+    assert kept.given is run
     explicit = sft(**{"train.execution": "eager", "train.token_budget": 2048})
-    assert as_started(explicit, {"axes": {"execution": "compile", "token_budget": 16384}}) is explicit
+    assert resolved_on(explicit, manifest=then) == resolved_on(explicit)
     with raises(ConfigError, "unknown-name: train.execution"):
-        as_started(run, {"axes": {"execution": ["fast"]}})
+        resolved_on(run, manifest={"axes": {"execution": ["fast"]}})
+    with raises(ConfigError, "wrong-type: axes"):
+        resolved_on(run, manifest={"axes": ["fast"]})
 
 
 def test_the_table_of_the_docs_is_what_the_estimate_gives() -> None:

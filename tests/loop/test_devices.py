@@ -9,13 +9,14 @@ import pytest
 import torch
 from loop_runs import TINY
 from raising import raises
+from resolving import moved, resolved_on
 
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
 from lockstep.loop import world
-from lockstep.loop.axes import resolve_axes
 from lockstep.loop.build import build_online
+from lockstep.loop.resolve import find_machine
 from lockstep.loop.world import World
 from lockstep.ranks.context import RankContext
 
@@ -53,8 +54,8 @@ def test_the_processes_of_a_world_see_its_gpus_by_local_rank(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     run, ranks = run_of(**OWN), rank_of(1, 2)
-    axes = dataclasses.replace(resolve_axes(run, engine="native"), device="cuda:1")
-    worlds = [World(roles, run, axes, ranks=ranks, work_dir=tmp_path) for roles in run.remote_groups]
+    resolved = moved(resolved_on(run), "cuda:1")
+    worlds = [World(roles, resolved, ranks=ranks, work_dir=tmp_path) for roles in run.remote_groups]
     environments = [world._server.spec.environment for world in worlds]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
 
@@ -70,22 +71,24 @@ def test_a_world_that_shares_its_ranks_gpu_sees_what_the_rank_sees(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", UUIDS)
     run, ranks = run_of(colocate=OWN["colocate"]), rank_of(1, 2)
-    axes = dataclasses.replace(resolve_axes(run, engine="native"), device="cuda:1")
-    world = World(run.remote_groups[0], run, axes, ranks=ranks, work_dir=tmp_path)
+    resolved = moved(resolved_on(run), "cuda:1")
+    world = World(run.remote_groups[0], resolved, ranks=ranks, work_dir=tmp_path)
     assert world._server.spec.environment["CUDA_VISIBLE_DEVICES"] == UUIDS
     run = run_of(**OWN)
-    on_cpu = resolve_axes(run, engine="native")
-    own = World(run.remote_groups[0], run, on_cpu, ranks=ranks, work_dir=tmp_path)
+    on_cpu = resolved_on(run)
+    own = World(run.remote_groups[0], on_cpu, ranks=ranks, work_dir=tmp_path)
     assert own._server.spec.environment["CUDA_VISIBLE_DEVICES"] == UUIDS
 
 
 def test_an_engine_has_the_gpus_behind_those_of_worlds() -> None:
     run = run_of(**OWN)
-    placed = world.with_own_gpus(run, "cuda:1", ranks=rank_of(1, 2))
-    assert placed.engine.cuda_devices == (7,)
-    assert world.with_own_gpus(run, "cpu", ranks=rank_of(1, 2)) is run
+    gpus = find_machine(run, rank_of(1, 2)).engine_gpus
+    assert gpus == (7,)
+    placed = resolved_on(run, "cuda:1", ranks=2, engine_gpus=gpus)
+    assert (placed.run.engine.cuda_devices, placed.given.engine.cuda_devices) == ((7,), ())
+    assert resolved_on(run, ranks=2, engine_gpus=gpus).run.engine.cuda_devices == ()
     shared = run_of(colocate=OWN["colocate"], dedicated_gpus=True)
-    assert world.with_own_gpus(shared, "cuda:1", ranks=rank_of(1, 2)) is shared
+    assert find_machine(shared, rank_of(1, 2)).engine_gpus == ()
 
 
 def test_a_run_that_needs_more_gpus_than_are_seen_is_refused_before_it_loads(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from loop_runs import TINY, metrics_of
 from raising import raises
+from resolving import moved, resolved_on
 from safetensors.torch import load_file
 from selected import exhaustive
 from starting import lockstep, succeeds
@@ -25,7 +26,6 @@ import external  # noqa: E402
 from lockstep.config.load import load_run  # noqa: E402
 from lockstep.config.run import GRPORun  # noqa: E402
 from lockstep.errors import ConfigError, EngineError  # noqa: E402
-from lockstep.loop.axes import resolve_axes  # noqa: E402
 from lockstep.loop.engines import external_engine_spec, max_model_len  # noqa: E402
 from lockstep.loop.online import train_online  # noqa: E402
 from lockstep.models.load import load_model  # noqa: E402
@@ -147,8 +147,8 @@ def test_the_place_of_a_model(tmp_path: Path) -> None:
 
     run = run_of(tmp_path, "run")
     model = load_model(run.model, attention="sdpa", device=torch.device("cpu"))
-    axes = resolve_axes(run, engine="vllm")
-    spec = external_engine_spec(run, axes, model, work_dir=tmp_path / "engine")
+    resolved = resolved_on(run)
+    spec = external_engine_spec(resolved, model, work_dir=tmp_path / "engine")
     config = AutoConfig.from_pretrained(spec.folder)
     assert config.architectures == ["LlamaForCausalLM"] and config.vocab_size == spec.vocab_size == 256
     assert not list(spec.folder.glob("*.safetensors"))
@@ -158,12 +158,10 @@ def test_the_place_of_a_model(tmp_path: Path) -> None:
         "pushed",
         "float32",
     )
-    gpu = dataclasses.replace(axes, device="cuda:1")
+    gpu = moved(resolved, "cuda:1").run
     for settings, shared in (({}, True), ({"cuda_devices": (0,)}, False), ({"cuda_devices": (0, 1)}, True)):
-        engine = run.engine.model_copy(update={"url": None, **settings})
-        there = external_engine_spec(
-            run.model_copy(update={"engine": engine}), gpu, model, work_dir=tmp_path / "engine"
-        )
+        placed = dataclasses.replace(resolved, run=gpu.with_engine(url=None, **settings))
+        there = external_engine_spec(placed, model, work_dir=tmp_path / "engine")
         assert (there.device, there.shares_device) == ("cuda:1", shared)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from loop_runs import TINY, everything
+from resolving import resolved_on
 from starting import succeeds
 from world_kills import kill_at
 
@@ -22,7 +23,6 @@ from lockstep.engine.remote.server import ServerProcess
 from lockstep.errors import ModelError, TrainError
 from lockstep.loop import world as world_module
 from lockstep.loop import world_server
-from lockstep.loop.axes import resolve_axes
 from lockstep.loop.build import build_online
 from lockstep.loop.online import train_online
 from lockstep.loop.world import World, packed, unpacked
@@ -154,9 +154,10 @@ def host() -> Host:
 def world_in(folder: Path) -> World:
     """Not started."""
     run = run_of(PPO, folder / "run", "ref", "value")
-    axes = resolve_axes(run, engine="hf")
     alone, work_dir = RankContext.alone(), folder / "world"
-    return World(run.remote_groups[0], run, axes, ranks=alone, work_dir=work_dir, folder=folder / "run")
+    return World(
+        run.remote_groups[0], resolved_on(run), ranks=alone, work_dir=work_dir, folder=folder / "run"
+    )
 
 
 @pytest.fixture

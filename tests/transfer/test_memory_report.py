@@ -41,7 +41,7 @@ def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
 
 
 def parts_of(engine, transfer) -> SimpleNamespace:
-    return SimpleNamespace(engine=engine, transfer=transfer, axes=SimpleNamespace(device="cpu"))
+    return SimpleNamespace(engine=engine, transfer=transfer, resolved=SimpleNamespace(device="cpu"))
 
 
 @pytest.mark.parametrize(

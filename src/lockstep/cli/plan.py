@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -70,9 +71,9 @@ def main(argv: Sequence[str]) -> int:
     check_ranks(run, ranks)
     import torch
 
-    from lockstep.loop.axes import planned_run
     from lockstep.loop.memory_plan import plan_memory
-    from lockstep.models.memory import GIB, available_bytes
+    from lockstep.loop.resolve import Machine, resolve
+    from lockstep.models.memory import GIB, available_bytes, planned_shape
 
     check_heads(run)
     device = torch.device(_device(run, cuda=torch.cuda.is_available()))
@@ -89,17 +90,15 @@ def main(argv: Sequence[str]) -> int:
         if ranks > 1 and device.type == "cpu":
             available, source = available // ranks, f"a rank's share of {source}"
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    sized = planned_run(run, device=device, ranks=ranks, total_bytes=total)
-    plan = plan_memory(sized.run, device=device, ranks=ranks)
-    chosen = {
-        "execution": (sized.run.train.execution, sized.execution),
-        "token_budget": (sized.run.train.token_budget, sized.token_budget),
-    }
-    for name, (value, reason) in chosen.items():
-        if reason:
-            echo(f"train.{name} auto -> {value}: {reason}")
+    machine = Machine(device=str(device), ranks=ranks, total_bytes=total)
+    shape = partial(planned_shape, run.model)
+    resolved = resolve(run, shape=shape, machine=machine, manifest={}, refuse=False)
+    plan = plan_memory(resolved.run, device=device, ranks=ranks)
+    for line in resolved.reasons:
+        echo(line)
     show(plan, available=available, source=source)
-    result = {name: value for name, (value, _) in chosen.items()} | as_dict(plan, available=available)
+    chosen = {"execution": resolved.execution, "token_budget": resolved.token_budget}
+    result = chosen | as_dict(plan, available=available)
     if general["json"] is not None:
         write_json(general["json"], result)
     echo(verdict(plan, available=available))

@@ -192,6 +192,11 @@ class PPORun(GRPORun):
         """The models of the run that have memory of their own."""
         return (*super().roles, "value")
 
+    @property
+    def critic(self) -> ValueConfig:
+        """See RunConfig."""
+        return self.value
+
     @check
     def _check_value(self) -> PPORun:
         samples = self.rollout.prompts_per_step * self.rollout.group_size

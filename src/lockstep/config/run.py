@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import field_validator
 
@@ -13,7 +13,7 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import ClusterConfig, _check_engine_gpus
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
-from lockstep.config.engine import EngineConfig, has_own_weights
+from lockstep.config.engine import EngineConfig, has_own_weights, resolved
 from lockstep.config.model import ModelConfig
 from lockstep.config.record import RecordConfig, record_refusal
 from lockstep.config.rollout import RewardConfig, RolloutConfig
@@ -27,6 +27,9 @@ from lockstep.config.train import (
     token_slots,
 )
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.config.ppo import ValueConfig
 
 
 class RunConfig(Config):
@@ -63,6 +66,51 @@ class RunConfig(Config):
     def longest_unit(self) -> int:
         """Tokens that one micro-batch must hold: the longest document, or pair of them."""
         raise NotImplementedError
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The most tokens that one step can have: every document as long as settings allow."""
+        raise NotImplementedError
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether documents come in groups with one prompt."""
+        return False
+
+    @property
+    def critic(self) -> ValueConfig | None:
+        """The value model; None: the run has none."""
+        return None
+
+    @property
+    def engine_name(self) -> str | None:
+        """The inference engine; None: the run samples nothing."""
+        return None
+
+    @property
+    def engine_has_own_memory(self) -> bool:
+        """Whether the engine takes memory that no plan counts."""
+        return False
+
+    @property
+    def compiles_sampling(self) -> bool:
+        """Whether the engine samples with the blocks that train.execution compiles."""
+        return False
+
+    def with_engine(self, **settings: Any) -> Self:
+        """Return the run with other settings of the engine, unchecked."""
+        return self
+
+    def with_auto_engine(self, *, native: bool) -> Self:
+        """Return the run with engine.name = "auto" resolved, checked as if the engine had been named.
+
+        Args:
+            native: what "auto" means; else hf.
+
+        Raises:
+            ConfigError: a setting of the engine has no effect with it.
+        """
+        return self
 
     if TYPE_CHECKING:
         # Each kind of run declares its own; here it would come before `algorithm` and the like in a dump.
@@ -280,6 +328,43 @@ class GRPORun(RunConfig):
         return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
 
     @property
+    def tokens_per_step(self) -> int:
+        """See RunConfig."""
+        return self.rollout.prompts_per_step * self.rollout.group_size * self.longest_unit
+
+    @property
+    def has_groups(self) -> bool:
+        """See RunConfig."""
+        return self.rollout.group_size > 1
+
+    @property
+    def engine_name(self) -> str:
+        """See RunConfig."""
+        return self.engine.name
+
+    @property
+    def engine_has_own_memory(self) -> bool:
+        """See RunConfig."""
+        return self.engine.name not in engines() or has_own_weights(self.engine)
+
+    @property
+    def compiles_sampling(self) -> bool:
+        """See RunConfig."""
+        return self.engine.name == "native" and not self.engine.eager
+
+    def with_engine(self, **settings: Any) -> Self:
+        """See RunConfig."""
+        return self.model_copy(update={"engine": self.engine.model_copy(update=settings)})
+
+    def with_auto_engine(self, *, native: bool) -> Self:
+        """See RunConfig."""
+        if self.engine.name != "auto":
+            return self
+        run = self.model_copy(update={"engine": resolved(self.engine, native=native)})
+        check_support(run)
+        return run
+
+    @property
     def longest_sequence(self) -> int:
         """Prompt and completion of training and evaluations, as far as settings allow them."""
         tokens, prompts = self.rollout.sampling.max_tokens, self.data.max_prompt_tokens
@@ -454,6 +539,11 @@ class OfflineRun(RunConfig):
         return "batch_size"
 
     @property
+    def tokens_per_step(self) -> int:
+        """See RunConfig."""
+        return self.documents_per_update * self.data.max_length
+
+    @property
     def longest_unit(self) -> int:
         """The documents of a unit, in training or evaluation."""
         return self.unit * max(data.max_length for data in self.sets.values())
@@ -528,6 +618,11 @@ class PairRun(OfflineRun):
     def unit(self) -> int:
         """Both answers of a pair."""
         return 2
+
+    @property
+    def has_groups(self) -> bool:
+        """See RunConfig: both answers have the pair's prompt."""
+        return self.unit > 1
 
     @property
     def documents_name(self) -> str:

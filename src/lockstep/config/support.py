@@ -24,7 +24,6 @@ from lockstep.config.base import is_module_path
 from lockstep.config.declarations import (
     Entry,
     Refusal,
-    Status,
     backends,
     by_status,
     declarations,
@@ -152,12 +151,11 @@ def check_device_support(
     return entry
 
 
-def support_status(
+def support_entry(
     run: RunAxes, *, attention: str, device: str, dtype: str, own: Sequence[Entry] = ()
-) -> Status:
-    """Return the status of what `check_device_support` would check."""
-    cell = _resolved_cell(run, attention=attention, device=device, dtype=dtype)
-    return lookup(cell, own=own).status
+) -> Entry:
+    """Return the entry that decides about what `check_device_support` would check, and refuse nothing."""
+    return lookup(_resolved_cell(run, attention=attention, device=device, dtype=dtype), own=own)
 
 
 def _resolved_cell(run: RunAxes, *, attention: str, device: str, dtype: str) -> dict[str, str]:

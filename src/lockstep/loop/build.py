@@ -7,12 +7,12 @@ import dataclasses
 import datetime
 import platform
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from lockstep.config.run import DPORun, GRPORun, OfflineRun, Role, RunConfig
 from lockstep.data.prompts import FixedPrompts, PromptSet, evaluates, load_train_and_held_out
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError, together
-from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train, total_device_bytes
 from lockstep.loop.determinism import (
     BatchInvariance,
     convert_copy,
@@ -37,11 +36,13 @@ from lockstep.loop.engines import external_engine_spec
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.loop.memory_plan import put_to_sleep
 from lockstep.loop.preflight import faults
+from lockstep.loop.resolve import Resolved, find_machine, resolve
 from lockstep.loop.roles import Roles, ValueRole, policy_steps
-from lockstep.loop.world import World, check_devices, with_own_gpus
+from lockstep.loop.world import World, check_devices
 from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel, OpenedModel, check_positions, load_model, open_model
+from lockstep.models.memory import opened_shape
 from lockstep.observe.lock import OwnedFolder
 from lockstep.packing import Planner
 from lockstep.protocols import (
@@ -67,6 +68,8 @@ from lockstep.transfer import make_transfer
 from lockstep.transfer.verify import Verifier
 from lockstep.version import library_versions
 
+Run = TypeVar("Run", bound=RunConfig)
+
 OnProgress = Callable[[int, int], None]
 """Called with (samples finished, samples in all) during generation."""
 
@@ -75,8 +78,7 @@ OnProgress = Callable[[int, int], None]
 class OnlineParts:
     """Everything an RL loop is made of. Replace any of them with `dataclasses.replace` and go on."""
 
-    run: GRPORun
-    axes: Axes
+    resolved: Resolved[GRPORun]
     model: LoadedModel
     backend: TrainBackend
     """Of the policy."""
@@ -109,6 +111,11 @@ class OnlineParts:
     ranks: RankContext = field(default_factory=RankContext.alone)
 
     @property
+    def run(self) -> GRPORun:
+        """The settings, without an "auto"."""
+        return self.resolved.run
+
+    @property
     def roles(self) -> Saved:
         """What a checkpoint holds: the policy, and the value model if there is one."""
         if self.value is None:
@@ -136,6 +143,7 @@ def build_online(
     ranks: RankContext | None = None,
     work_dir: Path | None = None,
     hold_out: bool | None = None,
+    manifest: Mapping[str, Any] | None = None,
 ) -> OnlineParts:
     """Check, load and wire everything that `run` names.
 
@@ -144,41 +152,42 @@ def build_online(
         ranks: the ranks of the run, every one of which makes this call; None: this process alone.
         work_dir: for logs and files of an engine of its own; None: the system's folder for temporary files.
         hold_out: whether prompts are held out for evaluations; None: if the run has one.
+        manifest: of the run's folder, see `resolve`; None: a run that begins.
 
     Raises:
         ConfigError, ModelError, DataError, EngineError: before anything is trained.
     """
-    options, ranks, given = run.algorithm.resolved(), ranks or RankContext.alone(), run
-    run, total_bytes = resolve_engine(run, ranks=ranks), total_device_bytes(run.train, ranks)
-    external, reward_set = is_external(run.engine), RewardSet(run.rewards, functions=rewards)
+    options, ranks = run.algorithm.resolved(), ranks or RankContext.alone()
+    machine, reward_set = find_machine(run, ranks), RewardSet(run.rewards, functions=rewards)
     with ranks.together("loading model and data"):
         check_devices(run, ranks=ranks)
         opened = open_model(run.model)
+        shape = partial(opened_shape, opened, run.model)
+        resolved = resolve(run, shape=shape, machine=machine, manifest=manifest or {})
         prompts, eval_prompts = _load_prompts(run, opened, reward_set, hold_out=hold_out)
-        policy = load_policy(run, engine=run.engine.name, ranks=ranks, total_bytes=total_bytes, opened=opened)
-        axes, model = policy.axes, policy.model
+        policy = load_policy(resolved, ranks=ranks, opened=opened)
+        resolved, model = policy.resolved, policy.model
+        run = resolved.run
     algorithm = ALGORITHMS.load(options.name)(options, max_tokens=run.rollout.sampling.max_tokens)
     backend = build_backend(
-        run,
-        axes,
+        resolved,
         model,
         total_steps=policy_steps(run) * run.train.minibatches * run.train.epochs_per_batch,
         temperature=run.rollout.sampling.temperature,
         ref=algorithm.needs_ref and "ref" not in run.remote_roles,
     )
     put_to_sleep(run, *_with_policy(run), backend=backend)
-    plan = make_planner(run, axes, ranks)
-    others = build_others(given, axes, model, plan=plan, ranks=ranks, work_dir=work_dir)
+    plan = make_planner(resolved, ranks)
+    others = build_others(resolved, model, plan=plan, ranks=ranks, work_dir=work_dir)
     try:
         # Last: what can be wrong with the run is known before a server is started.
-        engine, transfer = _connect_engine(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)
-        check = _bitwise_check(run, axes, backend=backend, engine=engine, ranks=ranks)
+        engine, transfer = _connect_engine(resolved, model, backend=backend, ranks=ranks, work_dir=work_dir)
+        check = _bitwise_check(resolved, backend=backend, engine=engine, ranks=ranks)
     except BaseException:
         others.close()
         raise
     parts = OnlineParts(
-        run=run,
-        axes=axes,
+        resolved=resolved,
         model=model,
         backend=backend,
         ref=backend.ref if others.ref is None else others.ref,
@@ -198,7 +207,7 @@ def build_online(
         on_progress=on_progress,
         ranks=ranks,
     )
-    return dataclasses.replace(parts, verifier=_verifier(parts)) if external else parts
+    return dataclasses.replace(parts, verifier=_verifier(parts)) if is_external(run.engine) else parts
 
 
 def _load_prompts(
@@ -247,17 +256,18 @@ def _verifier(parts: OnlineParts) -> Verifier:
         max_prompt_tokens=run.data.max_prompt_tokens,
         max_tokens=run.rollout.sampling.max_tokens,
         temperature=run.rollout.sampling.temperature,
-        dtype=parts.axes.dtype,
+        dtype=parts.resolved.dtype,
         ranks=parts.ranks,
     )
 
 
-def make_planner(run: GRPORun, axes: Axes, ranks: RankContext) -> Planner:
+def make_planner(resolved: Resolved[GRPORun], ranks: RankContext) -> Planner:
     """Build what packs the samples of every role."""
+    run = resolved.run
     return Planner(
-        token_budget=axes.token_budget,
-        static_capacity=axes.static_capacity,
-        layout=axes.layout,
+        token_budget=resolved.token_budget,
+        static_capacity=resolved.static_capacity,
+        layout=resolved.layout,
         max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
         max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
         parts=data_parallel(run, ranks),
@@ -265,8 +275,7 @@ def make_planner(run: GRPORun, axes: Axes, ranks: RankContext) -> Planner:
 
 
 def _connect_engine(
-    run: GRPORun,
-    axes: Axes,
+    resolved: Resolved[GRPORun],
     model: LoadedModel,
     *,
     backend: TrainBackend,
@@ -275,17 +284,17 @@ def _connect_engine(
 ) -> tuple[InferenceEngine, WeightTransfer]:
     """Of engines with weights of their own every rank has one; where that of one rank does not start, none is
     left running."""
-    if not is_external(run.engine):
-        engine = make_engine(run.engine, model=engine_model(run, axes, model, backend))
-        return engine, make_transfer(run.engine, engine, device=axes.device)
-    run = with_own_gpus(run, axes.device, ranks=ranks)
+    config, device = resolved.run.engine, resolved.device
+    if not is_external(config):
+        engine = make_engine(config, model=engine_model(resolved, model, backend))
+        return engine, make_transfer(config, engine, device=device)
     work_dir = _rank_folder(work_dir or OwnedFolder("engine").path, ranks)
     started: InferenceEngine | None = None
     try:
         with ranks.together("starting the engine"):
-            spec = external_engine_spec(run, axes, model, work_dir=work_dir)
-            started = make_engine(run.engine, spec=spec)
-            transfer = make_transfer(run.engine, started, device=axes.device, work_dir=work_dir)
+            spec = external_engine_spec(resolved, model, work_dir=work_dir)
+            started = make_engine(config, spec=spec)
+            transfer = make_transfer(config, started, device=device, work_dir=work_dir)
     except BaseException:
         if started is not None:
             started.close()
@@ -299,22 +308,24 @@ def _rank_folder(work_dir: Path, ranks: RankContext) -> Path:
 
 
 def _bitwise_check(
-    run: GRPORun, axes: Axes, *, backend: TrainBackend, engine: InferenceEngine, ranks: RankContext
+    resolved: Resolved[GRPORun], *, backend: TrainBackend, engine: InferenceEngine, ranks: RankContext
 ) -> BitwiseCheck | None:
     """Return the check of equal kernel contracts; None: they need not be equal, or cannot be. With several
     ranks the error of one is the error of all. Closes the engine before it raises."""
+    run = resolved.run
     external, reuse = is_external(run.engine), run.train.reuse_rollout_logprobs
     contract: KernelContract | None = None
     try:
         with ranks.together("comparing kernel contracts"):
-            if axes.batch_invariant and (not external or kind(run.engine) == "native, started"):
+            if resolved.batch_invariant and (not external or kind(run.engine) == "native, started"):
                 contract = shared_contract(backend, cast(SharesWeights, engine), engine_name=run.engine.name)
             if contract is None and reuse:
                 raise ConfigError(
                     "unsupported-combination: train.reuse_rollout_logprobs = true with engine.name = "
-                    f"{run.engine.name!r} and batch-invariance {'on' if axes.batch_invariant else 'off'}: "
-                    "nothing promises that the engine's logprobs are the trainer's; leave it out, or set "
-                    "engine.name = 'native' and train.batch_invariant = true"
+                    f"{run.engine.name!r} and batch-invariance "
+                    f"{'on' if resolved.batch_invariant else 'off'}: nothing promises that the engine's "
+                    "logprobs are the trainer's; leave it out, or set engine.name = 'native' and "
+                    "train.batch_invariant = true"
                 )
         ranks.require_same(
             {"contract": None if contract is None else contract.hash}, what="their kernel contracts"
@@ -335,71 +346,69 @@ def seed_generators(run: RunConfig, ranks: RankContext | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class Policy(Generic[Run]):
     """The result of `load_policy`."""
 
-    axes: Axes
+    resolved: Resolved[Run]
+    """As far as its model allows."""
     model: LoadedModel
     batch_invariance: BatchInvariance | None
 
 
 def load_policy(
-    run: RunConfig,
-    *,
-    engine: str | None,
-    ranks: RankContext | None = None,
-    total_bytes: int = 0,
-    opened: OpenedModel | None = None,
-) -> Policy:
-    """Resolve the axes and load the policy on its device: without weights, where the backend reads its own
-    part of them; with batch-invariant modules, if the axes say so. Also seeds the global generators that
-    dropout and reward functions draw from.
+    resolved: Resolved[Run], *, ranks: RankContext | None = None, opened: OpenedModel | None = None
+) -> Policy[Run]:
+    """Load the policy on its device: without weights, where the backend reads its own part of them; with
+    batch-invariant modules, if the run has them. Also seeds the global generators that dropout and reward
+    functions draw from.
 
     Raises:
         ConfigError, ModelError: the run is not possible with this model on this machine.
     """
+    run = resolved.run
     seed_generators(run, ranks)
-    axes = resolve_axes(run, engine=engine, ranks=ranks)
-    device = torch.device(axes.device)
+    device = torch.device(resolved.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels that are launched by hand look at the current device
     if run.train.num_threads is not None:
         torch.set_num_threads(run.train.num_threads)
     backend = BACKENDS.load(run.train.backend)
-    restore_settings = prepare_kernels(axes)
+    restore_settings = prepare_kernels(run.train)
 
     def load() -> LoadedModel:
         whole = not backend.shards_weights
         return load_model(
             run.model,
-            attention=axes.attention,
+            attention=resolved.attention,
             device=device,
             materialize=whole,
             opened=opened,
         )
 
     model, batch_invariance = load(), None
-    axes = resolve_axes(run, engine=engine, ranks=ranks, module=model.module, total_bytes=total_bytes)
-    if axes.batch_invariant:
-        batch_invariance = make_invariant(model, axes=axes, required=run.train.batch_invariant)
+    if resolved.batch_invariant:
+        required = resolved.given.train.batch_invariant
+        batch_invariance = make_invariant(model, device=device, required=required)
         if batch_invariance.refused is not None:
             restore_settings()
             del model  # it may be converted in part; two of them may not fit
             model = load()
-            axes = dataclasses.replace(axes, batch_invariant=False)
-    model = dataclasses.replace(model, execution=axes.execution)
-    return Policy(axes=axes, model=model, batch_invariance=batch_invariance)
+            resolved = resolved.without_batch_invariance()
+    model = dataclasses.replace(model, execution=resolved.execution)
+    return Policy(resolved=resolved, model=model, batch_invariance=batch_invariance)
 
 
-def engine_model(run: RunConfig, axes: Axes, model: LoadedModel, backend: TrainBackend) -> LoadedModel:
+def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: TrainBackend) -> LoadedModel:
     """Return the model that the engine samples with: the trainer's own module where its Parameters are whole
     between calls, else a second one, into which every push copies."""
     if backend.weights(policy_version=0).shared_module is model.module:
         return model
-    merged = run.model.model_copy(update={"lora": None})  # a backend that sends weights sends them merged
-    own = load_model(merged, attention=axes.attention, device=torch.device(axes.device))
+    merged = resolved.run.model.model_copy(
+        update={"lora": None}
+    )  # a backend that sends weights sends them merged
+    own = load_model(merged, attention=resolved.attention, device=torch.device(resolved.device))
     own = dataclasses.replace(own, execution=model.execution)
-    return convert_copy(own) if axes.batch_invariant else own
+    return convert_copy(own) if resolved.batch_invariant else own
 
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:
@@ -408,24 +417,24 @@ def data_parallel(run: RunConfig, ranks: RankContext) -> int:
 
 
 def build_backend(
-    run: RunConfig, axes: Axes, model: LoadedModel, *, total_steps: int, temperature: float, ref: bool
+    resolved: Resolved[Run], model: LoadedModel, *, total_steps: int, temperature: float, ref: bool
 ) -> TrainBackend:
     """Build the policy's train backend; its schedule spans `total_steps` optimizer steps."""
-    backend: TrainBackend = BACKENDS.load(run.train.backend)(
-        resolved_train(run.train, axes),
+    train = resolved.run.train
+    backend: TrainBackend = BACKENDS.load(train.backend)(
+        train,
         model=model,
         total_steps=total_steps,
         temperature=temperature,
         ref=ref,
     )
-    require_members(backend, ("contract", "ref"), what=f"train.backend = {run.train.backend!r}")
+    require_members(backend, ("contract", "ref"), what=f"train.backend = {train.backend!r}")
     return backend
 
 
 def recording_header(
-    run: RunConfig,
+    resolved: Resolved[Run],
     *,
-    axes: Axes,
     model: LoadedModel,
     plan: Planner,
     temperature: float = 1.0,
@@ -433,11 +442,12 @@ def recording_header(
 ) -> RecordingHeader:
     """Build the header that all inputs of this run's recording share. contract: the train backend's, if it
     has one."""
+    run = resolved.run
     assert isinstance(run, GRPORun | OfflineRun)
-    folder = Path(run.model.name)
-    settings = {"dtype": axes.dtype} | ({"name": str(folder.resolve())} if folder.is_dir() else {})
+    folder, axes = Path(run.model.name), resolved.axes
+    settings = {"name": str(folder.resolve())} if folder.is_dir() else {}
     algorithm: Config = run.algorithm.resolved() if isinstance(run, GRPORun | DPORun) else run.algorithm
-    cuda = axes.device.startswith("cuda")
+    cuda = resolved.device.startswith("cuda")
     return RecordingHeader(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         framework="lockstep",
@@ -448,23 +458,17 @@ def recording_header(
         temperature=temperature,
         max_tokens=run.rollout.sampling.max_tokens if isinstance(run, GRPORun) else None,
         axes={
-            "backend": axes.backend,
-            "engine": axes.engine,
-            "attention": axes.attention,
-            "execution": axes.execution,
-            "layout": axes.layout,
+            **{name: axes[name] for name in ("backend", "engine", "attention", "execution", "layout")},
             "padding_side": run.train.padding_side,
-            "device": axes.device,
-            "dtype": axes.dtype,
-            "static_capacity": axes.static_capacity,
+            **{name: axes[name] for name in ("device", "dtype", "static_capacity")},
             "activation_checkpointing": run.train.activation_checkpointing,
-            "batch_invariant": axes.batch_invariant,
+            "batch_invariant": resolved.batch_invariant,
         },
         contract=None if contract is None else contract.as_json(),
         capacity={
-            "token_budget": axes.token_budget,
+            "token_budget": resolved.token_budget,
             "max_seqlen": plan.max_seqlen,
             "max_documents": plan.max_documents,
         },
-        device_name=torch.cuda.get_device_name(axes.device) if cuda else platform.processor() or "cpu",
+        device_name=torch.cuda.get_device_name(resolved.device) if cuda else platform.processor() or "cpu",
     )

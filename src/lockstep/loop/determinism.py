@@ -18,7 +18,6 @@ import torch._inductor.config as inductor
 from lockstep import invariant
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, ModelError
-from lockstep.loop.axes import Axes
 from lockstep.models.load import LoadedModel
 from lockstep.protocols import TrainBackend
 from lockstep.recording.storage.files import fingerprint, module_tensors
@@ -106,8 +105,11 @@ class BatchInvariance:
     """Why the mode is off although it would be on by default here; None: it is on."""
 
 
-def prepare_kernels(axes: Axes) -> Callable[[], None]:
+def prepare_kernels(train: TrainConfig) -> Callable[[], None]:
     """Configure CUDA's libraries for the rest of the process, before the model is loaded.
+
+    Args:
+        train: resolved.
 
     Returns:
         A function that undoes the settings of batch-invariance, should the mode turn out to be off.
@@ -115,18 +117,19 @@ def prepare_kernels(axes: Axes) -> Callable[[], None]:
     Raises:
         ConfigError: the environment sets cuBLAS to what a deterministic run cannot use.
     """
-    if axes.device.startswith("cuda"):
-        if axes.deterministic:
+    if train.device.startswith("cuda"):
+        if train.deterministic:
             prepare_cublas()
-        if axes.batch_invariant:
+        if train.batch_invariant:
             return invariant.configure_cuda()
     return lambda: None
 
 
-def make_invariant(model: LoadedModel, *, axes: Axes, required: bool | None) -> BatchInvariance:
+def make_invariant(model: LoadedModel, *, device: torch.device, required: bool | None) -> BatchInvariance:
     """Convert the policy in place and test its kernels.
 
     Args:
+        device: of the model.
         required: train.batch_invariant; None: a model that cannot be batch-invariant is no error, and the
             result's `refused` says why.
 
@@ -134,7 +137,6 @@ def make_invariant(model: LoadedModel, *, axes: Axes, required: bool | None) -> 
         ModelError: the model has a module that is not known to be batch-invariant, or mixed dtypes; or a
             kernel failed its test, and the model is of no use any more.
     """
-    device = torch.device(axes.device)
     try:
         conversion = invariant.convert(model.module, device=device, dtype=model.dtype)
     except ModelError as error:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from lockstep.config.engine import EngineConfig, resolved
+from lockstep.config.engine import EngineConfig
+from lockstep.config.engine import resolved as resolved_engine
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import GRPORun
 from lockstep.engine.build import cuda_index, is_external, make_engine
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError
-from lockstep.loop.axes import Axes, is_native
+from lockstep.loop.resolve import Resolved, is_native
 from lockstep.models.architectures import causal_lm, hf_config, quiet_transformers, text_config
 from lockstep.models.export import export_model, exported_folder
 from lockstep.models.load import LoadedModel, load_model
@@ -26,13 +27,13 @@ from lockstep.protocols.engine import InferenceEngine, WeightTransfer, receives_
 # and device.
 
 
-def external_engine_spec(run: GRPORun, axes: Axes, model: LoadedModel, *, work_dir: Path) -> EngineSpec:
-    """Build the spec of `run`'s engine; writes `work_dir`/model.
+def external_engine_spec(resolved: Resolved[GRPORun], model: LoadedModel, *, work_dir: Path) -> EngineSpec:
+    """Build the spec of the run's engine; writes `work_dir`/model.
 
     Raises:
         ConfigError: engine.max_model_len is too short for the run.
     """
-    device = _numbered(axes.device)
+    run, device = resolved.run, _numbered(resolved.device)
     engine = run.engine
     elsewhere = engine.url is not None or (
         bool(engine.cuda_devices) and cuda_index(device) not in engine.cuda_devices
@@ -42,7 +43,7 @@ def external_engine_spec(run: GRPORun, axes: Axes, model: LoadedModel, *, work_d
         folder=write_model_folder(model, work_dir / "model"),
         weights="pushed",
         model_name=model.name,
-        dtype=axes.dtype,
+        dtype=resolved.dtype,
         vocab_size=text_config(model.module).vocab_size,
         max_model_len=max_model_len(run, max_positions=model.max_positions),
         eos_token_ids=model.eos_token_ids,
@@ -52,7 +53,7 @@ def external_engine_spec(run: GRPORun, axes: Axes, model: LoadedModel, *, work_d
         temperatures=frozenset({run.rollout.sampling.temperature, run.eval.temperature}),
         work_dir=work_dir,
         seed=run.seed,
-        batch_invariant=axes.batch_invariant,
+        batch_invariant=resolved.batch_invariant,
         execution=model.execution,
         threads=torch.get_num_threads(),
     )
@@ -118,7 +119,7 @@ class EngineRequest:
 
 def standalone_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return `config` with "auto" resolved for a model that is only sampled from. Raises ConfigError."""
-    return resolved(config, native=is_native(model, _device()))
+    return resolved_engine(config, native=is_native(model, _device()))
 
 
 def _device() -> torch.device:

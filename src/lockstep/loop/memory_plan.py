@@ -99,7 +99,7 @@ def plan_memory(
     """Plan the memory of a run; allocates next to nothing.
 
     Args:
-        run: its "auto" sizes are resolved (`lockstep.loop.axes.planned_run`); others count as on a CPU.
+        run: its "auto" sizes are resolved (`lockstep.loop.resolve`); others count as on a CPU.
         shape: of its model; None: found out by building it on the meta device.
         ranks: processes that train together; `config.run.check_ranks` has passed them.
 

@@ -22,9 +22,7 @@ from lockstep.config.run import DPORun, OfflineRun, RewardModelRun, SFTRun
 from lockstep.data.preferences import UnpairedSet, load_preferences, load_scored_pairs, load_unpaired
 from lockstep.data.sft import load_sft
 from lockstep.errors import DataError, together
-from lockstep.loop.axes import Axes, as_started, total_device_bytes
 from lockstep.loop.build import (
-    Policy,
     build_backend,
     data_parallel,
     load_policy,
@@ -34,9 +32,11 @@ from lockstep.loop.determinism import batch_invariance_manifest, deterministic, 
 from lockstep.loop.distributed import connect_ranks
 from lockstep.loop.metrics import CompileMeter, shape_metrics
 from lockstep.loop.preflight import faults, preflight
+from lockstep.loop.resolve import Resolved, find_machine, resolve
 from lockstep.loop.session import Session
 from lockstep.models.heads import HeadKind
 from lockstep.models.load import OpenedModel, check_positions, open_model
+from lockstep.models.memory import opened_shape
 from lockstep.observe.display import Display
 from lockstep.packing import Planner
 from lockstep.protocols import TokenLoss, TrainBackend
@@ -68,17 +68,25 @@ def train_offline(
         connect_ranks(run, ranks) as ranks,
         Session(run, resume=resume, checkpoint=checkpoint, restart=restart, ranks=ranks) as session,
     ):
-        run = as_started(run, session.dir.read_manifest())
+        machine = find_machine(run, ranks)
         with ranks.together("loading model and data"):
-            task, policy, documents, held_out = _open(run, ranks, session.display)
-            axes, model = policy.axes, policy.model
-        backend = build_backend(run, axes, model, total_steps=run.steps, temperature=1.0, ref=task.needs_ref)
-        plan = _planner(run, axes, ranks)
-        session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
+            task = offline_task(run)
+            opened = open_model(run.model, task.head)
+            shape = partial(opened_shape, opened, run.model)
+            resolved = resolve(run, shape=shape, machine=machine, manifest=session.dir.read_manifest())
+            documents, held_out = _load(run, task, opened, session.display)
+            policy = load_policy(resolved, ranks=ranks, opened=opened)
+            resolved, model = policy.resolved, policy.model
+            run = resolved.run
+        backend = build_backend(resolved, model, total_steps=run.steps, temperature=1.0, ref=task.needs_ref)
+        plan = _planner(resolved, ranks)
+        session.describe(
+            resolved=resolved, model=model, data=documents.report, fingerprint=documents.fingerprint
+        )
         contract, compiled = backend.contract, CompileMeter(backend, ranks=ranks)
         session.dir.update_manifest(batch_invariance_manifest(policy.batch_invariance, contract))
         first_step = session.restore(backend)
-        header = recording_header(run, axes=axes, model=model, plan=plan, contract=contract)
+        header = recording_header(resolved, model=model, plan=plan, contract=contract)
         recorder = session.recorder(header, first_step=first_step, model=model, backend=backend)
         backend, loss = backend if recorder is None else recorder.around(backend), task.loss()
 
@@ -126,28 +134,16 @@ def train_offline(
             return session.finish(run.steps, backend)
 
 
-def _open(
-    run: OfflineRun, ranks: RankContext, display: Display
-) -> tuple[OfflineTask, Policy, OfflineSet, OfflineSet | None]:
-    """The task, its documents and the held-out ones, and then the policy: rows are refused before weights
-    are read."""
-    task, total_bytes = offline_task(run), total_device_bytes(run.train, ranks)
-    opened, documents, held_out = _load(run, task, display)
-    policy = load_policy(run, engine=None, ranks=ranks, total_bytes=total_bytes, opened=opened)
-    return task, policy, documents, held_out
-
-
 def _load(
-    run: OfflineRun, task: OfflineTask, display: Display
-) -> tuple[OpenedModel, OfflineSet, OfflineSet | None]:
-    """The model without its weights, the documents, and the held-out ones. All their faults are reported
-    together.
+    run: OfflineRun, task: OfflineTask, model: OpenedModel, display: Display
+) -> tuple[OfflineSet, OfflineSet | None]:
+    """The documents, and the held-out ones: rows are refused before weights are read. All their faults are
+    reported together.
 
     Raises:
         DataError: they cannot be read, or are fewer than those of a step.
         ConfigError: one is longer than the positions.
     """
-    model = open_model(run.model, task.head)
     sets: dict[str, OfflineSet] = {}
 
     def load(name: str, config: DataConfig) -> None:
@@ -172,14 +168,15 @@ def _load(
     if found := faults(partial(load, name, config) for name, config in run.sets.items()):
         raise together(found)
     display.notes(*(each.notes for each in sets.values()))
-    return model, sets["data"], sets.get("eval_data")
+    return sets["data"], sets.get("eval_data")
 
 
-def _planner(run: OfflineRun, axes: Axes, ranks: RankContext) -> Planner:
+def _planner(resolved: Resolved[OfflineRun], ranks: RankContext) -> Planner:
+    run = resolved.run
     return Planner(
-        token_budget=axes.token_budget,
-        static_capacity=axes.static_capacity,
-        layout=axes.layout,
+        token_budget=resolved.token_budget,
+        static_capacity=resolved.static_capacity,
+        layout=resolved.layout,
         max_seqlen=max(run.data.max_length, run.eval_data.max_length if run.eval_data else 0),
         max_documents=run.documents_per_update,
         parts=data_parallel(run, ranks),

@@ -21,7 +21,6 @@ from lockstep.config.run import GRPORun
 from lockstep.config.train import TrainConfig
 from lockstep.data.prompts import evaluates, holds_out_rows
 from lockstep.errors import ConfigError, EngineError, LockstepError, TrainError
-from lockstep.loop.axes import as_started
 from lockstep.loop.build import OnlineParts, build_online, recording_header
 from lockstep.loop.determinism import (
     batch_invariance_lines,
@@ -91,7 +90,7 @@ def train_online(
         session = cleanup.enter_context(
             Session(run, resume=resume, checkpoint=checkpoint, restart=restart, ranks=ranks)
         )
-        run, hold_out = as_started(run, session.dir.read_manifest()), _holds_out(session)
+        hold_out = _holds_out(session)
         parts = build_online(
             run,
             rewards=rewards,
@@ -99,11 +98,12 @@ def train_online(
             ranks=ranks,
             work_dir=session.dir.path / "engine",
             hold_out=hold_out,
+            manifest=session.dir.read_manifest(),
         )
         cleanup.callback(parts.close)
         prompts = parts.prompts
         session.describe(
-            axes=parts.axes, model=parts.model, data=prompts.report, fingerprint=prompts.fingerprint
+            resolved=parts.resolved, model=parts.model, data=prompts.report, fingerprint=prompts.fingerprint
         )
         session.dir.update_manifest({"held_out": hold_out})
         _describe_engine(session, parts)
@@ -222,8 +222,7 @@ def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlinePa
     """Return the parts with the backend's inputs going through the run's recorder, if it has one."""
     run = parts.run
     header = recording_header(
-        run,
-        axes=parts.axes,
+        parts.resolved,
         model=parts.model,
         plan=parts.plan,
         temperature=run.rollout.sampling.temperature,
@@ -521,7 +520,7 @@ def explain_out_of_memory(side: Literal["engine", "trainer"], parts: OnlineParts
             side,
             before=transfer.before,
             after=transfer.after,
-            now=buckets.take_memory_report(parts.engine, device=torch.device(parts.axes.device)),
+            now=buckets.take_memory_report(parts.engine, device=torch.device(parts.resolved.device)),
         )
         kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
         raise kind(f"out-of-memory: {error}\n{text}") from error

@@ -17,8 +17,8 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import POLICY, PPORun, ValueConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, ModelError
-from lockstep.loop.axes import Axes, resolved_train
 from lockstep.loop.metrics import combine, split_samples
+from lockstep.loop.resolve import Resolved
 from lockstep.loop.session import Session
 from lockstep.models.architectures import text_config
 from lockstep.models.export import weights_fingerprint
@@ -155,37 +155,45 @@ def policy_steps(run: GRPORun) -> int:
 
 
 def build_value(
-    run: PPORun, axes: Axes, policy: LoadedModel, *, plan: Planner, ranks: RankContext
+    resolved: Resolved[GRPORun],
+    config: ValueConfig,
+    policy: LoadedModel,
+    *,
+    plan: Planner,
+    ranks: RankContext,
 ) -> ValueRole:
     """Load the value model on the policy's device and build its backend, whose schedule spans all optimizer
     steps of the run.
+
+    Args:
+        config: run.critic.
 
     Raises:
         ConfigError: its token ids are not the policy's, or it has too few positions.
         ModelError: it cannot be loaded, or its head gives more than one number.
     """
-    train = run.value.train(run.train)
+    run = resolved.run
+    train = config.train(run.train)
     make = BACKENDS.load(train.backend)
     with ranks.together("loading the value model"):
         try:
             model = load_model(
-                run.value.model(run.model),
-                attention=axes.attention,
-                device=torch.device(axes.device),
+                config.model(run.model),
+                attention=resolved.attention,
+                device=torch.device(resolved.device),
                 materialize=not make.shards_weights,
                 head="scalar",
             )
         except ModelError as error:
-            text = f"the value model (value.name = {run.value.name!r}): {error}"
+            text = f"the value model (value.name = {config.name!r}): {error}"
             raise error.with_message(text) from error
-        if run.value.name != POLICY:
+        if config.name != POLICY:
             _check_token_ids(model, policy)
         setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"
         check_positions(model, run.longest_unit, setting=setting)
-    model = dataclasses.replace(model, execution=axes.execution)
+    model = dataclasses.replace(model, execution=resolved.execution)
     backend: TrainBackend = make(
-        # No engine computes values, so there are no bits to agree with.
-        resolved_train(train, axes).model_copy(update={"batch_invariant": False}),
+        train,
         model=model,
         total_steps=run.steps * train.minibatches * train.epochs_per_batch,
     )
@@ -193,7 +201,7 @@ def build_value(
         model=model,
         backend=backend,
         plan=plan,
-        config=run.value,
+        config=config,
         minibatches=train.minibatches,
         epochs=train.epochs_per_batch,
     )
@@ -245,7 +253,7 @@ def _figures(samples: Sequence[ValueSample]) -> dict[str, float]:
 
 
 def build_reward_models(
-    run: GRPORun, axes: Axes, policy: LoadedModel, *, ranks: RankContext
+    resolved: Resolved[GRPORun], policy: LoadedModel, *, ranks: RankContext
 ) -> RewardModels | None:
     """Load the reward models of the run on the policy's device, whole on every rank; None: it has none.
 
@@ -254,6 +262,7 @@ def build_reward_models(
         ModelError: a model cannot be loaded, has another number of labels than one or a head of another
             width, or scores documents by their neighbours or as NaN.
     """
+    run = resolved.run
     if run.reward_model is None:
         return None
     with ranks.together("loading the reward model"):
@@ -262,7 +271,7 @@ def build_reward_models(
                 f"no-tokenizer: reward_model.name = {run.reward_model.name!r} reads text, and the policy "
                 f"{policy.name!r} has no tokenizer to decode its samples; add the tokenizer's files to it"
             )
-        models = RewardModels(run.reward_model, device=torch.device(axes.device))
+        models = RewardModels(run.reward_model, device=torch.device(resolved.device))
         if "reward_model" in run.offload:
             models.rest()
         return models

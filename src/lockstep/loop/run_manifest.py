@@ -11,9 +11,9 @@ import torch
 from lockstep import attention
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint_files import algorithm_notes
 from lockstep.loop.distributed import manifest, mesh_coordinates, resume_flags
+from lockstep.loop.resolve import Resolved
 from lockstep.models.load import LoadedModel
 from lockstep.observe.run_dir import RunDir
 from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, check_against_ledger, rollout_gaps
@@ -35,16 +35,17 @@ class RunManifest:
 
     def describe(
         self,
-        axes: Axes,
+        resolved: Resolved[Any],
         *,
         model: LoadedModel,
         data: Mapping[str, Any],
         fingerprint: str | None,
         resumed: bool,
     ) -> None:
-        """Write the resolved axes, and show them: see Session.describe. Raises DataError."""
-        same = dataclasses.asdict(axes) | {
-            "device": axes.device.partition(":")[0],
+        """Write what "auto" became, and show it: see Session.describe. Raises DataError."""
+        axes = resolved.axes
+        same = axes | {
+            "device": resolved.device.partition(":")[0],
             "data fingerprint": fingerprint,
         }
         self.ranks.require_same(same, what="what they found")
@@ -53,7 +54,7 @@ class RunManifest:
                 self._compare_manifest(fingerprint)
         self.dir.update_manifest(
             {
-                "axes": dataclasses.asdict(axes),
+                "axes": axes,
                 "model": model.name,
                 "data": dict(data),
                 "data_fingerprint": fingerprint,
@@ -63,20 +64,20 @@ class RunManifest:
                 "algorithm": self._algorithm(),
             }
         )
-        engine = f", engine {axes.engine}" if axes.engine else ""
-        kernel = attention.label(axes.attention, torch.device(axes.device), ring=self.run.train.ring)
+        engine = f", engine {resolved.engine}" if resolved.engine else ""
+        kernel = attention.label(resolved.attention, torch.device(resolved.device), ring=self.run.train.ring)
         self.say(
-            f"{model.name} on {axes.device} in {axes.dtype}: {axes.backend} backend{engine}, {kernel} "
-            f"attention, {axes.execution}, {axes.layout}"
+            f"{model.name} on {resolved.device} in {resolved.dtype}: {axes['backend']} backend{engine}, "
+            f"{kernel} attention, {resolved.execution}, {resolved.layout}"
         )
-        if axes.auto_execution:
-            self.say(f"train.execution auto -> {axes.execution}: {axes.auto_execution}")
-        if axes.auto_token_budget:
-            self.say(f"train.token_budget auto -> {axes.token_budget}: {axes.auto_token_budget}")
+        for line in resolved.reasons:
+            self.say(line)
         if self.ranks.world_size > 1:
             self.say(self.ranks.description)
-        if axes.support == "untested":
-            self.say(f"untested combination: {axes.support_note} (`lockstep support` lists what is tested)")
+        if resolved.support == "untested":
+            self.say(
+                f"untested combination: {resolved.support_note} (`lockstep support` lists what is tested)"
+            )
         left_out = {name: count for name, count in data.items() if count}
         if left_out:
             self.say("data: " + ", ".join(f"{count} {name}" for name, count in left_out.items()))

@@ -15,7 +15,6 @@ import torch
 
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
-from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.checkpoint_files import Boundary, checked_run_state, seen_field
 from lockstep.loop.distributed import (
@@ -28,6 +27,7 @@ from lockstep.loop.distributed import (
 from lockstep.loop.gap_check import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.loop.peer_copy import PeerCopies
+from lockstep.loop.resolve import Resolved
 from lockstep.loop.rollout_rows import RolloutLog, ledger_rows
 from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_settings
 from lockstep.loop.run_recorders import RunRecorders
@@ -98,7 +98,7 @@ class Session:
         self._logged = 0
         """Number of steps in metrics.jsonl."""
         self._metrics: MetricsLog | None = None
-        self._axes: Axes | None = None
+        self._resolved: Resolved[RunConfig] | None = None
         self._boundary: Boundary | None = None
         """The last one; set by `restore`."""
         self._begun = False  # whether this process has begun a step or written an evaluation
@@ -264,9 +264,14 @@ class Session:
         return {"steps": steps, "signal": name, "resume": resume_command(self.dir.path, self.ranks)}
 
     def describe(
-        self, *, axes: Axes, model: LoadedModel, data: Mapping[str, Any], fingerprint: str | None
+        self,
+        *,
+        resolved: Resolved[Any],
+        model: LoadedModel,
+        data: Mapping[str, Any],
+        fingerprint: str | None,
     ) -> None:
-        """Write the resolved axes to the manifest, and show them.
+        """Write what "auto" became to the manifest, and show it.
 
         Args:
             data: counts of the data report.
@@ -275,12 +280,14 @@ class Session:
         Raises:
             DataError: a resumed run finds other training data than it was started with.
         """
-        self._axes = axes
-        self.display.status.compiled = axes.execution != "eager"
-        if axes.device.startswith("cuda"):
+        self._resolved = resolved
+        self.display.status.compiled = resolved.execution != "eager"
+        if resolved.device.startswith("cuda"):
             # Else a span would end when its kernels are launched, and the next one would get their time.
-            self.spans.synchronize = partial(torch.cuda.synchronize, axes.device)
-        self._manifest.describe(axes, model=model, data=data, fingerprint=fingerprint, resumed=self._resumed)
+            self.spans.synchronize = partial(torch.cuda.synchronize, resolved.device)
+        self._manifest.describe(
+            resolved, model=model, data=data, fingerprint=fingerprint, resumed=self._resumed
+        )
 
     def restore(self, backend: Saved) -> int:
         """Load the checkpoint to go on from; returns the number of steps that are done."""
@@ -410,7 +417,7 @@ class Session:
 
     def _memory(self) -> dict[str, float]:
         """The largest use of all ranks: that rank would run out first."""
-        own = memory_metrics("cpu" if self._axes is None else self._axes.device)
+        own = memory_metrics("cpu" if self._resolved is None else self._resolved.device)
         everyone = self.ranks.gather(own, dict[str, float], what="the step's metrics")
         return {name: max(values.get(name, 0.0) for values in everyone) for name in own}
 
@@ -425,9 +432,9 @@ class Session:
         Raises:
             EngineError: they do not agree at all, see loop/gap_check.py.
         """
-        if "logprob_gap_mean" not in metrics or self._axes is None:
+        if "logprob_gap_mean" not in metrics or self._resolved is None:
             return {}
-        complaint = gap_complaint(metrics, dtype=self._axes.dtype, temperature=temperature)
+        complaint = gap_complaint(metrics, dtype=self._resolved.dtype, temperature=temperature)
         if complaint is not None:
             self.display.note(f"warning: {complaint}")
         if self._state["gap_checked"]:

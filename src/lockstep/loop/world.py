@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.config.cluster import ClusterConfig, NodeLayout
+from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import dump_toml
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote import http
@@ -49,8 +49,8 @@ from lockstep.engine.remote.server import (
     server_gpus,
 )
 from lockstep.errors import EngineError, TrainError, from_another_process
-from lockstep.loop.axes import Axes
 from lockstep.loop.distributed import resume_command
+from lockstep.loop.resolve import Resolved, layout_here
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import printable_lines
 from lockstep.protocols.reward import RewardInput
@@ -104,7 +104,7 @@ class World:
 
     Args:
         roles: one of run.remote_groups.
-        run: as it was started; axes: as the trainer resolved them.
+        resolved: the run, as the trainer has it.
         work_dir: for a folder of this world's, with log and description of the process beside this rank.
         folder: of the run, for the command that resumes it; None: unknown.
     """
@@ -112,13 +112,13 @@ class World:
     def __init__(
         self,
         roles: Sequence[str],
-        run: GRPORun,
-        axes: Axes,
+        resolved: Resolved[GRPORun],
         *,
         ranks: RankContext,
         work_dir: Path,
         folder: Path | None = None,
     ) -> None:
+        run, axes = resolved.run, resolved.axes
         assert run.cluster is not None
         self.roles = tuple(roles)
         self.restarts = 0
@@ -126,10 +126,10 @@ class World:
         self._config: ClusterConfig = run.cluster
         self._ranks, self._folder = ranks, folder
         self._grouped = ranks.world_size > 1 and bool(_SPREAD & set(self.roles))
-        self._about = {"run": dump_toml(run), "axes": dataclasses.asdict(axes), "roles": self.roles}
+        self._about = {"run": dump_toml(resolved.given), "axes": axes, "roles": self.roles}
         own = work_dir / "+".join(self.roles) / (f"rank-{ranks.rank}" if ranks.world_size > 1 else "")
         gpus: dict[str, str] = {}
-        if axes.device.startswith("cuda"):
+        if resolved.device.startswith("cuda"):
             gpus = gpus_of_world(run, run.remote_groups.index(self.roles), ranks=ranks)
         self._server = _server(self.name, run.cluster, own, gpus=gpus)
         spec = self._server.spec
@@ -509,12 +509,6 @@ def _meant(said: Any, tensors: Sequence[Tensor]) -> Any:
 # GPUs of their own for worlds and engines, as this rank gives them to the processes beside it.
 
 
-def layout_here(run: GRPORun, ranks: RankContext) -> NodeLayout:
-    """Which device of this node is whose, however its ranks were started."""
-    local = 1 if ranks.world_size == 1 else local_ranks(os.environ) or ranks.world_size
-    return NodeLayout(ranks=local) if run.cluster is None else run.cluster.layout(local)
-
-
 def check_devices(run: GRPORun, *, ranks: RankContext) -> None:
     """Raise ConfigError if this node shows fewer GPUs than the run's processes are to have."""
     if run.cluster is not None and run.train.device != "cpu" and torch.cuda.is_available():
@@ -530,11 +524,3 @@ def gpus_of_world(run: GRPORun, number: int, *, ranks: RankContext) -> dict[str,
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {"CUDA_VISIBLE_DEVICES": server_gpus(layout.of_group(number), device="cuda", visible=visible)}
-
-
-def with_own_gpus(run: GRPORun, device: str, *, ranks: RankContext) -> GRPORun:
-    """The run with the GPUs that this rank's engine has for itself as engine.cuda_devices."""
-    devices = layout_here(run, ranks).of_engine(ranks.local_rank)
-    if not devices or not device.startswith("cuda"):
-        return run
-    return run.model_copy(update={"engine": run.engine.model_copy(update={"cuda_devices": devices})})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lockstep.config.batch import RewardRoleConfig
-from lockstep.config.ppo import PPORun, ValueConfig
+from lockstep.config.ppo import ValueConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import TrainError
-from lockstep.loop.axes import Axes
 from lockstep.loop.memory_plan import put_to_sleep
+from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
 from lockstep.loop.world import World
 from lockstep.models.load import LoadedModel
@@ -166,16 +167,14 @@ class OtherRoles:
 
 
 def build_others(
-    run: GRPORun,
-    axes: Axes,
+    resolved: Resolved[GRPORun],
     policy: LoadedModel,
     *,
     plan: Planner,
     ranks: RankContext,
     work_dir: Path | None,
 ) -> OtherRoles:
-    """Load the models of `run`, which is as it was started, beside the policy: on the policy's device, or in
-    worlds of their own.
+    """Load the models of the run beside the policy: on the policy's device, or in worlds of their own.
 
     Args:
         work_dir: engine/ in the run's folder; None: the system's folder for temporary files has the worlds'
@@ -184,7 +183,8 @@ def build_others(
     Raises:
         ConfigError, ModelError, TrainError: one of them cannot be loaded, or a world does not start.
     """
-    worlds, temporary = _worlds(run, axes, ranks=ranks, folder=None if work_dir is None else work_dir.parent)
+    run, folder = resolved.run, None if work_dir is None else work_dir.parent
+    worlds, temporary = _worlds(resolved, ranks=ranks, folder=folder)
     of_role = {role: world for world in worlds for role in world.roles}
     try:
         notes = [note for world in worlds for note in world.start()["notes"]]
@@ -192,20 +192,20 @@ def build_others(
             assert run.reward_model is not None
             models: RewardModels | None = WorldRewardModels(run.reward_model, world=world, notes=notes)
         else:
-            models = build_reward_models(run, axes, policy, ranks=ranks)
+            models = build_reward_models(resolved, policy, ranks=ranks)
         value: ValueRole | WorldValue | None = None
         if (world := of_role.get("value")) is not None:
-            assert isinstance(run, PPORun)
+            assert run.critic is not None
             own = run.cluster is not None and run.cluster.dedicated_gpus
             value = WorldValue(
                 world=world,
                 backend=WorldState(world),
-                config=run.value,
+                config=run.critic,
                 beside_policy=own,
                 beside_ref=own and "ref" not in world.roles,
             )
-        elif isinstance(run, PPORun):
-            value = build_value(run, axes, policy, plan=plan, ranks=ranks)
+        elif run.critic is not None:
+            value = build_value(resolved, run.critic, policy, plan=plan, ranks=ranks)
             put_to_sleep(run, "value", backend=value.backend)
     except BaseException:
         for world in worlds:
@@ -216,20 +216,18 @@ def build_others(
 
 
 def _worlds(
-    run: GRPORun, axes: Axes, *, ranks: RankContext, folder: Path | None
+    resolved: Resolved[GRPORun], *, ranks: RankContext, folder: Path | None
 ) -> tuple[tuple[World, ...], OwnedFolder | None]:
     """The worlds, not started, and a temporary folder of their files, where there is no run's folder."""
-    if not run.remote_groups:
+    if not resolved.run.remote_groups:
         return (), None
     temporary, files = None, folder
     if files is None:  # removed when the process ends, if nobody closes
         temporary = OwnedFolder("world")
         files = temporary.path
     files /= "world"
-    worlds = (
-        World(roles, run, axes, ranks=ranks, work_dir=files, folder=folder) for roles in run.remote_groups
-    )
-    return tuple(worlds), temporary
+    made = partial(World, resolved=resolved, ranks=ranks, work_dir=files, folder=folder)
+    return tuple(map(made, resolved.run.remote_groups)), temporary
 
 
 def _read_by_models(sample: RewardInput) -> RewardInput:

@@ -30,14 +30,13 @@ import torch
 from torch import Tensor
 
 from lockstep.config.load import parse_toml, saved_values
-from lockstep.config.ppo import PPORun
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote.server import LOOPBACK
 from lockstep.errors import LockstepError, TrainError
-from lockstep.loop.axes import Axes
 from lockstep.loop.build import build_backend, make_planner, seed_generators
 from lockstep.loop.determinism import deterministic, make_invariant, prepare_kernels
 from lockstep.loop.memory_plan import put_to_sleep
+from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
 from lockstep.loop.world import MOST_BYTES, packed, unpacked
 from lockstep.models.load import LoadedModel, load_model
@@ -217,7 +216,7 @@ class RoleHost:
         """Load the roles.
 
         Args:
-            run: the resolved run file. axes: as the trainer has resolved them.
+            run: the run file. axes: what its "auto" values became in the trainer's process.
             threads: of torch, which decide bits.
             meeting: the environment of a rank; None: this process is alone.
 
@@ -228,29 +227,29 @@ class RoleHost:
         made = saved_values(parse_toml(run.encode(), origin="the trainer's run"), origin="the trainer's run")
         assert isinstance(made, GRPORun) and made.cluster is not None
         self._open.enter_context(deterministic(made.train))
-        own, ranks = Axes(**axes), RankContext.alone(axes["device"])
+        resolved, ranks = Resolved.from_axes(made, axes), RankContext.alone(axes["device"])
         if meeting is not None:
             os.environ.update(meeting)
-            kind = own.device.partition(":")[0]
+            kind = resolved.device.partition(":")[0]
             ranks = init_ranks(device=kind, seconds=made.cluster.remote_seconds)
-            own = dataclasses.replace(own, device=str(ranks.device))
-        device = torch.device(own.device)
+            resolved = Resolved.from_axes(made, {**axes, "device": str(ranks.device)})
+        device = torch.device(resolved.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
         seed_generators(made, ranks)
-        prepare_kernels(own)
-        policy = _policy(made, own, weights="ref" in roles)
+        prepare_kernels(resolved.run.train)
+        policy = _policy(resolved, weights="ref" in roles)
         if "ref" in roles:
             temperature = made.rollout.sampling.temperature
-            self._ref = build_backend(made, own, policy, total_steps=0, temperature=temperature, ref=False)
+            self._ref = build_backend(resolved, policy, total_steps=0, temperature=temperature, ref=False)
             if "ref" in made.offload:
                 _rest(self._ref)
         if "reward_model" in roles:
-            self._rewards = build_reward_models(made, own, policy, ranks=RankContext.alone(own.device))
+            self._rewards = build_reward_models(resolved, policy, ranks=RankContext.alone(resolved.device))
         if "value" in roles:
-            assert isinstance(made, PPORun)
-            plan = make_planner(made, own, ranks)
-            self._value = build_value(made, own, policy, plan=plan, ranks=ranks)
+            assert made.critic is not None
+            plan = make_planner(resolved, ranks)
+            self._value = build_value(resolved, made.critic, policy, plan=plan, ranks=ranks)
             put_to_sleep(made, "value", backend=self._value.backend)
         notes = [] if self._rewards is None else self._rewards.notes(policy.tokenizer)
         return {"pid": os.getpid(), "notes": notes}
@@ -306,15 +305,14 @@ def _there(role: Role | None, name: str) -> Role:
     return role
 
 
-def _policy(run: GRPORun, axes: Axes, *, weights: bool) -> LoadedModel:
+def _policy(resolved: Resolved[GRPORun], *, weights: bool) -> LoadedModel:
     """The policy as it was at the start, for the reference; without weights, what others compare with."""
+    run, device = resolved.run, torch.device(resolved.device)
     whole = weights and not BACKENDS.load(run.train.backend).shards_weights
-    model = load_model(
-        run.model, attention=axes.attention, device=torch.device(axes.device), materialize=whole
-    )
-    if weights and axes.batch_invariant:
-        make_invariant(model, axes=axes, required=True)
-    return dataclasses.replace(model, execution=axes.execution)
+    model = load_model(run.model, attention=resolved.attention, device=device, materialize=whole)
+    if weights and resolved.batch_invariant:
+        make_invariant(model, device=device, required=True)
+    return dataclasses.replace(model, execution=resolved.execution)
 
 
 def _rest(backend: TrainBackend) -> None:

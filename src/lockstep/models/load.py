@@ -270,13 +270,23 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     return twin.eval()
 
 
-def meta_module(config: ModelConfig, *, dtype: torch.dtype, head: HeadKind = "logits") -> nn.Module:
+def meta_module(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    head: HeadKind = "logits",
+    opened: OpenedModel | None = None,
+) -> nn.Module:
     """Build the module of `load_model` on the meta device: sizes and names, no weights, no network.
+
+    Args:
+        opened: `open_model` of the same config, if it was called already; its head counts.
 
     Raises:
         ModelError: the model's config is not on this machine, or not supported.
     """
-    hf_config = prepared_config(config, head)
+    hf_config = prepared_config(config, head) if opened is None else copy.deepcopy(opened.config)
+    head = head if opened is None else opened.head
     with torch.device("meta"), no_init_weights():
         module: nn.Module = auto_class(head).from_config(
             hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig, token_slots
 from lockstep.models.architectures import text_config
 from lockstep.ops.logprobs import CHUNK_ELEMENTS
+
+if TYPE_CHECKING:
+    from lockstep.models.load import OpenedModel
 
 GIB = 1024**3
 
@@ -84,6 +87,13 @@ def planned_shape(
 
     shape = module_shape(meta_module(config, dtype=dtype, head=head))
     return shape if head == "logits" else dataclasses.replace(shape, vocab=1)
+
+
+def opened_shape(opened: OpenedModel, config: ModelConfig, *, dtype: torch.dtype) -> ModelShape:
+    """Return the sizes that the model will have when it is loaded. opened: of `config`."""
+    from lockstep.models.load import meta_module
+
+    return module_shape(meta_module(config, dtype=dtype, opened=opened))
 
 
 def phase_totals(parts: Sequence[MemoryPart]) -> Mapping[str, int]:

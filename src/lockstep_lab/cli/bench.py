@@ -148,7 +148,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
     Raises:
         ConfigError: a value that cannot be right, named with its flag.
     """
-    from lockstep.loop.axes import resolve_attention
+    from lockstep.loop.resolve import resolve_attention
     from lockstep_lab.cli.parity import device_of
     from lockstep_lab.step_bench.run import BenchOptions
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,8 @@ from lockstep.config.run import RunConfig
 from lockstep.config.support import lookup
 from lockstep.config.train import Execution, Layout, TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.loop.axes import Axes, resolve_axes
+from lockstep.loop.resolve import Resolved, find_machine, resolve
+from lockstep.models.memory import planned_shape
 from lockstep.recording.reader import recorded_axes
 from lockstep.schema.recording import RecordingHeader
 from lockstep_lab.replay.losses import LossName
@@ -192,7 +194,7 @@ def drop_unsupported_batch_invariance(cell: Cell) -> tuple[Cell, str]:
     return cell, ""
 
 
-def check_cell(cell: Cell) -> Axes:
+def check_cell(cell: Cell) -> Resolved[RunConfig]:
     """Look the cell up in the support table. Raises ConfigError if the table refuses it."""
     if cell.zero_stage == 3 and cell.execution == "joint":
         raise ConfigError(
@@ -212,7 +214,7 @@ def check_cell(cell: Cell) -> Axes:
     model = check(settings, ModelConfig, origin="the model of the cell")
     run = RunConfig.model_construct(kind="replay", model=model, train=train)
     try:
-        return resolve_axes(run, engine=None)
+        return resolve(run, shape=partial(planned_shape, model), machine=find_machine(run), manifest={})
     except ConfigError as error:
         raise error.with_message(
             f"{error}. Replay sets these with --attention, --compile, --packing, --device, --dtype and "

@@ -141,7 +141,7 @@ class Cell(Worker[BenchJob]):
         job, self.watch = self.job, CompileWatch()
         with quiet_transformers():
             self.parts = build_online(job.run, ranks=self.ranks, work_dir=job.out / "engine")
-        self.device = torch.device(self.parts.axes.device)
+        self.device = torch.device(self.parts.resolved.device)
         self.memory = PeakMemory(self.device)
         self.clock = PhaseClock(self.device)
         self.parts.backend.spans = self.clock  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ class Cell(Worker[BenchJob]):
         self.loss: TokenLoss = self.parts.algorithm.loss()
         self._push()
         self.load_seconds = clock(self.device) - self.started
-        self.say(f"{job.cell}: {self.ranks.description}, {self.parts.axes}")
+        self.say(f"{job.cell}: {self.ranks.description}, {self.parts.resolved.axes}")
 
     def warm_up(self) -> None:
         """Take whole steps, in which everything compiles."""
@@ -275,7 +275,6 @@ class Cell(Worker[BenchJob]):
 
     def _outcome(self) -> dict[str, Any]:
         """Collective. Counters first: the gap has a forward of its own to compile."""
-        import dataclasses
 
         from lockstep_lab.suite.machine import device_name
 
@@ -296,7 +295,7 @@ class Cell(Worker[BenchJob]):
             ),
             "peak_flops": None if peak is None else peak * self.ranks.world_size,
             "logprob_gap": self._logprob_gap(),
-            "axes": dataclasses.asdict(self.parts.axes),
+            "axes": self.parts.resolved.axes,
             "statement": self.ranks.description,
         }
 

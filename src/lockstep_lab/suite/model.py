@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.config.model import ModelConfig
-from lockstep.loop.axes import resolve_attention
+from lockstep.loop.resolve import resolve_attention
 from lockstep.models.architectures import quiet_transformers
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.load import LoadedModel, load_model

@@ -1,0 +1,545 @@
+"""Resolve every "auto" of a run: once, before its model is loaded, shown to the user and written to the
+manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from lockstep.config.cluster import NodeLayout
+from lockstep.config.load import override
+from lockstep.config.model import ModelConfig
+from lockstep.config.ppo import POLICY
+from lockstep.config.run import RunConfig
+from lockstep.config.support import (
+    check_backend,
+    check_device_support,
+    shares_prompts,
+    support_entry,
+)
+from lockstep.config.train import DEFAULT_TOKEN_BUDGET, Layout, TrainConfig, token_slots
+from lockstep.errors import ConfigError
+from lockstep.loop.memory_plan import plan_memory
+from lockstep.loop.preflight import own_support
+from lockstep.models.dtypes import resolve_dtype
+from lockstep.models.memory import ModelShape, gib, planned_shape
+from lockstep.observe.text import printable
+from lockstep.ranks.context import RankContext, local_ranks
+
+Run = TypeVar("Run", bound=RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a run finds where it starts."""
+
+    device: str
+    """cpu, cuda or cuda:N: of this rank."""
+    ranks: int = 1
+    """That share a step."""
+    total_bytes: int = 0
+    """Memory of the device, or this rank's share of it; the least of all ranks. 0: nothing depends on it."""
+    engine_gpus: tuple[int, ...] = ()
+    """Devices that this rank's engine has for itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved(Generic[Run]):
+    """A run without an "auto", and why it became what it is."""
+
+    run: Run
+    """The settings to compute with. On another rank, `train.device` and the GPUs of the engine differ."""
+    given: Run
+    """The settings as they were written: those of config.toml, which pass every check of the config again."""
+    support: str
+    """supported: a parity test covers this combination; untested; or, in a plan only, unsupported."""
+    support_note: str
+    """What the support table says about it; may be empty."""
+    auto_execution: str = ""
+    """Why train.execution = "auto" became what it is; empty: it was not "auto", or there was no choice."""
+    auto_token_budget: str = ""
+    """The same of train.token_budget."""
+
+    @property
+    def device(self) -> str:
+        """cpu, cuda or cuda:N."""
+        return self.run.train.device
+
+    @property
+    def dtype(self) -> str:
+        """Of the computation, as in "bfloat16"."""
+        return self.run.model.dtype
+
+    @property
+    def attention(self) -> str:
+        """The kernel."""
+        return self.run.train.attention
+
+    @property
+    def execution(self) -> str:
+        """The execution mode."""
+        return self.run.train.execution
+
+    @property
+    def layout(self) -> Layout:
+        """Of packs."""
+        return self.run.train.layout
+
+    @property
+    def token_budget(self) -> int:
+        """Token slots of a micro-batch."""
+        return token_slots(self.run.train)
+
+    @property
+    def static_capacity(self) -> bool:
+        """Whether packs are filled up to one of a few sizes."""
+        return bool(self.run.train.static_capacity)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row of a batch does not depend on the others."""
+        return bool(self.run.train.batch_invariant)
+
+    @property
+    def engine(self) -> str | None:
+        """The inference engine; None: the run samples nothing."""
+        return self.run.engine_name
+
+    @property
+    def reasons(self) -> list[str]:
+        """Lines for the user: what "auto" became, where there was a choice, and why."""
+        chosen = {
+            "execution": (self.execution, self.auto_execution),
+            "token_budget": (self.token_budget, self.auto_token_budget),
+        }
+        return [f"train.{name} auto -> {value}: {why}" for name, (value, why) in chosen.items() if why]
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The choices as the manifest and processes of other worlds have them; see `from_axes`."""
+        return {
+            "device": self.device,
+            "backend": self.run.train.backend,
+            "engine": self.engine,
+            "attention": self.attention,
+            "execution": self.execution,
+            "layout": self.layout,
+            "dtype": self.dtype,
+            "static_capacity": self.static_capacity,
+            "batch_invariant": self.batch_invariant,
+            "deterministic": self.run.train.deterministic,
+            "support": self.support,
+            "support_note": self.support_note,
+            "token_budget": self.token_budget,
+            "auto_execution": self.auto_execution,
+            "auto_token_budget": self.auto_token_budget,
+        }
+
+    @classmethod
+    def from_axes(cls, given: Run, axes: Mapping[str, Any]) -> Resolved[Run]:
+        """Return the record of a run whose choices are known: the inverse of `axes`, but for the engine's
+        GPUs."""
+        chosen = ("device", "attention", "execution", "layout", "static_capacity", "batch_invariant")
+        run = _with_train(given, **{name: axes[name] for name in (*chosen, "token_budget")})
+        run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": axes["dtype"]})})
+        why = ("support", "support_note", "auto_execution", "auto_token_budget")
+        return cls(
+            run=run.with_engine(name=axes["engine"]), given=given, **{name: axes[name] for name in why}
+        )
+
+    def without_batch_invariance(self) -> Resolved[Run]:
+        """Return the record of the run after its model refused to be made batch-invariant. It is the one
+        choice that only the loaded model can settle, where nothing but its default asked for it."""
+        return dataclasses.replace(self, run=_with_train(self.run, batch_invariant=False))
+
+
+def resolve(
+    run: Run,
+    *,
+    shape: Callable[..., ModelShape],
+    machine: Machine,
+    manifest: Mapping[str, Any],
+    refuse: bool = True,
+) -> Resolved[Run]:
+    """Resolve the auto values of `run`, and look the result up in the support table.
+
+    Args:
+        shape: called with dtype=, returns the sizes of the model; called only if a choice depends on them.
+        manifest: of the run's folder: a run that goes on keeps its bits. Empty: it begins.
+        refuse: False: for a plan, which may be of another machine: what is not supported is no error.
+
+    Raises:
+        ConfigError: the combination is not supported on this machine, a setting of `run.engine` has no effect
+            with the engine that "auto" became, or the manifest holds a value that a setting cannot have.
+        ModelError: as `shape`.
+    """
+    given, device = run, torch.device(machine.device)
+    run = _as_started(run, manifest)
+    run = run.with_auto_engine(native=bool(run.train.batch_invariant) or is_native(run.model, device))
+    dtype = str(resolve_dtype(run.model.dtype, device)).removeprefix("torch.")
+    where = {"device": machine.device, "dtype": dtype}
+    attention = resolve_attention(run.train.attention, batch_invariant=run.train.batch_invariant, **where)
+    own = own_support(run, attention=attention)
+    invariant = run.train.batch_invariant
+    if invariant is None:
+        invariant = run.engine_name == "native" and _keeps_batch_invariance(run, attention=attention, **where)
+    run, execution, token_budget = _with_sizes(run, shape=shape, machine=machine)
+    layout = run.train.layout
+    if layout == "auto":
+        shares = run.has_groups and shares_prompts(run, attention=attention, own=own, **where)
+        layout = "shared" if shares else "packed"
+    run = _with_train(run, layout=layout)
+    entry = support_entry(run, attention=attention, own=own, **where)
+    if refuse:
+        check_device_support(
+            run, attention=attention, own=own, device=machine.device, dtype=dtype, batch_invariant=invariant
+        )
+    static = run.train.static_capacity
+    axes = where | {
+        "engine": run.engine_name,
+        "attention": attention,
+        "execution": run.train.execution,
+        "layout": layout,
+        "static_capacity": run.train.execution != "eager" if static is None else static,
+        "batch_invariant": invariant,
+        "token_budget": token_slots(run.train),
+        "support": entry.status,
+        "support_note": entry.reason,
+        "auto_execution": execution or _reason(given, manifest, "execution"),
+        "auto_token_budget": token_budget or _reason(given, manifest, "token_budget"),
+    }
+    found = Resolved.from_axes(given, axes)
+    if not machine.engine_gpus or device.type != "cuda":
+        return found
+    return dataclasses.replace(found, run=found.run.with_engine(cuda_devices=machine.engine_gpus))
+
+
+def find_machine(run: RunConfig, ranks: RankContext | None = None) -> Machine:
+    """Return what `run` finds on this rank. Collective.
+
+    Raises:
+        ConfigError: train.device names a device that this machine does not have.
+    """
+    ranks = ranks or RankContext.alone()
+    device = _device(run.train, ranks)
+    return Machine(
+        device=device,
+        ranks=ranks.world_size,
+        total_bytes=_total_bytes(torch.device(device), ranks) if run.train.token_budget == "auto" else 0,
+        engine_gpus=layout_here(run, ranks).of_engine(ranks.local_rank),
+    )
+
+
+def _total_bytes(device: torch.device, ranks: RankContext) -> int:
+    """Return the total memory of this rank's GPU, or its share where ranks share one; over all ranks the
+    least. 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    found = torch.cuda.get_device_properties(device).total_memory
+    if ranks.world_size == 1:
+        return found
+    local = (local_ranks(os.environ) or ranks.world_size) / torch.cuda.device_count()
+    return min(ranks.gather(int(found / max(1, math.ceil(local))), int, what="comparing the GPUs' memory"))
+
+
+def layout_here(run: RunConfig, ranks: RankContext) -> NodeLayout:
+    """Which device of this node is whose, however its ranks were started."""
+    local = 1 if ranks.world_size == 1 else local_ranks(os.environ) or ranks.world_size
+    return NodeLayout(ranks=local) if run.cluster is None else run.cluster.layout(local)
+
+
+def _with_sizes(run: Run, *, shape: Callable[..., ModelShape], machine: Machine) -> tuple[Run, str, str]:
+    """Resolve train.execution and then train.token_budget of a run whose engine is resolved; both depend on
+    the model's size where there is a GPU. Returns the run, and why they are what they are; empty: they were
+    not "auto", or there was no choice."""
+    mode, budget = Choice(value="eager", reason=""), Choice(value=0, reason="")
+    open_values = "auto" in (run.train.execution, run.train.token_budget)
+    device, ranks = torch.device(machine.device), machine.ranks
+    sizes: ModelShape | None = None
+    if open_values and device.type == "cuda":
+        sizes = shape(dtype=resolve_dtype(run.model.dtype, device))
+    if run.train.execution == "auto":
+        if sizes is not None:
+            mode = resolve_execution(run, device=machine.device, parameters=sizes.parameters, ranks=ranks)
+        run = _with_train(run, execution=mode.value)
+    if run.train.token_budget == "auto":
+
+        def peak(tokens: int) -> int:
+            plan = plan_memory(_with_train(run, token_budget=tokens), device=device, ranks=ranks, shape=sizes)
+            return plan.peak_bytes
+
+        budget = choose_token_budget(
+            run, device=machine.device, total_bytes=machine.total_bytes, ranks=ranks, peak=peak
+        )
+        run = _with_train(run, token_budget=budget.value)
+    return run, mode.reason, budget.reason
+
+
+def resolve_execution(run: RunConfig, *, device: str, parameters: int, ranks: int) -> Choice[str]:
+    """Return what train.execution = "auto" means for a run whose engine is resolved: compile where the
+    support table has a parity test of it and `choose_execution` finds that it pays, else eager.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        parameters: of the model.
+        ranks: that share a step.
+    """
+    dtype = str(resolve_dtype(run.model.dtype, torch.device(device))).removeprefix("torch.")
+    attention = resolve_attention(
+        run.train.attention, device=device, dtype=dtype, batch_invariant=run.train.batch_invariant
+    )
+    compiled, own = _with_train(run, execution="compile"), own_support(run, attention=attention)
+    entry = support_entry(compiled, attention=attention, device=device, dtype=dtype, own=own)
+    return choose_execution(
+        run,
+        parameters=parameters,
+        device=device,
+        ranks=ranks,
+        tested=entry.status == "supported",
+        value_parameters=_value_parameters(run, policy=parameters),
+    )
+
+
+def _value_parameters(run: RunConfig, *, policy: int) -> int:
+    """Of PPO's value model, 0 without one. A model of the hub, which may not be on this machine yet, counts
+    as large as the policy."""
+    if run.critic is None:
+        return 0
+    name = run.critic.name
+    if name == POLICY or not (name.startswith(("shape:", "bundled:")) or Path(name).is_dir()):
+        return policy
+    return planned_shape(run.critic.model(run.model), dtype=torch.bfloat16, head="scalar").parameters
+
+
+def _with_train(run: Run, **settings: Any) -> Run:
+    """Return `run` with other train settings, unchecked."""
+    return run.model_copy(update={"train": run.train.model_copy(update=settings)})
+
+
+def resolve_attention(attention: str, *, device: str, dtype: str, batch_invariant: bool | None = None) -> str:
+    """Return the attention kernel that train.attention means here.
+
+    "auto" is varlen where a batch-invariant step is asked for, which needs it, and on a GPU below float32,
+    which flash kernels do not have; sdpa elsewhere.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: of the computation, as in "bfloat16".
+    """
+    if attention != "auto":
+        return attention
+    flash = device.startswith("cuda") and dtype != "float32"
+    return "varlen" if flash or batch_invariant else "sdpa"
+
+
+def _as_started(run: Run, manifest: Mapping[str, Any]) -> Run:
+    """Return `run` with what its "auto" values that depend on sizes became when it was started, and in layout
+    packed if it was started in it: in earlier versions "auto" was never shared.
+
+    Raises:
+        ConfigError: the manifest holds another value than such a setting can have.
+    """
+    axes = _axes_of(manifest)
+    if run.train.layout == "auto" and axes.get("layout") == "packed":
+        run = _with_train(run, layout="packed")
+    open_values = [name for name in ("execution", "token_budget") if getattr(run.train, name) == "auto"]
+    kept = {f"train.{name}": axes[name] for name in open_values if name in axes}
+    return cast(Run, override(run, kept, origin="manifest.json, field axes")) if kept else run
+
+
+def _reason(given: RunConfig, manifest: Mapping[str, Any], name: str) -> str:
+    """Why train.NAME = "auto" became what it is when the run was started."""
+    reason = _axes_of(manifest).get(f"auto_{name}", "") if getattr(given.train, name) == "auto" else ""
+    return printable(str(reason))
+
+
+def _axes_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    axes = manifest.get("axes", {})
+    if not isinstance(axes, Mapping):
+        raise ConfigError(
+            f"wrong-type: manifest.json: axes is a {type(axes).__name__} and no table of settings; restore "
+            "the file from a copy of the run",
+            setting="axes",
+        )
+    return axes
+
+
+def is_native(model: ModelConfig, device: torch.device) -> bool:
+    """Return whether engine.name = "auto" resolves to native on this device, where nothing else asks for
+    it."""
+    return device.type == "cuda" and resolve_dtype(model.dtype, device) != torch.float32
+
+
+def _keeps_batch_invariance(run: RunConfig, *, attention: str, device: str, dtype: str) -> bool:
+    """Return whether trainer and native engine are bitwise equal here without train.batch_invariant =
+    true."""
+    train = run.train
+    return (
+        device.startswith("cuda")
+        and attention == "varlen"
+        and dtype == "bfloat16"
+        and train.execution != "deepcompile"
+        and train.tp == train.ring == 1
+        and run.model.lora is None
+    )
+
+
+def _device(train: TrainConfig, ranks: RankContext) -> str:
+    if ranks.world_size > 1:
+        return str(ranks.device)
+    if train.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(train.device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"wrong-format: train.device = {train.device!r} is not a device; set auto, cpu, cuda or cuda:N"
+        ) from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(
+            f"missing-device: train.device = {train.device!r}, but torch {torch.__version__} sees {count} "
+            "CUDA devices; set train.device = 'cpu', or install a CUDA build of torch and a driver "
+            "(`lockstep doctor` shows what it finds)"
+        )
+    return train.device
+
+
+# train.execution = "auto": whether compiling pays for itself within a run.
+#
+# Compiling costs seconds once and saves some of every token that is trained and sampled, in proportion to
+# the model. Everything here is a function of settings and sizes, so every rank and every start of a run
+# decides alike.
+
+
+SAVED_TRAINING = 2.4e-15
+SAVED_SAMPLING = 1.5e-15
+"""Seconds that compiled blocks save, per token and parameter. One H200, shape:llama-3.2-1b (1.24e9
+parameters), bfloat16, engine native, 167,000 tokens a step: forward and backward 2.73 -> 2.24 s, generation
+2.47 -> 2.16 s. What is saved is mostly traffic between kernels, so slower GPUs save more."""
+COMPILE_SECONDS = 60.0
+"""A first start, with nothing in the cache of compiled code, takes 30 to 60 s longer there; a later one about
+15 s. Which one it will be is not looked up: the choice would depend on the machine's files."""
+
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice(Generic[Value]):
+    """What an "auto" became."""
+
+    value: Value
+    reason: str
+    """For the user; empty: nothing to explain."""
+
+
+def seconds_saved_per_step(
+    run: RunConfig, *, parameters: int, ranks: int, value_parameters: int = 0
+) -> float:
+    """Return the estimated seconds by which compiled blocks shorten each step.
+
+    Args:
+        parameters: of the model.
+        ranks: that share the step.
+        value_parameters: of PPO's value model, which samples nothing.
+    """
+    per_token = SAVED_TRAINING * run.train.epochs_per_batch
+    if run.compiles_sampling:
+        per_token += SAVED_SAMPLING
+    saved = per_token * parameters
+    if run.critic is not None:
+        saved += SAVED_TRAINING * run.critic.train(run.train).epochs_per_batch * value_parameters
+    return saved * run.tokens_per_step / ranks
+
+
+def steps_to_pay(seconds_saved: float) -> int:
+    """Return the number of steps after which compiling has paid for itself.
+
+    Args:
+        seconds_saved: of each step, above 0.
+    """
+    return math.floor(COMPILE_SECONDS / seconds_saved) + 1
+
+
+def choose_execution(
+    run: RunConfig, *, parameters: int, device: str, ranks: int, tested: bool, value_parameters: int = 0
+) -> Choice[str]:
+    """Return what train.execution = "auto" means for `run`: "eager" or "compile".
+
+    Args:
+        parameters: of the model.
+        device: "cpu", "cuda" or "cuda:N".
+        ranks: that share a step.
+        tested: the support table has the run, compiled, as supported.
+        value_parameters: of PPO's value model.
+    """
+    if not device.startswith("cuda"):
+        return Choice(value="eager", reason="")
+    train = run.train.model_copy(update={"execution": "compile"})
+    try:
+        check_backend(train, lora=run.model.lora is not None)
+    except ConfigError as error:
+        return Choice(value="eager", reason=f"compiled is refused: {error}")
+    if not tested:
+        return Choice(value="eager", reason="no parity test has run with this combination compiled")
+    if train.static_capacity is False:
+        return Choice(value="eager", reason="without static capacities every new length would compile again")
+    saved = seconds_saved_per_step(run, parameters=parameters, ranks=ranks, value_parameters=value_parameters)
+    needed = steps_to_pay(saved)
+    pays = run.steps >= needed
+    return Choice(
+        value="compile" if pays else "eager",
+        reason=f"compiling takes about {COMPILE_SECONDS:.0f} s and saves at most {saved:.2g} s of a step, so "
+        f"it pays from {needed:,} steps on, and the run has {run.steps:,}",
+    )
+
+
+# train.token_budget = "auto": the largest micro-batch of a few whose planned memory fits the device.
+#
+# A function of settings, sizes and the device's total memory, not of what is free: every start of a run on
+# one kind of device decides alike.
+
+
+SIZES = (DEFAULT_TOKEN_BUDGET, 8192, 16384, 24576, 32768)
+"""Token slots. Beyond the largest a step gains nothing that can be measured."""
+MARGIN = 1.5
+"""What a process needs at most, as a multiple of its memory plan (tests/loop/test_memory_plan.py)."""
+
+
+def choose_token_budget(
+    run: RunConfig, *, device: str, total_bytes: int, ranks: int, peak: Callable[[int], int]
+) -> Choice[int]:
+    """Return what train.token_budget = "auto" means for a run whose engine and execution mode are resolved.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        total_bytes: of the device's memory, a rank's share where ranks share it.
+        ranks: that share a step.
+        peak: the planned bytes of one rank at a token budget; a ConfigError says that there is no plan.
+    """
+    longest = run.longest_unit
+    usual = max(DEFAULT_TOKEN_BUDGET, longest)
+    if not device.startswith("cuda"):
+        return Choice(value=usual, reason="" if usual == DEFAULT_TOKEN_BUDGET else "the longest document")
+    if run.engine_has_own_memory:
+        return Choice(value=usual, reason=f"engine {run.engine_name} takes memory of its own")
+    parts = max(1, ranks // (run.train.tp * run.train.ring))
+    needed = math.ceil(run.documents_per_update / parts) * longest
+    sizes = [size for size in SIZES if size >= longest] or [longest]
+    sizes = sizes[: 1 + sum(size < needed for size in sizes)]
+    try:
+        planned = {size: peak(size) for size in sizes}
+    except ConfigError as error:
+        return Choice(value=usual, reason=f"there is no memory plan: {error}")
+    fitting = [size for size in sizes if planned[size] * MARGIN <= total_bytes]
+    chosen = max(fitting, default=sizes[0])
+    of = f"{gib(planned[chosen])} planned at the peak, of {gib(total_bytes)}"
+    return Choice(value=chosen, reason=of if fitting else f"{of}: the smallest, and it may not fit")
