@@ -84,6 +84,7 @@ def test_an_engine_has_the_gpus_behind_those_of_worlds() -> None:
     run = run_of(**OWN)
     gpus = find_machine(run, rank_of(1, 2)).engine_gpus
     assert gpus == (7,)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": "bfloat16"})})
     placed = resolved_on(run, "cuda:1", ranks=2, engine_gpus=gpus)
     assert (placed.run.engine.cuda_devices, placed.given.engine.cuda_devices) == ((7,), ())
     assert resolved_on(run, ranks=2, engine_gpus=gpus).run.engine.cuda_devices == ()

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from lockstep.config.base import FilePath, Seconds, Seed
-from lockstep.config.run import MAX_RANKS
+from lockstep.config.run_config import MAX_RANKS
 from lockstep.errors import ConfigError, nearest
 
 MOST = 2**31 - 1

@@ -142,7 +142,6 @@ def build_online(
     on_progress: OnProgress | None = None,
     ranks: RankContext | None = None,
     work_dir: Path | None = None,
-    hold_out: bool | None = None,
     manifest: Mapping[str, Any] | None = None,
 ) -> OnlineParts:
     """Check, load and wire everything that `run` names.
@@ -151,8 +150,7 @@ def build_online(
         rewards: Python callables instead of `run.rewards`, each f(prompt=, completion=, row=) -> float.
         ranks: the ranks of the run, every one of which makes this call; None: this process alone.
         work_dir: for logs and files of an engine of its own; None: the system's folder for temporary files.
-        hold_out: whether prompts are held out for evaluations; None: if the run has one.
-        manifest: of the run's folder, see `resolve`; None: a run that begins.
+        manifest: of the run's folder, see `resolve` and `holds_out`; None: the run begins.
 
     Raises:
         ConfigError, ModelError, DataError, EngineError: before anything is trained.
@@ -164,6 +162,7 @@ def build_online(
         opened = open_model(run.model)
         shape = partial(opened_shape, opened, run.model)
         resolved = resolve(run, shape=shape, machine=machine, manifest=manifest or {})
+        hold_out = holds_out(run, manifest or {})
         prompts, eval_prompts = _load_prompts(run, opened, reward_set, hold_out=hold_out)
         policy = load_policy(resolved, ranks=ranks, opened=opened)
         resolved, model = policy.resolved, policy.model
@@ -210,8 +209,15 @@ def build_online(
     return dataclasses.replace(parts, verifier=_verifier(parts)) if is_external(run.engine) else parts
 
 
+def holds_out(run: GRPORun, manifest: Mapping[str, Any]) -> bool:
+    """Return whether prompts are held out of training. This is decided when the run is started: evaluations
+    may be turned on and off on resume, and the training data must stay the same."""
+    # Runs of earlier versions always held prompts out; one that failed early has not decided.
+    return bool(manifest.get("held_out", "axes" in manifest or evaluates(run)))
+
+
 def _load_prompts(
-    run: GRPORun, model: OpenedModel, rewards: RewardSet, *, hold_out: bool | None
+    run: GRPORun, model: OpenedModel, rewards: RewardSet, *, hold_out: bool
 ) -> tuple[PromptSet, FixedPrompts]:
     """Load what there is to learn from; whatever of it, the config and the rewards do not fit each other is
     refused before weights are read. All such faults are reported together."""
@@ -222,7 +228,7 @@ def _load_prompts(
             run,
             tokenizer=model.tokenizer,
             vocab_size=model.text.vocab_size,
-            hold_out=evaluates(run) if hold_out is None else hold_out,
+            hold_out=hold_out,
         )
         for prompts in both:
             if isinstance(prompts, FixedPrompts) and len(prompts):

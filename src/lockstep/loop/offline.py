@@ -23,6 +23,7 @@ from lockstep.data.preferences import UnpairedSet, load_preferences, load_scored
 from lockstep.data.sft import load_sft
 from lockstep.errors import DataError, together
 from lockstep.loop.build import (
+    Policy,
     build_backend,
     data_parallel,
     load_policy,
@@ -68,16 +69,9 @@ def train_offline(
         connect_ranks(run, ranks) as ranks,
         Session(run, resume=resume, checkpoint=checkpoint, restart=restart, ranks=ranks) as session,
     ):
-        machine = find_machine(run, ranks)
-        with ranks.together("loading model and data"):
-            task = offline_task(run)
-            opened = open_model(run.model, task.head)
-            shape = partial(opened_shape, opened, run.model)
-            resolved = resolve(run, shape=shape, machine=machine, manifest=session.dir.read_manifest())
-            documents, held_out = _load(run, task, opened, session.display)
-            policy = load_policy(resolved, ranks=ranks, opened=opened)
-            resolved, model = policy.resolved, policy.model
-            run = resolved.run
+        task = offline_task(run)
+        policy, documents, held_out = _open(run, task, session)
+        resolved, model, run = policy.resolved, policy.model, policy.resolved.run
         backend = build_backend(resolved, model, total_steps=run.steps, temperature=1.0, ref=task.needs_ref)
         plan = _planner(resolved, ranks)
         session.describe(
@@ -134,11 +128,23 @@ def train_offline(
             return session.finish(run.steps, backend)
 
 
+def _open(
+    run: OfflineRun, task: OfflineTask, session: Session
+) -> tuple[Policy[OfflineRun], OfflineSet, OfflineSet | None]:
+    """The policy, the documents and the held-out ones: rows are refused before weights are read."""
+    machine, ranks = find_machine(run, session.ranks), session.ranks
+    with ranks.together("loading model and data"):
+        opened = open_model(run.model, task.head)
+        shape = partial(opened_shape, opened, run.model)
+        resolved = resolve(run, shape=shape, machine=machine, manifest=session.dir.read_manifest())
+        documents, held_out = _load(run, task, opened, session.display)
+        return load_policy(resolved, ranks=ranks, opened=opened), documents, held_out
+
+
 def _load(
     run: OfflineRun, task: OfflineTask, model: OpenedModel, display: Display
 ) -> tuple[OfflineSet, OfflineSet | None]:
-    """The documents, and the held-out ones: rows are refused before weights are read. All their faults are
-    reported together.
+    """The documents, and the held-out ones. All their faults are reported together.
 
     Raises:
         DataError: they cannot be read, or are fewer than those of a step.

@@ -21,7 +21,7 @@ from lockstep.config.run import GRPORun
 from lockstep.config.train import TrainConfig
 from lockstep.data.prompts import evaluates, holds_out_rows
 from lockstep.errors import ConfigError, EngineError, LockstepError, TrainError
-from lockstep.loop.build import OnlineParts, build_online, recording_header
+from lockstep.loop.build import OnlineParts, build_online, holds_out, recording_header
 from lockstep.loop.determinism import (
     batch_invariance_lines,
     batch_invariance_manifest,
@@ -97,7 +97,6 @@ def train_online(
             on_progress=session.progress,
             ranks=ranks,
             work_dir=session.dir.path / "engine",
-            hold_out=hold_out,
             manifest=session.dir.read_manifest(),
         )
         cleanup.callback(parts.close)
@@ -173,16 +172,14 @@ def _aborted(step: int, engine: str) -> EngineError:
 
 
 def _holds_out(session: Session) -> bool:
-    """Return whether prompts are held out of training. This is decided when the run is started: evaluations
-    may be turned on and off on resume, and the training data must stay the same.
+    """See `holds_out`.
 
     Raises:
         ConfigError: an evaluation is asked for, and the run has trained on all prompts.
     """
     run, then = session.run, session.dir.read_manifest()
     assert isinstance(run, GRPORun)
-    # Runs of earlier versions always held prompts out; one that failed early has not decided.
-    held_out = bool(then.get("held_out", "axes" in then or evaluates(run)))
+    held_out = holds_out(run, then)
     if evaluates(run) and not held_out:
         raise ConfigError(
             f"contradiction: eval.before = {run.eval.before}, eval.every = {run.eval.every}, eval.after = "

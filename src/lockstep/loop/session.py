@@ -264,12 +264,7 @@ class Session:
         return {"steps": steps, "signal": name, "resume": resume_command(self.dir.path, self.ranks)}
 
     def describe(
-        self,
-        *,
-        resolved: Resolved[Any],
-        model: LoadedModel,
-        data: Mapping[str, Any],
-        fingerprint: str | None,
+        self, *, resolved: Resolved[Any], model: LoadedModel, data: Mapping[str, Any], fingerprint: str | None
     ) -> None:
         """Write what "auto" became to the manifest, and show it.
 
@@ -285,9 +280,8 @@ class Session:
         if resolved.device.startswith("cuda"):
             # Else a span would end when its kernels are launched, and the next one would get their time.
             self.spans.synchronize = partial(torch.cuda.synchronize, resolved.device)
-        self._manifest.describe(
-            resolved, model=model, data=data, fingerprint=fingerprint, resumed=self._resumed
-        )
+        same: dict[str, Any] = {"data": data, "fingerprint": fingerprint, "resumed": self._resumed}
+        self._manifest.describe(resolved, model=model, **same)
 
     def restore(self, backend: Saved) -> int:
         """Load the checkpoint to go on from; returns the number of steps that are done."""

@@ -1,0 +1,246 @@
+"""The settings that all kinds of run share, and what each kind says of itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import field_validator
+
+from lockstep.config.base import Config, FilePath, Name, PositiveInt, Seed, check
+from lockstep.config.cluster import ClusterConfig
+from lockstep.config.declarations import backends
+from lockstep.config.model import ModelConfig
+from lockstep.config.record import RecordConfig, record_refusal
+from lockstep.config.support import check_backend, check_support, shards_weights
+from lockstep.config.train import CheckpointConfig, LogConfig, TrainConfig
+from lockstep.config.value import ValueConfig
+from lockstep.errors import ConfigError
+
+
+class RunConfig(Config):
+    """The settings that all kinds of run share."""
+
+    section: ClassVar[str | None] = ""
+
+    seed: Seed = 0
+    """Seed of the data order and of the sampling noise."""
+    steps: PositiveInt = 100
+    """Rollout batches (RL) or optimizer steps (SFT)."""
+    run_dir: FilePath | None = None
+    """Folder that everything is written to. None: runs/NAME-TIMESTAMP."""
+    name: Name = "run"
+    """Name of the run: its folder's name begins with it, and wandb shows it."""
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
+    log: LogConfig = LogConfig()
+    cluster: ClusterConfig | None = None
+
+    @property
+    def documents_per_update(self) -> int:
+        """Documents of one optimizer step."""
+        raise NotImplementedError
+
+    @property
+    def documents_setting(self) -> str:
+        """Which settings decide that."""
+        raise NotImplementedError
+
+    @property
+    def longest_unit(self) -> int:
+        """Tokens that one micro-batch must hold: the longest document, or pair of them."""
+        raise NotImplementedError
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The most tokens that one step can have: every document as long as settings allow."""
+        raise NotImplementedError
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether documents come in groups with one prompt."""
+        return False
+
+    @property
+    def critic(self) -> ValueConfig | None:
+        """The value model; None: the run has none."""
+        return None
+
+    @property
+    def engine_name(self) -> str | None:
+        """The inference engine; None: the run samples nothing."""
+        return None
+
+    @property
+    def engine_devices(self) -> tuple[int, ...]:
+        """The GPUs that engine.cuda_devices names."""
+        return ()
+
+    @property
+    def engine_has_own_memory(self) -> bool:
+        """Whether the engine takes memory that no plan counts."""
+        return False
+
+    @property
+    def compiles_sampling(self) -> bool:
+        """Whether the engine samples with the blocks that train.execution compiles."""
+        return False
+
+    def with_engine(self, **settings: Any) -> Self:
+        """Return the run with other settings of the engine, unchecked."""
+        return self
+
+    def with_auto_engine(self, *, native: bool) -> Self:
+        """Return the run with engine.name = "auto" resolved, checked as if the engine had been named.
+
+        Args:
+            native: what "auto" means; else hf.
+
+        Raises:
+            ConfigError: a setting of the engine has no effect with it.
+        """
+        return self
+
+    if TYPE_CHECKING:
+        # Each kind of run declares its own; here it would come before `algorithm` and the like in a dump.
+        kind: str
+
+    @field_validator("name")
+    @classmethod
+    def _check_run_name(cls, name: str) -> str:
+        if not name or "/" in name or len(name.encode()) > 200:
+            raise ConfigError(
+                f"wrong-format: name = {name[:80]!r} begins the name of a folder; write 1 to 200 characters "
+                "without /, and choose the folder itself by run_dir"
+            )
+        return name
+
+    @check
+    def _check_support(self) -> RunConfig:
+        check_support(self)
+        lora = self.model.lora
+        dropout = 0.0 if lora is None else lora.dropout
+        check_backend(self.train, lora=lora is not None, lora_dropout=dropout)
+        return self
+
+    @check
+    def _check_schedule(self) -> RunConfig:
+        if self.train.min_lr_ratio > 0 and self.train.schedule == "constant":
+            raise ConfigError(
+                f"no-effect: train.min_lr_ratio = {self.train.min_lr_ratio} has no effect with "
+                "train.schedule = 'constant'; set train.schedule = 'linear' or 'cosine', or leave it out"
+            )
+        return self
+
+    @property
+    def remote_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of cluster.colocate without the policy, each in a separate process beside each rank."""
+        return () if self.cluster is None else self.cluster.remote_groups
+
+    @property
+    def remote_roles(self) -> frozenset[str]:
+        """Roles that do not run in the policy's process."""
+        return frozenset(role for group in self.remote_groups for role in group)
+
+    @check
+    def _check_remote_groups(self) -> RunConfig:
+        if self.cluster is None or not self.cluster.colocate:
+            return self
+        self._check_places(self.cluster)
+        return self
+
+    def _check_places(self, cluster: ClusterConfig) -> None:
+        """Raise ConfigError for groups of cluster.colocate that this run cannot have."""
+        if self.remote_roles:
+            raise ConfigError(
+                f"unsupported-combination: cluster.colocate has several groups with kind = {self.kind!r}: "
+                "the roles of such a run are in one process; leave it out"
+            )
+
+    @check
+    def _check_devices(self) -> RunConfig:
+        cluster, device = self.cluster, self.train.device
+        if cluster is None or cluster.layout().per_rank == 1:
+            return self
+        own = "dedicated_gpus = true" if cluster.dedicated_gpus else f"engine_gpus = {cluster.engine_gpus}"
+        if device.startswith("cuda:"):
+            raise ConfigError(
+                f"contradiction: train.device = {device!r} with cluster.{own}: GPUs are counted from that of "
+                "the first rank, cuda:0; set train.device = 'cuda', and CUDA_VISIBLE_DEVICES to choose GPUs"
+            )
+        self._check_engine_gpus(cluster)
+        return self
+
+    def _check_engine_gpus(self, cluster: ClusterConfig) -> None:
+        """Raise ConfigError for GPUs that cluster.engine_gpus gives to an engine which cannot have them."""
+        if cluster.engine_gpus:
+            own = (
+                "dedicated_gpus = true" if cluster.dedicated_gpus else f"engine_gpus = {cluster.engine_gpus}"
+            )
+            raise ConfigError(
+                f"no-effect: cluster.{own} with kind = {self.kind!r}, which has no engine; leave it out",
+                setting="cluster.engine_gpus",
+            )
+
+    @check
+    def _check_record(self) -> RunConfig:
+        refusal = (
+            record_refusal(self.record, self.train, lora=bool(self.model.lora))
+            if shards_weights(self.train)
+            else None
+        )
+        if refusal is not None:
+            raise ConfigError(refusal, code="unsupported-combination", setting="record.enabled")
+        if self.record.enabled and self.record.first_step >= self.steps:
+            raise ConfigError(
+                f"nothing-to-do: record.first_step = {self.record.first_step} is not below steps = "
+                f"{self.steps}, so nothing would be recorded; lower it, or raise steps (they count from 0)"
+            )
+        return self
+
+
+MAX_RANKS = 2**16
+"""More processes than any machine starts."""
+
+
+def check_ranks(run: RunConfig, ranks: int) -> None:
+    """Raise unless `run` can be spread over so many ranks; checked before any of them starts.
+
+    Raises:
+        ConfigError: names the numbers, and those that would work.
+    """
+    train = run.train
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ConfigError(f"out-of-range: --ranks {ranks} is not between 1 and {MAX_RANKS}")
+    known = backends()
+    if ranks > 1 and train.backend in known and not known[train.backend].spans_ranks:
+        spanning = " or ".join(name for name, backend in known.items() if backend.spans_ranks)
+        raise ConfigError(
+            f"unsupported-combination: train.backend = {train.backend!r} is one process on one device, but "
+            f"there are {ranks} ranks: each would train a copy of its own. Set --train.backend {spanning}, "
+            "or start one process"
+        )
+    if ranks > 1 and run.engine_devices:
+        raise ConfigError(
+            f"unsupported-combination: engine.cuda_devices = {list(run.engine_devices)} with {ranks} "
+            "ranks: each has an engine of its own, on its own GPU; leave engine.cuda_devices out"
+        )
+    together = train.tp * train.ring
+    if ranks % together:
+        sizes = ", ".join(str(together * n) for n in (1, 2, 4))
+        raise ConfigError(
+            f"not-divisible: {ranks} rank{'s' if ranks > 1 else ''} cannot be split into groups of train.tp "
+            f"* train.ring = {train.tp} * {train.ring} = {together}: start a multiple of {together} "
+            f"(--ranks {sizes}, ...), or lower train.tp or train.ring",
+            setting="train.tp",
+        )
+    documents = run.documents_per_update
+    if ranks // together > documents:
+        what = f"ranks / (tp * ring) = {ranks // together}" if together > 1 else f"{ranks} ranks"
+        raise ConfigError(
+            f"nothing-to-do: {what} share the documents of an optimizer step, and there are only "
+            f"{documents} of them ({run.documents_setting}): the others would have nothing to do. Start "
+            "fewer ranks, or raise it",
+            setting=run.documents_setting,
+        )
