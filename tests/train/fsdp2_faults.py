@@ -145,7 +145,7 @@ def check_rest() -> Any:
         for dtype in ("float32", "bfloat16"):
             for parts in ((), ("states", "ref", "weights")):
                 backend = pair(dtype=dtype, ref=True)[1]
-                backend.rest(*parts)
+                backend.offload(*parts)
                 figures = train(backend, range(2))
                 batches = micro_batches(2)
                 assert backend.ref is not None

@@ -136,8 +136,8 @@ class BackendDeclaration(Declaration):
     """False: it is one process on one device."""
     shards_weights: bool | dict[str, tuple[bool | int | str, ...]] = False
     """Whether no rank has whole weights between steps: always, never, or with these values of settings."""
-    rests: bool = False
-    """It can give its memory to other roles between its calls (`sleep` of the run file)."""
+    offloads: bool = False
+    """It can offload its memory between calls (`offload` in the run file)."""
     reads: dict[str, str] = Field(default_factory=dict)
     """Setting of TrainConfig that not every backend reads -> why the others have no use for it."""
     refuses: tuple[Refusal, ...] = ()

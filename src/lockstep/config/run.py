@@ -258,11 +258,11 @@ class GRPORun(RunConfig):
             raise ConfigError(f"duplicate: {what} names a role twice; name each once", setting="offload")
         trained = [role for role in self.offload if role != "reward_model"]
         backend = backends().get(train.backend)
-        if trained and backend is not None and not backend.rests:
-            resting = " or ".join(repr(name) for name, other in backends().items() if other.rests)
+        if trained and backend is not None and not backend.offloads:
+            able = " or ".join(repr(name) for name, other in backends().items() if other.offloads)
             raise ConfigError(
                 f"unsupported-combination: {what} with train.backend = {train.backend!r}, which cannot "
-                f"offload its memory between calls: set train.backend = {resting}, or leave out "
+                f"offload its memory between calls: set train.backend = {able}, or leave out "
                 f"{' and '.join(map(repr, trained))}",
                 setting="offload",
             )

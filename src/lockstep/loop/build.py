@@ -34,7 +34,7 @@ from lockstep.loop.determinism import (
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engines import external_engine_spec
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
-from lockstep.loop.memory_plan import put_to_sleep
+from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.preflight import faults
 from lockstep.loop.resolve import Resolved, find_machine, resolve
 from lockstep.loop.roles import Roles, ValueRole, policy_steps
@@ -175,7 +175,7 @@ def build_online(
         temperature=run.rollout.sampling.temperature,
         ref=algorithm.needs_ref and "ref" not in run.remote_roles,
     )
-    put_to_sleep(run, *_with_policy(run), backend=backend)
+    start_offloading(run, *_with_policy(run), backend=backend)
     plan = make_planner(resolved, ranks)
     others = build_others(resolved, model, plan=plan, ranks=ranks, work_dir=work_dir)
     try:

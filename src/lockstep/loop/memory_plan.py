@@ -28,7 +28,7 @@ from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import GIB, MemoryPart, ModelShape, Phase, either, phase_totals, planned_shape
 from lockstep.models.reward import reward_model_parameters
 from lockstep.protocols import TrainBackend
-from lockstep.protocols.train import RestingBackend, RestPart
+from lockstep.protocols.train import OffloadableBackend, OffloadPart
 from lockstep.registry import load_object
 from lockstep.train.memory import Parallelism, StepSize, state_bytes
 
@@ -127,7 +127,7 @@ def plan_memory(
     ]
     if kind == "cuda" and isinstance(run, GRPORun):
         parts += _scoring_parts(shape, run, step=(tokens, micro_batches), ranks=ranks)
-        parts = _placed(list(sleeping_parts(parts, run)), run)
+        parts = _placed(list(offloaded_parts(parts, run)), run)
     return MemoryPlan(
         shape=shape,
         dtype=dtype,
@@ -379,10 +379,10 @@ def _is_static(train: TrainConfig) -> bool:
 #     reward_model    weights               while it scores, beside generation
 #
 # Roles that are not offloaded hold their memory all the time. Offloaded parts come back for the calls that
-# use them: see lockstep.models.rest.
+# use them: see lockstep.models.offload.
 
 
-AWAKE: Mapping[tuple[Role, RestPart], tuple[Phase, ...]] = {
+ON_DEVICE: Mapping[tuple[Role, OffloadPart], tuple[Phase, ...]] = {
     ("policy", "states"): ("update",),
     ("ref", "ref"): ("train",),
     ("value", "weights"): ("train", "update"),
@@ -392,7 +392,7 @@ AWAKE: Mapping[tuple[Role, RestPart], tuple[Phase, ...]] = {
 """Part that can be offloaded -> the phases of the memory plan in which it is on the device."""
 VALUE_PREFIX = "value model: "
 """What names of the value model's parts begin with in a plan."""
-_PARTS: Mapping[str, RestPart] = {
+_PARTS: Mapping[str, OffloadPart] = {
     "parameters": "weights",
     "parameters, this rank's": "weights",
     "reward model: parameters": "weights",
@@ -405,20 +405,21 @@ _PARTS: Mapping[str, RestPart] = {
 """Names of a memory plan. A part of another name counts as always there."""
 
 
-def put_to_sleep(run: GRPORun, *roles: Role, backend: TrainBackend) -> None:
-    """Begin the schedule for those of `roles`, all of one backend, that sleep in this run. Called as soon as
-    they are built: the next one to be loaded has their memory."""
-    parts = [part for role, part in AWAKE if role in roles and role in run.offload]
+def start_offloading(run: GRPORun, *roles: Role, backend: TrainBackend) -> None:
+    """Start offloading those of `roles`, all of one backend, that the run's config names. Call it as soon as
+    they are built, so that the next role to be loaded can use their memory."""
+    parts = [part for role, part in ON_DEVICE if role in roles and role in run.offload]
     if parts:
-        cast(RestingBackend, backend).rest(*parts)
+        cast(OffloadableBackend, backend).offload(*parts)
 
 
-def sleeping_parts(parts: Sequence[MemoryPart], run: GRPORun) -> Iterator[MemoryPart]:
-    """The plan of a run on a GPU with what sleeps in the phases in which it is awake, and in host memory."""
+def offloaded_parts(parts: Sequence[MemoryPart], run: GRPORun) -> Iterator[MemoryPart]:
+    """Yield the parts of a plan for a GPU: an offloaded part counts in the phases that use it, and in host
+    memory."""
     for part in parts:
         kind = _PARTS.get(part.name.removeprefix(VALUE_PREFIX))
         role = cast(Role, "ref" if kind == "ref" else part.role)
-        phases = AWAKE.get((role, kind)) if kind is not None and part.phase == "always" else None
+        phases = ON_DEVICE.get((role, kind)) if kind is not None and part.phase == "always" else None
         if phases is None:
             yield part
         elif role not in run.offload:
@@ -426,4 +427,4 @@ def sleeping_parts(parts: Sequence[MemoryPart], run: GRPORun) -> Iterator[Memory
         else:
             for phase in phases:
                 yield dataclasses.replace(part, role=role, phase=phase)
-            yield dataclasses.replace(part, role=role, phase="host", name=f"{part.name}, asleep")
+            yield dataclasses.replace(part, role=role, phase="host", name=f"{part.name}, offloaded")

@@ -117,7 +117,7 @@ def _check_engine(run: GRPORun) -> None:
 def _check_backend(run: RunConfig) -> None:
     if ":" in run.train.backend:
         what = f"train.backend = {run.train.backend!r}"
-        members = [*BACKEND_CLASS_MEMBERS, *(["rest"] if isinstance(run, GRPORun) and run.offload else [])]
+        members = [*BACKEND_CLASS_MEMBERS, *(["offload"] if isinstance(run, GRPORun) and run.offload else [])]
         backend = load_object(run.train.backend, what=what)
         require_members(backend, members, what=what)
         require_call(backend, "config", named=BACKEND_ARGUMENTS, what=what)

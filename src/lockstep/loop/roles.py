@@ -273,7 +273,7 @@ def build_reward_models(
             )
         models = RewardModels(run.reward_model, device=torch.device(resolved.device))
         if "reward_model" in run.offload:
-            models.rest()
+            models.offload()
         return models
 
 

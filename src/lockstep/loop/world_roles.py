@@ -15,7 +15,7 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import TrainError
-from lockstep.loop.memory_plan import put_to_sleep
+from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
 from lockstep.loop.world import World
@@ -206,7 +206,7 @@ def build_others(
             )
         elif run.critic is not None:
             value = build_value(resolved, run.critic, policy, plan=plan, ranks=ranks)
-            put_to_sleep(run, "value", backend=value.backend)
+            start_offloading(run, "value", backend=value.backend)
     except BaseException:
         for world in worlds:
             world.close()

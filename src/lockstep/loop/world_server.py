@@ -35,7 +35,7 @@ from lockstep.engine.remote.server import LOOPBACK
 from lockstep.errors import LockstepError, TrainError
 from lockstep.loop.build import build_backend, make_planner, seed_generators
 from lockstep.loop.determinism import deterministic, make_invariant, prepare_kernels
-from lockstep.loop.memory_plan import put_to_sleep
+from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
 from lockstep.loop.world import MOST_BYTES, packed, unpacked
@@ -44,7 +44,7 @@ from lockstep.observe.metrics import Spans
 from lockstep.processes.supervisor import name_process
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.reward import RewardInput
-from lockstep.protocols.train import FinishSave, RestingBackend
+from lockstep.protocols.train import FinishSave, OffloadableBackend
 from lockstep.ranks.context import RankContext, init_ranks, lost_peer
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.schema.batch import PackedBatch, RolloutSample
@@ -243,14 +243,14 @@ class RoleHost:
             temperature = made.rollout.sampling.temperature
             self._ref = build_backend(resolved, policy, total_steps=0, temperature=temperature, ref=False)
             if "ref" in made.offload:
-                _rest(self._ref)
+                _offload_weights(self._ref)
         if "reward_model" in roles:
             self._rewards = build_reward_models(resolved, policy, ranks=RankContext.alone(resolved.device))
         if "value" in roles:
             assert made.critic is not None
             plan = make_planner(resolved, ranks)
             self._value = build_value(resolved, made.critic, policy, plan=plan, ranks=ranks)
-            put_to_sleep(made, "value", backend=self._value.backend)
+            start_offloading(made, "value", backend=self._value.backend)
         notes = [] if self._rewards is None else self._rewards.notes(policy.tokenizer)
         return {"pid": os.getpid(), "notes": notes}
 
@@ -315,9 +315,9 @@ def _policy(resolved: Resolved[GRPORun], *, weights: bool) -> LoadedModel:
     return dataclasses.replace(model, execution=resolved.execution)
 
 
-def _rest(backend: TrainBackend) -> None:
-    resting: RestingBackend = backend  # type: ignore[assignment]
-    resting.rest("weights")
+def _offload_weights(backend: TrainBackend) -> None:
+    offloadable: OffloadableBackend = backend  # type: ignore[assignment]
+    offloadable.offload("weights")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from lockstep.models.architectures import check_rope, quiet_transformers, text_c
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import INDEX, WEIGHTS, check_fit, check_total, without_adapter
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
-from lockstep.models.rest import Rest
+from lockstep.models.offload import OffloadedTensors
 from lockstep.observe.chat_template import ChatTemplate, check_known, kept_at_end, row_variables
 
 _LENGTHS = (5, 9, 20, 70)
@@ -94,11 +94,11 @@ class RewardModel:
         self.template = _template(config, tokenizer)
         self._chat_template = ChatTemplate(tokenizer, self.template or "")
         self._check_neighbours()
-        self._rest: Rest | None = None
+        self._offloaded: OffloadedTensors | None = None
 
-    def rest(self) -> None:
-        """Keep the weights in host memory from now on, but for the calls of `score`."""
-        self._rest = Rest(self._module.parameters())
+    def offload(self) -> None:
+        """From now on keep the weights in host memory, except during `score`."""
+        self._offloaded = OffloadedTensors(self._module.parameters())
 
     def _check_neighbours(self) -> None:
         """Score documents alone and in a batch. Raises ModelError where a score depends on others."""
@@ -161,7 +161,7 @@ class RewardModel:
     def score(self, documents: Sequence[Document]) -> list[float]:
         """Return the logit of each document, in float32; batched by length under `token_budget`."""
         scores = [0.0] * len(documents)
-        with contextlib.nullcontext() if self._rest is None else self._rest.awake():
+        with contextlib.nullcontext() if self._offloaded is None else self._offloaded.on_device():
             for batch in length_batches([len(d.ids) for d in documents], budget=self.config.token_budget):
                 logits = self._forward([documents[i].ids for i in batch])
                 for i, value in zip(batch, logits.tolist(), strict=True):

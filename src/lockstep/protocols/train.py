@@ -165,17 +165,17 @@ class TrainBackend(Protocol):
     def close(self) -> None: ...
 
 
-RestPart = Literal["weights", "states", "ref"]
-"""weights: of the model. states: of the optimizer, with separate master weights. ref: a frozen reference's
-own."""
+OffloadPart = Literal["weights", "states", "ref"]
+"""weights: the model's. states: the optimizer's, with separate master weights. ref: the weights of a frozen
+reference."""
 
 
-class RestingBackend(TrainBackend, Protocol):
-    """A TrainBackend that can give its memory to the other roles of a run (`sleep` of the run file)."""
+class OffloadableBackend(TrainBackend, Protocol):
+    """A TrainBackend that can offload its memory while other roles compute (`offload` in the run file)."""
 
-    def rest(self, *parts: RestPart) -> None:
-        """Keep these parts in host memory from now on, but for the calls that use them. Nothing else may read
-        them between calls. Numbers stay the same, bit for bit."""
+    def offload(self, *parts: OffloadPart) -> None:
+        """From now on keep these parts in host memory, except during calls that use them. Between calls
+        nothing else may read them. Results stay bitwise equal."""
         ...
 
 

@@ -49,10 +49,10 @@ class RewardModels:
         self.truncated = 0
         """Documents that lost their beginning since `take_counts`."""
 
-    def rest(self) -> None:
-        """Keep the models in host memory from now on, each but while it scores."""
+    def offload(self) -> None:
+        """From now on keep the models in host memory, each except while it scores."""
         for model in self.models:
-            model.rest()
+            model.offload()
 
     def notes(self, policy_tokenizer: Any) -> list[str]:
         """Return notes for the start of a run: which models read other tokens than the policy writes."""

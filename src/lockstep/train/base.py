@@ -26,10 +26,10 @@ from lockstep.models.architectures import causal_lm
 from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
-from lockstep.models.rest import Rests
+from lockstep.models.offload import Offloadable
 from lockstep.observe.metrics import Spans, is_out_of_memory
 from lockstep.packing import empty_batch
-from lockstep.protocols.train import FinishSave, RestPart, StepStats, TokenLoss
+from lockstep.protocols.train import FinishSave, OffloadPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import CompileReport, KernelContract
 from lockstep.train.loss_module import MicroBatchOutput, require_finite, static_head, step_stats
@@ -83,8 +83,8 @@ class Backend:
             with without_lora(self.module):
                 yield self._outer
 
-    def _awake(self, *_: RestPart) -> AbstractContextManager[None]:
-        """Nothing rests; see Rests."""
+    def _on_device(self, *_: OffloadPart) -> AbstractContextManager[None]:
+        """Do nothing: this backend cannot be offloaded; see Offloadable."""
         return contextlib.nullcontext()
 
     def _counting(self) -> AbstractContextManager[None]:
@@ -155,7 +155,7 @@ class Backend:
         """
         if self._amid_step:
             raise save_amid_step()
-        with self._awake("weights", "states"):
+        with self._on_device("weights", "states"):
             finish = save_state(
                 directory,
                 parts=self._parts(),
@@ -182,7 +182,7 @@ class Backend:
         """
         # The copy of an earlier save may still read what is about to be overwritten.
         self._copies.wait()
-        with self._awake("weights", "states"):
+        with self._on_device("weights", "states"):
             parts, progress = self._parts(), self._progress()
             restored = load_state(
                 directory, parts=parts, progress=progress, layout=self._layout, verified=verified
@@ -204,8 +204,8 @@ class Backend:
         )
 
 
-class MasterBackend(Rests, Backend):
-    """Base of the backends with optimizers of ours, whose state can rest."""
+class MasterBackend(Offloadable, Backend):
+    """Base of the backends that use Lockstep's optimizers. Their state can be offloaded to the host."""
 
     _names: list[str]
     """Of the Parameters that are trained, in the optimizer's order."""
@@ -214,7 +214,7 @@ class MasterBackend(Rests, Backend):
     def __init__(self, config: TrainConfig, **parts: Any) -> None:
         super().__init__(config, **parts)
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
-        self._rests = {}
+        self._offloaded = {}
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Add the gradients of all micro-batches of one optimizer step.
@@ -247,9 +247,8 @@ class MasterBackend(Rests, Backend):
         return bool(self._pending)
 
     def _saved(self) -> None:
-        # What rests gives its memory back when the save returns, and the thread would read what is no longer
-        # there.
-        if self._rests:
+        # Offloaded tensors leave the device when the save returns, while the thread may still read them.
+        if self._offloaded:
             self._copies.wait()
 
     @abstractmethod
@@ -277,7 +276,7 @@ class MasterBackend(Rests, Backend):
             TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
                 recompiled more often than train.max_recompiles.
         """
-        with self._awake("weights"):
+        with self._on_device("weights"):
             update = self._updated()
         self.drop_gradients()
         self._step_is_done()
@@ -301,7 +300,7 @@ class MasterBackend(Rests, Backend):
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
         # A save in the background may still read the masters and states that are about to change.
         self._copies.wait()
-        with self._awake("states"):
+        with self._on_device("states"):
             self._optimizer.step([gradients.get(name) for name in self._names], lr=lr, scale=scale)
         return {"grad_norm": norm, "lr": lr}
 

@@ -21,7 +21,7 @@ from lockstep.models.lora import merged_state_dict
 from lockstep.observe import flight
 from lockstep.observe.metrics import Spans
 from lockstep.packing import Bucket, repack
-from lockstep.protocols.train import Reference, RestPart, StepStats, TokenLoss
+from lockstep.protocols.train import OffloadPart, Reference, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch, PreferenceBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.base import MasterBackend, compile_module
@@ -119,8 +119,8 @@ class LocalBackend(MasterBackend):
 
     def _score(self, model: Literal["policy", "ref"], batches: Sequence[PackedBatch]) -> list[Tensor]:
         results = []
-        used: RestPart = "ref" if model == "ref" and self._ref is not None else "weights"
-        with self._awake(used), torch.no_grad(), self._as_model(model) as outer, self._counting():
+        used: OffloadPart = "ref" if model == "ref" and self._ref is not None else "weights"
+        with self._on_device(used), torch.no_grad(), self._as_model(model) as outer, self._counting():
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
                     flight.note_micro_batch(index, batch.lengths)
@@ -140,7 +140,7 @@ class LocalBackend(MasterBackend):
         # Train mode only in here: scoring and the LoRA reference use the same module, and must not drop out.
         self.module.train()
         try:
-            with self._awake("weights"), self._counting():
+            with self._on_device("weights"), self._counting():
                 for index, batch in enumerate(batches):
                     with self._memory_errors_explained(index, batch, count=len(batches)):
                         flight.note_micro_batch(index, batch.lengths)
@@ -224,10 +224,10 @@ class LocalBackend(MasterBackend):
     def export(self, directory: Path) -> None:
         """Write a Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged. Raises
         ModelError."""
-        with self._awake("weights"):
+        with self._on_device("weights"):
             export_hf(self.module, self.model.tokenizer, directory)
 
-    def _tensors_of(self, part: RestPart) -> Iterable[Tensor]:
+    def _tensors_of(self, part: OffloadPart) -> Iterable[Tensor]:
         if part == "weights":
             return self.module.parameters()
         if part == "states":

@@ -28,7 +28,7 @@ from lockstep.models.lora import (
 from lockstep.observe import flight
 from lockstep.observe.metrics import Spans
 from lockstep.packing import ring_shard
-from lockstep.protocols.train import FinishSave, Reference, RestPart, StepStats, TokenLoss
+from lockstep.protocols.train import FinishSave, OffloadPart, Reference, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.base import (
@@ -167,8 +167,8 @@ class FSDP2Backend(MasterBackend):
     def _score(self, sharded: ShardedModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
         require_same_batches(batches, group=self.mesh.world, device=self.device)
         logprobs_of: dict[int, Tensor] = {}
-        used: RestPart = "ref" if sharded is self._frozen else "weights"
-        with self._awake(used), torch.no_grad(), sharded.resharded_after(), self._counting():
+        used: OffloadPart = "ref" if sharded is self._frozen else "weights"
+        with self._on_device(used), torch.no_grad(), sharded.resharded_after(), self._counting():
             for index, batch in self._assigned(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
                     flight.note_micro_batch(index, batch.lengths)
@@ -195,7 +195,7 @@ class FSDP2Backend(MasterBackend):
         root = self._policy.outer
         root.train()
         try:
-            with self._awake("weights"), self._policy.resharded_after(), self._counting():
+            with self._on_device("weights"), self._policy.resharded_after(), self._counting():
                 for position, (index, batch) in enumerate(assigned):
                     self._policy.last_backward(position == len(assigned) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
@@ -365,7 +365,7 @@ class FSDP2Backend(MasterBackend):
     def export(self, directory: Path) -> None:
         """Write a Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0
         writes as the weights are gathered. Raises ModelError, on every rank."""
-        with self._awake("weights"):
+        with self._on_device("weights"):
             export_tensors(
                 self.module,
                 self._whole_weights(),
@@ -374,7 +374,7 @@ class FSDP2Backend(MasterBackend):
                 dtype=self.model.dtype,
             )
 
-    def _tensors_of(self, part: RestPart) -> Iterable[Tensor]:
+    def _tensors_of(self, part: OffloadPart) -> Iterable[Tensor]:
         if part == "states":
             optimizer = self._optimizer
             return [] if optimizer is None else [*optimizer.masters, *optimizer.state().values()]

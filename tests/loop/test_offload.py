@@ -1,4 +1,4 @@
-"""Roles that sleep give their memory back between their calls, and change no number."""
+"""Offloaded roles free their memory between calls, and change no number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.loop.determinism import weights_hash
 from lockstep.loop.memory_plan import plan_memory
 from lockstep.loop.online import OnlineTrainer
 from lockstep.models.memory import phase_totals
-from lockstep.models.rest import Rest
+from lockstep.models.offload import OffloadedTensors
 
 PPO = TINY.replace('kind = "grpo"', 'kind = "ppo"')
 
@@ -41,22 +41,22 @@ ALL = {"algorithm__kl__coef": 0.05, "offload": ["policy", "ref", "value"]}
 def test_tensors_come_back_as_they_were_left() -> None:
     whole = torch.arange(24.0)
     tensors = [whole[:8].view(2, 4), whole, torch.arange(5), torch.empty(0)]
-    rest = Rest(tensors)
-    assert rest.bytes == 24 * 4 + 5 * 8
+    offloaded = OffloadedTensors(tensors)
+    assert offloaded.bytes == 24 * 4 + 5 * 8
     assert whole.untyped_storage().nbytes() == 0 and tensors[2].untyped_storage().nbytes() == 0
-    with rest.awake(), rest.awake():
+    with offloaded.on_device(), offloaded.on_device():
         assert whole.tolist() == list(range(24))
         tensors[0].mul_(2)
     assert whole.untyped_storage().nbytes() == 0
-    with rest.awake():
+    with offloaded.on_device():
         assert whole[:9].tolist() == [0, 2, 4, 6, 8, 10, 12, 14, 8]
         assert tensors[2].tolist() == list(range(5))
 
 
 def test_blocks_of_host_memory_are_filled_across_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.models.rest._BLOCK", 7)
+    monkeypatch.setattr("lockstep.models.offload._BLOCK", 7)
     tensors = [torch.arange(3), torch.arange(10, 15, dtype=torch.uint8), torch.arange(2.0)]
-    with Rest(tensors).awake():
+    with OffloadedTensors(tensors).on_device():
         assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2], [10, 11, 12, 13, 14], [0.0, 1.0]]
 
 
@@ -84,9 +84,9 @@ def test_a_run_whose_roles_sleep_has_the_same_bits(dtype: str, tmp_path: Path) -
             steps.append(trainer.update(trainer.sample(step).groups, step=step).metrics)
         folder = tmp_path / f"{dtype}-{len(sleep)}"
         folder.mkdir()
-        asleep = {name for name, size in held(parts).items() if not size}
+        offloaded = {name for name, size in held(parts).items() if not size}
         gone = {"policy states", "policy ref", "value weights", "value states"} if sleep else set()
-        assert asleep == gone | {"value ref"}
+        assert offloaded == gone | {"value ref"}
         hashes = parts.roles.save(folder)()
         parts.roles.load(folder)
         value = parts.value
@@ -134,25 +134,25 @@ def test_what_cannot_sleep_is_refused(overrides: dict[str, Any], text: str, says
 def test_the_plan_counts_sleeping_roles_in_their_turns_alone() -> None:
     device = torch.device("cuda")
     overrides = {**ALL, "model__dtype": "bfloat16"}
-    awake_all, asleep = (
+    resident, offloaded = (
         plan_memory(run_of(**{**overrides, "offload": sleep}), device=device)
         for sleep in ([], ALL["offload"])
     )
-    shape = awake_all.shape
-    before, after = phase_totals(awake_all.parts), phase_totals(asleep.parts)
+    shape = resident.shape
+    before, after = phase_totals(resident.parts), phase_totals(offloaded.parts)
     states, weights = 12 * shape.parameters, 2 * shape.parameters  # masters and two moments; bfloat16
-    value = next(p.bytes for p in awake_all.parts if p.name == "value model: parameters") // 2
+    value = next(p.bytes for p in resident.parts if p.name == "value model: parameters") // 2
     gone = states + weights + 2 * value + 12 * value
     assert before["always"] - after["always"] == gone
     assert after["host"] - before["host"] == gone
     # An update has the states of one role, and of the value model its weights as well.
     update = {
-        role: sum(part.bytes for part in awake_all.parts if (part.role, part.phase) == (role, "update"))
+        role: sum(part.bytes for part in resident.parts if (part.role, part.phase) == (role, "update"))
         for role in ("policy", "value")
     }
     assert after["update"] == max(update["policy"] + states, update["value"] + 14 * value)
-    assert asleep.peak_bytes < awake_all.peak_bytes
-    assert any("offload" in part.setting for part in awake_all.parts)
+    assert offloaded.peak_bytes < resident.peak_bytes
+    assert any("offload" in part.setting for part in resident.parts)
 
 
 def test_on_a_cpu_the_plan_is_the_same() -> None:

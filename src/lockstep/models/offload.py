@@ -1,8 +1,9 @@
-"""Tensors that give their memory on the device back while nobody uses them.
+"""Offload tensors to host memory while they are idle.
 
-The bytes go to host memory and the storages are resized to nothing, in place: whatever refers to the tensors
-(Parameters, views of them, FSDP2's shards, an optimizer) finds the same values when they are back. Between
-uses they must not be read. On a CPU there is nothing to gain: the copy takes what the tensors gave.
+The bytes are copied to host memory and the storages are resized to zero, in place: everything that refers to
+the tensors (Parameters, views of them, FSDP2's shards, an optimizer) finds the same values after they are
+restored. Between uses they must not be read. On a CPU this saves nothing: the copy takes the memory that it
+frees.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, UntypedStorage
 
-from lockstep.protocols.train import RestPart
+from lockstep.protocols.train import OffloadPart
 
 _BLOCK = 1 << 28
-"""Bytes of pinned memory that are taken at once: torch rounds an allocation up to a power of two."""
+"""Bytes of one allocation of pinned memory: torch rounds allocations up to a power of two."""
 
 
-class Rest:
-    """Tensors at rest, but for the time in `awake`.
+class OffloadedTensors:
+    """Tensors in host memory that return to their device inside `on_device`.
 
     Args:
-        tensors: of any dtype, on one device; those that share memory count once, empty ones not at all.
+        tensors: of any dtype, on one device. Tensors that share memory are moved once; empty ones are
+        skipped.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -37,29 +39,30 @@ class Rest:
                 storages[storage.data_ptr()] = storage
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self.bytes = sum(size for _, size in self._storages)
-        """What is given back."""
+        """Device memory that is freed."""
         # Pinned: from pageable memory the copy would go through
         # a staging buffer, at a fraction of the link's speed.
         pin = any(storage.device.type == "cuda" for storage, _ in self._storages)
         sizes = [_BLOCK] * (self.bytes // _BLOCK) + [self.bytes % _BLOCK]
         self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes if size]
         self._users = 0
-        self._lie_down()
+        self._to_host()
 
     @contextlib.contextmanager
-    def awake(self) -> Iterator[None]:
-        """Have the tensors on their device, with their values; changes are kept. May be nested."""
+    def on_device(self) -> Iterator[None]:
+        """Bring the tensors back to the device for the duration of the block. Reentrant; in-place updates are
+        kept."""
         if self._users == 0:
-            self._get_up()
+            self._to_device()
         self._users += 1
         try:
             yield
         finally:
             self._users -= 1
             if self._users == 0:
-                self._lie_down()
+                self._to_host()
 
-    def _lie_down(self) -> None:
+    def _to_host(self) -> None:
         # FSDP2 reads shards on streams of its own. Copies and the next use of the memory are on this one.
         if self._storages and self._storages[0][0].device.type == "cuda":
             torch.cuda.synchronize(self._storages[0][0].device)
@@ -71,7 +74,7 @@ class Rest:
                 # the storage, and find it filled again.
                 storage.resize_(0)
 
-    def _get_up(self) -> None:
+    def _to_device(self) -> None:
         for storage, size in self._storages:
             # On this stream, as are the copies below: torch's allocator orders reuse of the memory by stream.
             if storage.nbytes() < size:
@@ -80,7 +83,7 @@ class Rest:
             on_device.copy_(on_host, non_blocking=True)
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every byte once: the part of a block, and the part of a storage that it holds."""
+        """Yield each piece of host memory with the piece of a storage that it holds, every byte once."""
         block, used = 0, 0
         for storage, size in self._storages:
             # A view of bytes over the same storage, so that one copy serves tensors of any dtype and shape.
@@ -94,15 +97,15 @@ class Rest:
                 done, used = done + count, used + count
 
 
-class Rests(ABC):
-    """Base of the backends that can rest: they say which tensors a part has, and wake the parts that a call
-    uses."""
+class Offloadable(ABC):
+    """Base of backends that can offload their state. A subclass lists the tensors of each part, and wraps
+    each call in `_on_device` with the parts that it uses."""
 
     device: torch.device
-    _rests: dict[RestPart, Rest]
+    _offloaded: dict[OffloadPart, OffloadedTensors]
 
-    def rest(self, *parts: RestPart) -> None:
-        """See RestingBackend."""
+    def offload(self, *parts: OffloadPart) -> None:
+        """See OffloadableBackend."""
         weights = {_address(tensor) for tensor in self._tensors_of("weights")}
         found = {
             part: [
@@ -114,20 +117,20 @@ class Rests(ABC):
             ]
             for part in parts
         }
-        self._rests.update({part: Rest(tensors) for part, tensors in found.items()})
+        self._offloaded.update({part: OffloadedTensors(tensors) for part, tensors in found.items()})
 
     @contextlib.contextmanager
-    def _awake(self, *parts: RestPart) -> Iterator[None]:
-        """Have the tensors of these parts on their device, whether they rest or not."""
+    def _on_device(self, *parts: OffloadPart) -> Iterator[None]:
+        """Keep the tensors of these parts on the device for the duration of the block."""
         with contextlib.ExitStack() as stack:
             for part in parts:
-                if part in self._rests:
-                    stack.enter_context(self._rests[part].awake())
+                if part in self._offloaded:
+                    stack.enter_context(self._offloaded[part].on_device())
             yield
 
     @abstractmethod
-    def _tensors_of(self, part: RestPart) -> Iterable[Tensor]:
-        """The tensors of a part, some of which may be in host memory."""
+    def _tensors_of(self, part: OffloadPart) -> Iterable[Tensor]:
+        """Return the tensors of a part; some may be in host memory."""
 
 
 def _address(tensor: Tensor) -> int:
