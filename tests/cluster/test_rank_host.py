@@ -140,9 +140,9 @@ def test_the_driver_of_a_job_refuses_what_another_version_submitted(monkeypatch)
 WAITS = """
 import os
 from pathlib import Path
-from lockstep.ranks.reserve import await_turn
+from lockstep.ranks.warm_spares import await_promotion
 waited = "LOCKSTEP_TURN" in os.environ
-await_turn()
+await_promotion()
 print(waited, os.environ["GENERATION"], "LOCKSTEP_RESERVE" in os.environ)
 step = Path(os.environ["LOCKSTEP_COPIES"], "step-" + os.environ["GENERATION"])
 step.mkdir()

@@ -293,7 +293,7 @@ def test_a_killed_rank_is_healed_and_ctrl_c_then_saves_and_leaves_nothing(
     text = said.read_text()
     assert process.returncode == 130 and "train: interrupted" in text
     assert "rank 1 of 2 was killed by SIGKILL" in text
-    assert "; the run is healed from host memory at step " in text
+    assert "; the run is restarted from host memory at step " in text
     steps = [row["step"] for row in numbers(out)]
     assert steps == list(range(len(steps))), "none is there twice"
     assert json.loads((out / "summary.json").read_text())["restored_from"] == "memory"

@@ -51,8 +51,8 @@ from lockstep.observe.display import RunLog
 from lockstep.observe.lock import RunLock, process_start, read_owner
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks import process_group
-from lockstep.ranks.copy_folder import step_folder, whole_parts
 from lockstep.ranks.hang import examine
+from lockstep.ranks.in_memory_checkpoint import step_folder, whole_parts
 from lockstep.rollout.rewards import RewardSet
 from lockstep.train.fsdp2 import sharded_model
 from lockstep.transfer.buckets import BucketTransfer

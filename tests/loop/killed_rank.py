@@ -17,7 +17,7 @@ from lockstep.cli import train
 from lockstep.cli.main import main
 from lockstep.ranks.environment import TURN, recovery
 
-wait = train.await_turn
+wait = train.await_promotion
 
 
 def arm_here() -> None:
@@ -33,7 +33,7 @@ def arm_here() -> None:
 
 if __name__ == "__main__":
     if TURN in os.environ:
-        train.await_turn = arm_here
+        train.await_promotion = arm_here
     else:
         arm_here()
     sys.exit(main(sys.argv[1:]))

@@ -29,8 +29,8 @@ from lockstep.loop.copy_keeper import CopyKeeper
 from lockstep.loop.peer_copy import CopyRing, Keeper, PeerCopies
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
-from lockstep.ranks.copy_folder import part_files, whole_parts
 from lockstep.ranks.environment import COPIES, COPY_KEEPER
+from lockstep.ranks.in_memory_checkpoint import part_files, whole_parts
 from lockstep.wire.server_token import bearer
 
 SECONDS = 120

@@ -1,4 +1,4 @@
-"""Real ranks that are killed and healed from host memory end as those of a run that nobody disturbed."""
+"""Real ranks that are killed and restarted from host memory end as those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from loop_runs import OF_HEALING, everything, healed_toml
 from starting import lockstep
 
 from lockstep.observe.ledger import check_ledger
-from lockstep.ranks.heal import HealingRules, launch_healing
 from lockstep.ranks.launch import Launch
+from lockstep.ranks.restart import RestartRules, launch_with_restarts
 
 BACKEND = "lockstep.train.fsdp2.backend:FSDP2Backend"
 
@@ -62,9 +62,9 @@ def test_kills_at_every_place_leave_no_trace(folder: Path, monkeypatch: pytest.M
     command = [sys.executable, str(Path(__file__).with_name("killed_rank.py"))]
     command += ["train", "tiny.toml", "--ranks", "2", "--run-dir", "killed", "--cluster.peer-copy"]
     (folder / "memory").mkdir()
-    status = launch_healing(
+    status = launch_with_restarts(
         lambda logs: Launch(command, ranks=2, log_dir=logs, graceful=True, watch=300),
-        HealingRules(copy_dir=folder / "memory", max_restarts=4, run_dir=Path("killed")),
+        RestartRules(copy_dir=folder / "memory", max_restarts=4, run_dir=Path("killed")),
         log_dir=Path("killed/logs/ranks/first"),
     )
     assert status == 0 and not list((folder / "memory").iterdir())
@@ -95,6 +95,6 @@ def test_the_command_heals_a_rank_that_is_killed_or_stopped(folder: Path, action
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert not list(memory.iterdir())
     assert said in ended.stderr
-    assert "; the run is healed from host memory at step " in ended.stderr
+    assert "; the run is restarted from host memory at step " in ended.stderr
     found = assert_as_alone(folder, action)
     assert (found["restarts"], found["restored_from"], found["checkpoints_read"]) == (1, "memory", 0)

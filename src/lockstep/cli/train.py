@@ -38,11 +38,11 @@ from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
 from lockstep.processes.garbage import no_search_for_garbage
-from lockstep.ranks.copy_folder import PLACE, remove_leftovers
 from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS, in_launcher, recovery
-from lockstep.ranks.heal import HealingRules, launch_healing_ranks
+from lockstep.ranks.in_memory_checkpoint import PLACE, remove_leftovers
 from lockstep.ranks.launch import end_process, launch_ranks
-from lockstep.ranks.reserve import await_turn
+from lockstep.ranks.restart import RestartRules
+from lockstep.ranks.warm_spares import await_promotion
 
 if TYPE_CHECKING:
     from lockstep.ranks.context import RankContext
@@ -226,16 +226,16 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
     log_dir, own = folder / "logs" / "ranks" / started, ["train", *argv, *flags]
     watch = command.rank_timeout or WAIT_SECONDS
     again = f"--ranks {command.ranks}" if command.cluster is None else f"--cluster {command.cluster}"
-    healing = _healing(command, run_dir=folder, flags=again)
+    restarts = _restart_rules(command, run_dir=folder, flags=again)
     if command.cluster is not None:
-        status = _launch_on_cluster(command, own, log_dir=log_dir, healing=healing)
+        status = _launch_on_cluster(command, own, log_dir=log_dir, restarts=restarts)
     else:
         assert command.ranks is not None
         ranks = command.ranks
-        if healing is None:
+        if restarts is None:
             status = launch_ranks(own, ranks=ranks, timeout=None, log_dir=log_dir, graceful=True, watch=watch)
         else:
-            status = launch_healing_ranks(own, ranks=ranks, log_dir=log_dir, watch=watch, rules=healing)
+            status = restart_ranks(own, ranks=ranks, log_dir=log_dir, watch=watch, rules=restarts)
     _remove_left()
     if status == 2 and not (folder / "config.toml").exists():  # the message has been shown: nothing has begun
         _remove_logs(log_dir, folder)
@@ -263,17 +263,17 @@ def _remove_logs(log_dir: Path, run_dir: Path) -> None:
         folder.rmdir()
 
 
-def _healing(command: TrainCommand, *, run_dir: Path, flags: str) -> HealingRules | None:
+def _restart_rules(command: TrainCommand, *, run_dir: Path, flags: str) -> RestartRules | None:
     """Return the rules for restarting dead ranks; None: a death ends the run."""
     config = command.run.cluster
     if config is None or not config.peer_copy:
         return None
-    return HealingRules(
+    return RestartRules(
         copy_dir=config.copy_dir or PLACE,
         max_restarts=config.max_restarts,
         run_dir=run_dir.absolute(),
         each_node=command.cluster is not None and config.nodes > 1,
-        standby=config.warm_spares,
+        warm_spares=config.warm_spares,
         flags=flags,
         restart=command.restart,
     )
@@ -297,7 +297,7 @@ def _cluster_config(command: TrainCommand) -> ClusterConfig:
 
 
 def _launch_on_cluster(
-    command: TrainCommand, argv: Sequence[str], *, log_dir: Path, healing: HealingRules | None
+    command: TrainCommand, argv: Sequence[str], *, log_dir: Path, restarts: RestartRules | None
 ) -> int:
     from lockstep.cluster.jobs import launch_train
 
@@ -305,7 +305,7 @@ def _launch_on_cluster(
     config = _cluster_config(command)
     watch, command_line = command.rank_timeout or WAIT_SECONDS, ["-m", "lockstep", *argv]
     return launch_train(
-        command_line, config, provider=command.cluster, log_dir=log_dir, watch=watch, healing=healing
+        command_line, config, provider=command.cluster, log_dir=log_dir, watch=watch, restarts=restarts
     )
 
 
@@ -341,7 +341,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
 
     if TURN in os.environ:
         _import_loop(command.run)
-        await_turn()
+        await_promotion()
     restart = recovery()
     if restart is not None and restart.resume is not None and command.resume is None:
         command = dataclasses.replace(command, resume=restart.resume, restart=False)

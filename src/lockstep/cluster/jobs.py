@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.cluster.launch import check_nodes, launch_healing_on, launch_on
+from lockstep.cluster.launch import check_nodes, launch_on, launch_on_with_restarts
 from lockstep.cluster.rank_host import check_submitter, submitter, travelling
 from lockstep.cluster.ray import RayProvider, check_token
 from lockstep.cluster.ray_head import ClusterError, import_ray, local_cluster
@@ -42,7 +42,7 @@ from lockstep.errors import ConfigError, DataError, TrainError
 from lockstep.observe.files import cache_root, check_inside, file_errors, open_plain
 from lockstep.observe.text import printable
 from lockstep.protocols.cluster import Node, Placement
-from lockstep.ranks.heal import HealingRules
+from lockstep.ranks.restart import RestartRules
 
 RUN_FILE = "run.toml"
 """In the folder that travels."""
@@ -434,13 +434,13 @@ def launch_train(
     provider: str,
     log_dir: Path,
     watch: float,
-    healing: HealingRules | None = None,
+    restarts: RestartRules | None = None,
 ) -> int:
     """Run `python ARGV` as every rank that `config` says, and wait for all; their status.
 
     Args:
         watch: as of lockstep.ranks.launch.launch_ranks.
-        healing: None: a rank that dies ends the run.
+        restarts: None: a rank that dies ends the run.
         provider: local: Ray is started on this machine for this run alone; auto: the one that runs.
 
     Raises:
@@ -459,8 +459,8 @@ def launch_train(
         ray = stack.enter_context(contextlib.closing(RayProvider(address, config=config, log_dir=log_dir)))
         placement = placement_of(config)
         check_nodes(ray, placement)
-        if healing is not None:
-            return launch_healing_on(
-                ray, argv, placement=placement, log_dir=log_dir, watch=watch, rules=healing
+        if restarts is not None:
+            return launch_on_with_restarts(
+                ray, argv, placement=placement, log_dir=log_dir, watch=watch, rules=restarts
             )
         return launch_on(ray, argv, placement=placement, log_dir=log_dir, graceful=True, watch=watch)

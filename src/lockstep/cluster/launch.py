@@ -21,8 +21,8 @@ from lockstep.processes.child import Child, end
 from lockstep.protocols.cluster import Answers, Node, Placement, Provider, RankEnded, World
 from lockstep.ranks.environment import RESERVE
 from lockstep.ranks.hang import HangReport, diagnose, rank_states
-from lockstep.ranks.heal import HealingRules, launch_healing
 from lockstep.ranks.launch import Launch, signals_raised
+from lockstep.ranks.restart import RestartRules, launch_with_restarts
 from lockstep.ranks.watchdog import Counts, Signs, signs
 
 T = TypeVar("T")
@@ -54,23 +54,23 @@ def launch_on(
         return launch.run(None)
 
 
-def launch_healing_on(
+def launch_on_with_restarts(
     provider: Provider,
     argv: Sequence[str],
     *,
     placement: Placement,
     log_dir: Path,
     watch: float,
-    rules: HealingRules,
+    rules: RestartRules,
 ) -> int:
-    """As `launch_on`, gracefully, and heal."""
+    """As `launch_on`, gracefully, and restart the ranks after a death."""
 
     def make(logs: Path) -> Launch:
         return _ProviderLaunch(
             argv, provider=provider, placement=placement, log_dir=logs, graceful=True, watch=watch
         )
 
-    return launch_healing(make, rules, log_dir=log_dir)
+    return launch_with_restarts(make, rules, log_dir=log_dir)
 
 
 class _ProviderLaunch(Launch):

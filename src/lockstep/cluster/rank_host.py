@@ -27,7 +27,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.copy_keeper import CopyKeeper
 from lockstep.processes.child import Child, end
 from lockstep.ranks.environment import COPIES, COPY_PLACE, RESERVE
-from lockstep.ranks.reserve import Reserve
+from lockstep.ranks.warm_spares import WarmSpares
 from lockstep.version import __version__
 
 CHUNK = 40_000
@@ -92,9 +92,9 @@ class NodeHost:
         self._address = address
         self._hosts = [RankHost() for _ in range(ranks)]
         self._keeper: CopyKeeper | None = None
-        self._reserve: Reserve | None = None
+        self._spares: WarmSpares | None = None
         self._next: dict[int, RankHost] = {}
-        """Hosts of what waits in the reserve, by local rank."""
+        """Hosts of the warm spares, by local rank."""
         self._starting = threading.Lock()
 
     def host(self, local_rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -120,14 +120,14 @@ class NodeHost:
             refills = RESERVE in env[0]
             ours = (COPY_PLACE, RESERVE)
             environments = [{n: v for n, v in own.items() if n not in ours} | more for own in env]
-            if self._reserve is not None and str(self._reserve.folder) != environments[0].get(COPIES):
-                self._reserve.close()  # the keeper of copies was another one, and the pipes went with it
-                self._reserve = None
-            waited = {} if self._reserve is None else self._reserve.take(environments)
-            self._hosts = [self._next[rank] if rank in waited else RankHost() for rank in range(len(env))]
+            if self._spares is not None and str(self._spares.folder) != environments[0].get(COPIES):
+                self._spares.close()  # the keeper of copies was another one, and the pipes went with it
+                self._spares = None
+            promoted = {} if self._spares is None else self._spares.promote(environments)
+            self._hosts = [self._next[rank] if rank in promoted else RankHost() for rank in range(len(env))]
             self._next = {}
             for rank, (host, environment) in enumerate(zip(self._hosts, environments, strict=True)):
-                if rank not in waited:
+                if rank not in promoted:
                     host.start(argv, environment, **how)
 
             def spawn(local_rank: int, environment: Mapping[str, str]) -> Child:
@@ -137,8 +137,8 @@ class NodeHost:
                 return host.child
 
             if refills:
-                self._reserve = self._reserve or Reserve(Path(environments[0][COPIES]))
-                self._reserve.refill(spawn, environments)
+                self._spares = self._spares or WarmSpares(Path(environments[0][COPIES]))
+                self._spares.refill(spawn, environments)
 
     def _environment_of_copies(self, place: Path) -> dict[str, str]:
         if self._keeper is not None:
@@ -150,8 +150,8 @@ class NodeHost:
 
     def close(self) -> None:
         """End what waits here, and remove the node's copies."""
-        if self._reserve is not None:
-            self._reserve.close()
+        if self._spares is not None:
+            self._spares.close()
         if self._keeper is not None:
             self._keeper.close()
 

@@ -71,7 +71,7 @@ class RayProvider:
         if address == "auto":
             address = _auto_address()
         self._ray, self._config, self.log_dir = ray, config, log_dir
-        self._heals = config.peer_copy and config.nodes > 1
+        self._restarts = config.peer_copy and config.nodes > 1
         """Whether places, and the copies in their memory, are kept from one world to the next."""
         self._group: Any = None
         self._actors: list[Any] = []
@@ -114,7 +114,7 @@ class RayProvider:
             ConfigError: there is no such place, or what is installed there differs.
             ClusterError: a rank's actor died, or no node is free in the place of one that has died.
         """
-        healing = bool(self._actors)
+        restarted = bool(self._actors)
         until: float | None = None
         while True:
             if self._group is None:
@@ -125,7 +125,7 @@ class RayProvider:
             try:
                 return self._start(placement, env, argv)
             except ClusterError as lost:
-                if not healing or time.monotonic() > until:
+                if not restarted or time.monotonic() > until:
                     raise
                 echo(f"lockstep: {lost}; trying again", file=sys.stderr)
                 time.sleep(_RETRY_SECONDS)
@@ -264,7 +264,7 @@ class RayProvider:
             self.wait(world, deadline - time.monotonic())
             for _ in self.watch(world):
                 pass
-        if self._heals:
+        if self._restarts:
             for member in world.members:
                 if member.answer is not None and member.ended is None:
                     self._kill(member.actor)  # a rank that cannot be ended: its place is not used again

@@ -7,10 +7,10 @@
     PUT  /step-000003/NAME         keeps a file; {"sha256"} is of what has come
     GET  /step-000003/NAME         the file
 
-`python -m lockstep.loop.copy_keeper PLACE ADDRESS` makes the folder (lockstep.ranks.copy_folder) and removes
-it when its stdin closes: whatever ends the host, by SIGKILL too. Each line of stdin begins a generation of
-ranks: from then on only those are answered who know the token that is printed then, so that a rank of the
-generation before, on a node that was thought dead, can change nothing. It loads no torch.
+`python -m lockstep.loop.copy_keeper PLACE ADDRESS` makes the folder (lockstep.ranks.in_memory_checkpoint) and
+removes it when its stdin closes, which also happens if the host is killed. Each line of stdin begins a
+restart of the ranks and prints a new token. Requests with the tokens of earlier restarts are rejected, so
+that an old rank on a node that was thought dead can change nothing. It loads no torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from typing import Any, Protocol
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.processes.supervisor import name_process
-from lockstep.ranks.copy_folder import copy_folder, is_copied_file
 from lockstep.ranks.environment import COPIES, COPY_KEEPER
+from lockstep.ranks.in_memory_checkpoint import copy_folder, is_copied_file
 from lockstep.wire.server_token import TokenHandler, bearer
 
 CHUNK = 1 << 20

@@ -1,9 +1,9 @@
 """Copies of a run's state in host memory, one after each step, which outlive its ranks.
 
 A copy is what a checkpoint of that step holds, written by the same code into a folder in memory
-(lockstep.ranks.copy_folder), in a thread, while the next step goes on. Ranks agree on nothing when a copy is
-done: each says by a file of its own that its part is complete, and a step counts when all have said so. At
-most two are there: the last that counts, and the one that is being written.
+(lockstep.ranks.in_memory_checkpoint), in a thread, while the next step goes on. Ranks agree on nothing when a
+copy is done: each says by a file of its own that its part is complete, and a step counts when all have said
+so. At most two are there: the last that counts, and the one that is being written.
 
 On several nodes each has a folder of its own, and a rank's part is complete when it is in its own node's and
 in the next one's (lockstep.loop.peer_copy): so a step that counts outlives any one node.
@@ -33,7 +33,8 @@ from lockstep.observe.text import printable
 from lockstep.protocols import Saved
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
-from lockstep.ranks.copy_folder import (
+from lockstep.ranks.environment import COPIES, COPY_KEEPER, Recovery, recovery
+from lockstep.ranks.in_memory_checkpoint import (
     CopiedFile,
     complete,
     part_files,
@@ -43,7 +44,6 @@ from lockstep.ranks.copy_folder import (
     step_folder,
     whole_parts,
 )
-from lockstep.ranks.environment import COPIES, COPY_KEEPER, Recovery, recovery
 from lockstep.train.state.index import read_index
 
 _WRITE_SECONDS = 600.0

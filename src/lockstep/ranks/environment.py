@@ -24,24 +24,24 @@ BACKSTOP_SECONDS = 30.0
 WAIT_SECONDS = 1800.0
 """How long a rank of a training run waits for another unless set otherwise; long enough for slow rewards."""
 COPIES = "LOCKSTEP_COPIES"
-"""In the environment of ranks that are healed (cluster.peer_copy): the folder for copies of their state
-(lockstep.ranks.copy_folder)."""
+"""In the environment of ranks that are restarted after a death (cluster.peer_copy): the folder for copies of
+their state (lockstep.ranks.in_memory_checkpoint)."""
 COPY_PLACE = "LOCKSTEP_COPY_PLACE"
-"""In the environment of ranks on several nodes that are healed, until their node's host has seen it: where it
+"""In the environment of such ranks on several nodes, until their node's host has read it: where the host
 makes such a folder in the node's own memory (lockstep.loop.copy_keeper)."""
 COPY_KEEPER = "LOCKSTEP_COPY_KEEPER"
 """In the environment of those ranks: address, port and token, as JSON, of the process that keeps the folder
 of their node. Taken from there at the start, so that nothing that a rank starts inherits it."""
 RESERVE = "LOCKSTEP_RESERVE"
-"""In the environment of ranks on a cluster that are healed, until their node's host has seen it: processes
-are to wait there to take the ranks' places (lockstep.ranks.reserve)."""
+"""In the environment of such ranks on a cluster, until their node's host has read it: keep warm spares there
+(lockstep.ranks.warm_spares)."""
 TURN = "LOCKSTEP_TURN"
-"""In the environment of a process that waits so: the named pipe on which it hears that it is a rank."""
+"""In the environment of a spare: the named pipe that tells it which rank it becomes."""
 RESTART = "LOCKSTEP_RESTART"
-"""In the environment of ranks that were started again after a death: lockstep.ranks.environment.Recovery."""
+"""In the environment of ranks that were restarted after a death: lockstep.ranks.environment.Recovery."""
 
 
-# What a rank that was started again knows of the death that it heals, and how long each phase has taken.
+# What a restarted rank knows of the death before it, and how long each phase of the restart has taken.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,28 +53,28 @@ class Recovery:
     most: int
     """cluster.max_restarts."""
     run_dir: str | None
-    """The run to go on with; None: it had not begun."""
+    """The run to resume; None: it had not begun."""
     died: float
-    """Unix seconds, as the launcher saw it."""
+    """When the launcher noticed the death, in Unix seconds."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds from the end of the phase before, or from the death."""
+    """Seconds since the end of the previous phase, or since the death."""
 
     @property
     def resume(self) -> Path | None:
-        """The folder of the run to go on with."""
+        """The folder of the run to resume."""
         return None if self.run_dir is None else Path(self.run_dir)
 
     @property
     def seconds(self) -> float:
-        """From the death to the end of the last phase."""
+        """Seconds from the death to the end of the last phase."""
         return sum(self.phases.values())
 
     def mark(self, phase: str) -> None:
-        """Note that a phase ends now."""
+        """Record that a phase ends now."""
         self.phases[phase] = time.time() - self.died - self.seconds
 
     def environment(self) -> dict[str, str]:
-        """What the ranks that are started now get."""
+        """Return the environment that tells new ranks about the restart."""
         return {RESTART: json.dumps(asdict(self))}
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Recovery:
 
 @functools.cache
 def recovery() -> Recovery | None:
-    """Return the restart that this process belongs to; None: it is of the first start."""
+    """Return the restart that this process belongs to; None: the first start."""
     text = os.environ.get(RESTART)
     return None if text is None else Recovery(**json.loads(text))
 

@@ -34,7 +34,7 @@ from lockstep.observe.text import echo
 from lockstep.processes.child import AT_ONCE, Child, describe_status, end
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET, in_launcher, threads_per_rank
 from lockstep.ranks.hang import OUT_OF_STEP, HangReport, examine
-from lockstep.ranks.reserve import Reserve
+from lockstep.ranks.warm_spares import WarmSpares
 from lockstep.ranks.watchdog import Counts, Signs, Watchdog, name_recording, signs
 
 ENDED_KEY = "lockstep/ended/{rank}"
@@ -57,8 +57,8 @@ _GRACE_SECONDS = 12.0
 _CLOSE_SECONDS = 8.0
 """Then the time between SIGTERM and SIGKILL."""
 _TRACEBACK_LINES = 40
-RESERVE_LOGS = "reserve"
-"""Folder beside those of the ranks' logs: what the processes say that wait to be ranks."""
+SPARE_LOGS = "reserve"
+"""Folder beside the ranks' logs: the logs of warm spares."""
 HANG_FILE = "hang.json"
 """In the folder of the ranks' logs: the report of a hang (lockstep.ranks.hang.HangReport)."""
 _WAITED = ("RankError", "Desync")
@@ -219,18 +219,18 @@ class Launch:
         self.ended: dict[int, int] = {}
         self.stopped: set[int] = set()
         self._closed = False
-        self.heals = False
-        """A death that came from outside is left to `death`, for who starts the ranks again."""
+        self.restarts = False
+        """Whether a death from outside is reported by `death`, so that the caller restarts the ranks."""
         self.death: str | None = None
-        """What such a death was, for a line; None: the ranks ended otherwise."""
+        """A line about such a death; None: the ranks ended otherwise."""
         self.died = 0.0
-        """When it was seen, in Unix seconds."""
+        """When it was noticed, in Unix seconds."""
         self.extra: dict[str, str] = {}
-        """More environment of all ranks."""
-        self.reserve: Reserve | None = None
-        """Where processes wait to be ranks, from the launch before this one."""
+        """More environment variables of all ranks."""
+        self.spares: WarmSpares | None = None
+        """Spares from the previous launch."""
         self.refills = False
-        """Whether others are to wait there for the next one."""
+        """Whether to start spares for the next launch."""
         self.flights = log_dir.absolute()
         """The folder of the ranks' flight records, on each machine."""
         self._watchdog = None if watch is None else Watchdog(self.look, seconds=watch)
@@ -257,22 +257,22 @@ class Launch:
     def start(self) -> None:
         """Start every rank."""
         environments = [self.environment(rank) for rank in range(self.ranks)]
-        waited = {} if self.reserve is None else self.reserve.take(environments)
-        apart = self.log_dir.with_name(RESERVE_LOGS)
+        promoted = {} if self.spares is None else self.spares.promote(environments)
+        apart = self.log_dir.with_name(SPARE_LOGS)
         for rank, environment in enumerate(environments):
-            if rank in waited:
+            if rank in promoted:
                 for path in _logs(apart, rank):
                     path.replace(self.log_dir / path.name)
-                self._children.append(waited[rank])
+                self._children.append(promoted[rank])
             else:
-                for path in filter(Path.exists, _logs(apart, rank)):  # of one that has failed: it says why
+                for path in filter(Path.exists, _logs(apart, rank)):  # the log of a spare that has failed
                     path.replace(self.log_dir / f"reserve-{path.name}")
                 self._children.append(self._spawn(self.log_dir, rank, environment))
             if rank == 0:
                 self.show(*_logs(self.log_dir, rank))
-        if self.reserve is not None and self.refills:
+        if self.spares is not None and self.refills:
             apart.mkdir(exist_ok=True)
-            self.reserve.refill(functools.partial(self._spawn, apart), environments)
+            self.spares.refill(functools.partial(self._spawn, apart), environments)
 
     def _spawn(self, logs: Path, rank: int, environment: Mapping[str, str]) -> Child:
         out, err = _logs(logs, rank)
@@ -323,7 +323,7 @@ class Launch:
                 return self._end_after_failure()
             if self._watchdog is not None and self._watchdog.stalled():
                 self._examine()
-                if self.heals and self.passed_on is None:
+                if self.restarts and self.passed_on is None:
                     self.died = time.time()
                     self.death = f"no rank has made progress for {self._watchdog.seconds:g} s"
                     self.send_signal(AT_ONCE)  # a stopped one hears nothing else
@@ -337,18 +337,18 @@ class Launch:
 
     def _end_after_failure(self) -> int:
         """End the others; the status of the rank that failed first."""
-        self.died, heals = time.time(), self.heals and self.passed_on is None
-        if heals and min(self.ended.values()) < 0:
+        self.died, restarts = time.time(), self.restarts and self.passed_on is None
+        if restarts and min(self.ended.values()) < 0:
             self.send_signal(AT_ONCE)  # the cause is known, and they would wait for the dead one
         else:
             self._examine()  # while the others are where they are
             self._grace(_GRACE_SECONDS)
         self._stop()
-        self.death = self._death() if heals else None
+        self.death = self._death() if restarts else None
         return self.explain_failure() if self.death is None else self.ends()[0].shell_status
 
     def _death(self) -> str | None:
-        """What ended the ranks, if it was nothing that they did themselves and would do again."""
+        """Return what ended the ranks; None: an error of their own, which would happen again."""
         first = self.ends()[0]
         error = first.error or {}
         own = first.status > 0 if first.error is None else not (error.get("peer") or error.get("outside"))

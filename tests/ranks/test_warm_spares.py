@@ -16,20 +16,20 @@ import pytest
 from starting import until
 
 from lockstep.processes.child import Child
-from lockstep.ranks.heal import HealingRules, launch_healing
 from lockstep.ranks.launch import Launch
-from lockstep.ranks.reserve import Reserve
+from lockstep.ranks.restart import RestartRules, launch_with_restarts
+from lockstep.ranks.warm_spares import WarmSpares
 
 RANK = """
 import json, os, psutil, signal, sys, time
 from pathlib import Path
-from lockstep.ranks.reserve import await_turn
+from lockstep.ranks.warm_spares import await_promotion
 waited = "LOCKSTEP_TURN" in os.environ
 if waited:
     Path(sys.argv[1], "waits-" + os.environ["RANK"]).write_text(str(os.getppid()))
     if sys.argv[2] == "fails":
         sys.exit("it cannot be imported")
-await_turn()
+await_promotion()
 rank, copies = os.environ["RANK"], Path(os.environ["LOCKSTEP_COPIES"])
 number = json.loads(os.environ.get("LOCKSTEP_RESTART", '{"number": 0}'))["number"]
 line = {"rank": rank, "number": number, "waited": waited, "port": os.environ["MASTER_PORT"]}
@@ -53,13 +53,13 @@ if number == 0:
 """
 
 
-def heal(folder: Path, what: str, *, standby: bool = True) -> list[dict[str, object]]:
+def heal(folder: Path, what: str, *, spares: bool = True) -> list[dict[str, object]]:
     """Two ranks, of which one is killed; what each rank of both generations saw."""
     (folder / "memory").mkdir()
     command = [sys.executable, "-c", RANK, str(folder), what]
-    status = launch_healing(
+    status = launch_with_restarts(
         lambda logs: Launch(command, ranks=2, log_dir=logs, graceful=True),
-        HealingRules(copy_dir=folder / "memory", max_restarts=1, run_dir=folder / "run", standby=standby),
+        RestartRules(copy_dir=folder / "memory", max_restarts=1, run_dir=folder / "run", warm_spares=spares),
         log_dir=folder / "logs" / "first",
     )
     assert status == 0
@@ -84,24 +84,24 @@ def test_who_waits_takes_the_place_of_a_rank_with_its_environment_and_its_log(tm
 def test_why_one_that_waited_has_failed_is_kept(tmp_path: Path) -> None:
     seen = heal(tmp_path, "fails")
     assert [line["waited"] for line in seen] == [False] * 4
-    kept = tmp_path / "logs" / "first-restart-1" / "reserve-rank-1.err.log"
+    kept = tmp_path / "logs" / "first-restart-1" / "spares-rank-1.err.log"
     assert kept.read_text() == "it cannot be imported\n"
-    assert not (tmp_path / "logs" / "reserve").exists()
+    assert not (tmp_path / "logs" / "spares").exists()
 
 
-@pytest.mark.parametrize(("what", "standby"), [("none", True), ("alone", False)])
-def test_nobody_waits_without_a_copy_or_where_it_is_set_so(tmp_path: Path, what: str, standby: bool) -> None:
-    assert not any(line["waited"] for line in heal(tmp_path, what, standby=standby))
+@pytest.mark.parametrize(("what", "spares"), [("none", True), ("alone", False)])
+def test_nobody_waits_without_a_copy_or_where_it_is_set_so(tmp_path: Path, what: str, spares: bool) -> None:
+    assert not any(line["waited"] for line in heal(tmp_path, what, spares=spares))
     assert not list(tmp_path.glob("waits-*"))
 
 
 def spawn(rank: int, environment: Mapping[str, str]) -> Child:
-    program = "import json, os; from lockstep.ranks.reserve import await_turn; await_turn()"
+    program = "import json, os; from lockstep.ranks.warm_spares import await_promotion; await_promotion()"
     program += "; print(json.dumps(dict(os.environ)))"
     return Child([sys.executable, "-c", program], env={**os.environ, **environment}, output=rank)
 
 
-def filled(reserve: Reserve, folder: Path, *outputs: int) -> list[Child]:
+def filled(spares: WarmSpares, folder: Path, *outputs: int) -> list[Child]:
     """Let a process wait for each of these descriptors, which stand for ranks."""
     children: list[Child] = []
 
@@ -109,7 +109,7 @@ def filled(reserve: Reserve, folder: Path, *outputs: int) -> list[Child]:
         children.append(spawn(outputs[rank], environment))
         return children[-1]
 
-    reserve.refill(kept, [{"OLD": "1", "BOTH": "1"} for _ in outputs])
+    spares.refill(kept, [{"OLD": "1", "BOTH": "1"} for _ in outputs])
     (folder / "step-000001").mkdir()
     (folder / "step-000001" / "complete-0.json").touch()
     deadline = time.monotonic() + 60
@@ -120,9 +120,9 @@ def filled(reserve: Reserve, folder: Path, *outputs: int) -> list[Child]:
 
 def test_the_environment_is_that_of_its_turn(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    with Reserve(tmp_path) as reserve:
-        filled(reserve, tmp_path, writer)
-        taken = reserve.take([{"BOTH": "2", "NEW": "3"}])
+    with WarmSpares(tmp_path) as spares:
+        filled(spares, tmp_path, writer)
+        taken = spares.promote([{"BOTH": "2", "NEW": "3"}])
         os.close(writer)
         with os.fdopen(reader) as pipe:
             environment = json.loads(pipe.read())
@@ -132,25 +132,25 @@ def test_the_environment_is_that_of_its_turn(tmp_path: Path) -> None:
 
 
 def test_one_that_has_ended_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Reserve(tmp_path) as reserve:
-        children = filled(reserve, tmp_path, subprocess.DEVNULL, subprocess.DEVNULL)
+    with WarmSpares(tmp_path) as spares:
+        children = filled(spares, tmp_path, subprocess.DEVNULL, subprocess.DEVNULL)
         supervisor = psutil.Process(children[1].pid)
         while not (programs := supervisor.children()):
             time.sleep(0.02)
         programs[0].kill()
         assert children[1].wait(60) == -signal.SIGKILL
-        assert [*reserve.take([{}, {}])] == [0]
+        assert [*spares.promote([{}, {}])] == [0]
     assert "take the place of rank 1 was killed by SIGKILL" in capfd.readouterr().err
 
 
 def test_the_end_ends_who_waits(tmp_path: Path) -> None:
-    with Reserve(tmp_path) as reserve:
-        (child,) = filled(reserve, tmp_path, subprocess.DEVNULL)
+    with WarmSpares(tmp_path) as spares:
+        (child,) = filled(spares, tmp_path, subprocess.DEVNULL)
         assert child.poll() is None
     assert child.poll() is not None
     started: list[int] = []
-    with Reserve(tmp_path) as reserve:  # the copy that is there is of the generation before
-        reserve.refill(lambda rank, _: started.append(rank), [{}])
+    with WarmSpares(tmp_path) as spares:  # the copy that is there is of the generation before
+        spares.refill(lambda rank, _: started.append(rank), [{}])
         time.sleep(1.5)
     assert not started
 
@@ -161,10 +161,10 @@ def test_one_that_cannot_be_started_is_told_and_done_without(
     def fails(rank: int, environment: Mapping[str, str]) -> Child:
         raise OSError(12, "Cannot allocate memory")
 
-    with Reserve(tmp_path) as reserve:
-        reserve.refill(fails, [{}])
+    with WarmSpares(tmp_path) as spares:
+        spares.refill(fails, [{}])
         (tmp_path / "step-000001").mkdir()
         (tmp_path / "step-000001" / "complete-0.json").touch()
-        until(lambda: not reserve._thread.is_alive())
-        assert reserve.take([{}]) == {}
-    assert "nothing waits to take the place of rank 0: [Errno 12]" in capfd.readouterr().err
+        until(lambda: not spares._thread.is_alive())
+        assert spares.promote([{}]) == {}
+    assert "no spare for rank 0: [Errno 12]" in capfd.readouterr().err

@@ -1,13 +1,13 @@
-"""The folder in memory to which ranks copy their state after each step, so that it outlives them.
+"""Checkpoints in memory: after each step the ranks copy their state to a folder that outlives them.
 
     /dev/shm/lockstep-copies-x1y2z3ab/     the launcher's, mode 0700, removed at the end
       step-000003/                         what a checkpoint of step 3 holds
         complete-0.json, complete-1.json   which files a rank has written, their sizes and, on several nodes,
                                            their sha256; written last
 
-A step counts when all ranks have completed it. The launcher holds a lock on the folder: one that nobody holds
-was left by a launcher that was killed, and is removed by the next one. On several nodes each has such a
-folder (lockstep.loop.copy_keeper), which also holds the parts of other nodes' ranks.
+A step counts when all ranks have completed it. The launcher holds a lock on the folder: a folder without a
+lock was left by a launcher that was killed, and the next launcher removes it. On several nodes each node has
+such a folder (lockstep.loop.copy_keeper), which also holds parts of the ranks of other nodes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lockstep.observe.lock import SHARED_MEMORY
 
 PLACE = SHARED_MEMORY
 LEAST_BYTES = 2**24
-"""Free at the start, at least; how much is needed is known once the model is loaded."""
+"""Least free memory at the start; the amount needed is known once the model is loaded."""
 _PREFIX = "lockstep-copies-"
 _STEP = re.compile(r"step-(\d{6,12})")
 _FILE = re.compile(r"(?:[a-z_]{1,40}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}")
-"""Of a role in its folder, or of the policy."""
+"""A file of the policy, or of another role in its folder."""
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def copy_folder(place: Path) -> Iterator[Path]:
     """Make a folder for the copies of one run, and remove it at the end.
 
     Raises:
-        ConfigError: `place` is no folder, cannot be written, or is full.
+        ConfigError: `place` is not a folder, not writable, or full.
     """
     _check_place(place)
     remove_leftovers(place)

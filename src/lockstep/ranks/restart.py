@@ -1,12 +1,12 @@
-"""Start all ranks again when one has died: they go on from copies of their state in host memory.
+"""Restart all ranks after one has died; they continue from copies of their state in host memory.
 
-    rules = HealingRules(copy_dir=Path("/dev/shm"), max_restarts=3, run_dir=Path("runs/a"))
-    status = launch_healing(lambda logs: Launch(command, ranks=2, log_dir=logs), rules, log_dir=Path("logs"))
+    rules = RestartRules(copy_dir=Path("/dev/shm"), max_restarts=3, run_dir=Path("runs/a")) status =
+    launch_with_restarts(lambda logs: Launch(command, ranks=2, log_dir=logs), rules, log_dir=Path("logs"))
 
-Processes are restarted, the state survives: nothing is rebuilt inside of a process whose CUDA context, NCCL
-communicators and compiled graphs a death has left in a state that nobody knows. Each start is a generation of
-its own, with a new store and a new secret. What heals is a death that came from outside: a signal, a hang,
-a node that is gone. A rank that ends with an error of its own would do so again, and ends the run.
+The processes are replaced and only the state survives: a death leaves the CUDA contexts, NCCL communicators
+and compiled graphs of the other ranks in an unknown state, so nothing is rebuilt inside them. Each start has
+its own store and secret. Ranks are restarted after a death from outside: a signal, a hang, a lost node. An
+error that a rank raises itself would happen again, so it ends the run.
 """
 
 from __future__ import annotations
@@ -21,51 +21,53 @@ from pathlib import Path
 from lockstep.errors import LockstepError
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
-from lockstep.ranks.copy_folder import committed_steps, copy_folder
 from lockstep.ranks.environment import COPIES, COPY_PLACE, Recovery
-from lockstep.ranks.launch import RESERVE_LOGS, Launch, LaunchInterrupted, check_launch, signals_raised
-from lockstep.ranks.reserve import Reserve
+from lockstep.ranks.in_memory_checkpoint import committed_steps, copy_folder
+from lockstep.ranks.launch import SPARE_LOGS, Launch, LaunchInterrupted, check_launch, signals_raised
+from lockstep.ranks.warm_spares import WarmSpares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HealingRules:
+class RestartRules:
     """What a launch may do about a death."""
 
     copy_dir: Path
-    """Where the folder for the copies is made."""
+    """Parent of the folder for the copies."""
     max_restarts: int
     run_dir: Path
-    """The run's folder, or where it will be."""
+    """The run's folder, which need not exist yet."""
     each_node: bool = False
-    """Whether each node makes that folder, in its own memory; False: the launcher, on this machine."""
-    standby: bool = True
-    """Whether processes wait to take the ranks' places."""
+    """Whether each node makes that folder in its own memory; False: the launcher makes it, on this
+    machine."""
+    warm_spares: bool = True
+    """Whether to keep a spare process per rank."""
     flags: str = ""
-    """What the command that goes on with the run needs besides its folder, for the user."""
+    """Flags of the command that resumes the run, for messages."""
     restart: bool = False
-    """Whether the ranks begin a run again that is there: it has begun when they have written its config."""
+    """Whether the ranks start an existing run over (--restart); then it has begun once they rewrite its
+    config."""
 
 
-def launch_healing_ranks(
-    argv: Sequence[str], *, ranks: int, log_dir: Path, watch: float, rules: HealingRules
+def restart_ranks(
+    argv: Sequence[str], *, ranks: int, log_dir: Path, watch: float, rules: RestartRules
 ) -> int:
     """Run `python -m lockstep ARGV` as lockstep.ranks.launch.launch_ranks does, gracefully and watched, and
-    heal."""
+    restart the ranks after a death."""
     check_launch(ranks, log_dir)
     command = [sys.executable, "-u", "-m", "lockstep", *argv]
 
     def make(logs: Path) -> Launch:
         return Launch(command, ranks=ranks, log_dir=logs, graceful=True, watch=watch)
 
-    return launch_healing(make, rules, log_dir=log_dir)
+    return launch_with_restarts(make, rules, log_dir=log_dir)
 
 
-def launch_healing(make: Callable[[Path], Launch], rules: HealingRules, *, log_dir: Path) -> int:
-    """Launch ranks, and launch them again after a death, up to `max_restarts` times.
+def launch_with_restarts(make: Callable[[Path], Launch], rules: RestartRules, *, log_dir: Path) -> int:
+    """Launch ranks, and relaunch them after a death, up to `max_restarts` times.
 
     Args:
-        make: a launch of all ranks, whose logs go to the folder given.
-        log_dir: of the first; those of restart n are in a folder beside it, `NAME-restart-n`.
+        make: makes a launch of all ranks, given the folder for its logs.
+        log_dir: logs of the first launch; those of restart n go to `NAME-restart-n` beside it.
 
     Returns:
         As lockstep.ranks.launch.launch_ranks.
@@ -78,18 +80,18 @@ def launch_healing(make: Callable[[Path], Launch], rules: HealingRules, *, log_d
             if rules.each_node:
                 return _generations(make, rules, None, log_dir)
             try:
-                with copy_folder(rules.copy_dir) as copies, Reserve(copies) as reserve:
-                    return _generations(make, rules, reserve, log_dir)
+                with copy_folder(rules.copy_dir) as copies, WarmSpares(copies) as spares:
+                    return _generations(make, rules, spares, log_dir)
             finally:
-                shutil.rmtree(log_dir.with_name(RESERVE_LOGS), ignore_errors=True)
+                shutil.rmtree(log_dir.with_name(SPARE_LOGS), ignore_errors=True)
         except LaunchInterrupted as interrupted:  # between two generations
             return 128 + interrupted.number
 
 
 def _generations(
-    make: Callable[[Path], Launch], rules: HealingRules, reserve: Reserve | None, log_dir: Path
+    make: Callable[[Path], Launch], rules: RestartRules, spares: WarmSpares | None, log_dir: Path
 ) -> int:
-    copies = None if reserve is None else reserve.folder
+    copies = None if spares is None else spares.folder
     recovery: Recovery | None = None
     config = rules.run_dir / "config.toml"
     before = _version(config) if rules.restart else None
@@ -98,8 +100,8 @@ def _generations(
         logs = log_dir if recovery is None else log_dir.with_name(f"{log_dir.name}-restart-{number}")
         logs.mkdir(parents=True, exist_ok=True)
         launch = make(logs)
-        launch.heals, launch.reserve = True, reserve
-        launch.refills = rules.standby and number < rules.max_restarts
+        launch.restarts, launch.spares = True, spares
+        launch.refills = rules.warm_spares and number < rules.max_restarts
         launch.extra = {COPY_PLACE: str(rules.copy_dir)} if copies is None else {COPIES: str(copies)}
         if recovery is not None:
             recovery.mark("begin again")
@@ -114,7 +116,7 @@ def _generations(
             return status
         if number == rules.max_restarts:
             launch.explain_failure()
-            echo(f"lockstep: cluster.max_restarts = {number}: the run is not started again", file=sys.stderr)
+            echo(f"lockstep: cluster.max_restarts = {number}: the ranks are not restarted", file=sys.stderr)
             return status
         began = _version(config) not in (None, before)
         recovery = Recovery(
@@ -125,18 +127,18 @@ def _generations(
         )
         recovery.phases["end the others"] = time.time() - launch.died
         steps = [] if copies is None else committed_steps(copies, launch.ranks)
-        source = f"healed from host memory at step {steps[-1]}" if steps else "started again"
+        source = f"restarted from host memory at step {steps[-1]}" if steps else "started again"
         again = f"restart {recovery.number} of {recovery.most}"
         echo(f"lockstep: {launch.death}; the run is {source} ({again})", file=sys.stderr)
 
 
 def _version(file: Path) -> tuple[int, int] | None:
-    """What is another one when the file is written again; None: there is none."""
+    """Return a value that changes when the file is rewritten; None: the file does not exist."""
     return (file.stat().st_ino, file.stat().st_mtime_ns) if file.is_file() else None
 
 
-def _say_how_to_resume(rules: HealingRules) -> None:
-    how = "nothing had begun: start it again by the same command"
+def _say_how_to_resume(rules: RestartRules) -> None:
+    how = "nothing had begun: start it again with the same command"
     if (rules.run_dir / "config.toml").is_file():
         how = f"go on with: {way_on(rules.run_dir, rules.flags)}"
-    echo(f"lockstep: the ranks of {rules.run_dir} could not be started again; {how}", file=sys.stderr)
+    echo(f"lockstep: the ranks of {rules.run_dir} could not be restarted; {how}", file=sys.stderr)

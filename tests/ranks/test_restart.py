@@ -15,10 +15,16 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.ranks.copy_folder import CopiedFile, committed_steps, complete, copy_folder, step_folder
 from lockstep.ranks.environment import Recovery
-from lockstep.ranks.heal import HealingRules, launch_healing
+from lockstep.ranks.in_memory_checkpoint import (
+    CopiedFile,
+    committed_steps,
+    complete,
+    copy_folder,
+    step_folder,
+)
 from lockstep.ranks.launch import Launch, RankEnd
+from lockstep.ranks.restart import RestartRules, launch_with_restarts
 
 WORKER = """
 import json, os, signal, sys, time
@@ -47,10 +53,10 @@ else:
 """
 
 
-def rules(tmp_path: Path, *, max_restarts: int = 2, restart: bool = False) -> HealingRules:
+def rules(tmp_path: Path, *, max_restarts: int = 2, restart: bool = False) -> RestartRules:
     (tmp_path / "memory").mkdir(exist_ok=True)
     memory, run = tmp_path / "memory", tmp_path / "run"
-    return HealingRules(copy_dir=memory, max_restarts=max_restarts, run_dir=run, restart=restart)
+    return RestartRules(copy_dir=memory, max_restarts=max_restarts, run_dir=run, restart=restart)
 
 
 def heal(
@@ -59,7 +65,7 @@ def heal(
     """Rank 1 of each generation ends by these: a status, or a signal; begin: it writes the
     config first. The status, and what ranks saw."""
     command = [sys.executable, "-c", WORKER, str(tmp_path), *acts]
-    status = launch_healing(
+    status = launch_with_restarts(
         lambda logs: Launch(command, ranks=2, log_dir=logs, graceful=True),
         rules(tmp_path, max_restarts=max_restarts, restart=restart),
         log_dir=tmp_path / "logs",
