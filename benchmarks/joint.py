@@ -131,9 +131,9 @@ def _synchronize() -> None:
 
 def start_once(args: argparse.Namespace) -> None:
     """In a process of its own: seconds of every part of a start, as JSON on the last line of stdout."""
-    from lockstep.processes.garbage import no_search_for_garbage
+    from lockstep.processes.garbage import gc_paused
 
-    with no_search_for_garbage():  # as `lockstep train` does
+    with gc_paused():  # as `lockstep train` does
         import torch
         import transformers  # noqa: F401
 

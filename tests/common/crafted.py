@@ -30,7 +30,7 @@ def overwrite(path: Path, at: int, form: str, *values: object) -> None:
 
 def name_process(path: Path, pid: int) -> None:
     """Have the record name another process, with its start, as one that answers to the signal."""
-    overwrite(path, 20, "IQ", pid, lock.born(pid))
+    overwrite(path, 20, "IQ", pid, lock.start_time(pid))
     overwrite(path, 48, "Q", True)
 
 

@@ -10,7 +10,7 @@ import pytest
 from raising import raises
 
 from lockstep.engine.remote import http
-from lockstep.engine.remote.http import BadReply, HttpClient, Silent, Unreachable
+from lockstep.engine.remote.http import BadReply, HttpClient, Timeout, Unreachable
 from lockstep.errors import ConfigError
 
 
@@ -139,7 +139,7 @@ def test_a_get_is_asked_again_and_a_post_is_not():
 def test_deadlines():
     with answering(lambda c: time.sleep(30)) as (client, _):
         for ask in (client.get, client.post):
-            with raises(Silent, "deadline"):
+            with raises(Timeout, "deadline"):
                 ask("/x", seconds=0.3)
 
 

@@ -56,24 +56,24 @@ from lockstep.ranks.in_memory_checkpoint import step_folder, whole_parts
 from lockstep.rollout.rewards import RewardSet
 from lockstep.train.fsdp2 import sharded_model
 from lockstep.transfer.buckets import BucketTransfer
-from lockstep.transfer.carriers import MemoryCarrier
+from lockstep.transfer.senders import MemorySender
 from lockstep.wire.server_token import bearer
 
 # 26. The address of a local cluster: the attack on one that runs is in tests/cluster/test_ray.py
 
-STRANGER = 54321
+UNAUTHORIZED = 54321
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
 def _plant_flight(folder: Path) -> Callable[[], object]:
     path = crafted.record(folder, world_size=1)
-    os.chown(path, STRANGER, -1)
+    os.chown(path, UNAUTHORIZED, -1)
     return lambda: flight.read(path)
 
 
 def _plant_lock(folder: Path) -> Callable[[], object]:
     (folder / "lock").write_text("")
-    os.chown(folder / "lock", STRANGER, -1)
+    os.chown(folder / "lock", UNAUTHORIZED, -1)
     return lambda: RunLock(folder / "lock")
 
 
@@ -84,7 +84,7 @@ def _plant_owner(folder: Path) -> Callable[[], object]:
 
 def _plant_copies(folder: Path) -> Callable[[], object]:
     step_folder(folder / "copies", 3).mkdir(parents=True)
-    os.chown(folder / "copies", STRANGER, -1)
+    os.chown(folder / "copies", UNAUTHORIZED, -1)
     return lambda: whole_parts(folder / "copies", 2)
 
 
@@ -92,14 +92,14 @@ def _plant_address(folder: Path) -> Callable[[], object]:
     """In the folder above that of the cluster."""
     pytest.importorskip("ray")
     (folder / "ray").mkdir()
-    os.chown(folder / "ray", STRANGER, -1)
+    os.chown(folder / "ray", UNAUTHORIZED, -1)
     return lambda: local_cluster(ClusterConfig(temp_dir=folder / "ray"), ranks=1).__enter__()
 
 
 def _plant_token(folder: Path) -> Callable[[], object]:
     (folder / "token").write_text("a" * 64)
     (folder / "token").chmod(0o600)
-    os.chown(folder / "token", STRANGER, -1)
+    os.chown(folder / "token", UNAUTHORIZED, -1)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(folder / "token")
     return lambda: check_token("auto")
 
@@ -140,7 +140,7 @@ def test_a_token_that_others_may_read_is_refused(
 
 
 @pytest.mark.parametrize(
-    "user", [pytest.param(STRANGER, marks=AS_ROOT), pytest.param(os.geteuid(), id="ours")]
+    "user", [pytest.param(UNAUTHORIZED, marks=AS_ROOT), pytest.param(os.geteuid(), id="ours")]
 )
 def test_auto_finds_only_a_cluster_of_ours(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Expected: by hand. Ray itself takes the address from any process that is called so."""
@@ -156,7 +156,7 @@ def test_auto_finds_only_a_cluster_of_ours(user: int, monkeypatch: pytest.Monkey
         monkeypatch.setattr(
             psutil, "process_iter", lambda attrs: [p for p in real(attrs) if p.pid == raylet.pid]
         )
-        if user == STRANGER:
+        if user == UNAUTHORIZED:
             with raises(ConfigError, "unreachable") as caught:
                 _running_here()
             assert "10.9.8.7:6379" in str(caught.value)
@@ -610,7 +610,7 @@ class Sent(BucketTransfer):
     """The transfer of one rank, without an engine."""
 
     def __init__(self, source: Spread) -> None:
-        super().__init__(EngineConfig(verify="off"), MemoryCarrier(), device=torch.device("cpu"))
+        super().__init__(EngineConfig(verify="off"), MemorySender(), device=torch.device("cpu"))
         self._last = (source, "engine", 7)  # type: ignore[assignment]
         self.sent: list[tuple[object, int]] = []
 

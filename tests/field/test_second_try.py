@@ -340,7 +340,7 @@ def test_a_score_of_zero_is_not_missing() -> None:
     rewards = RewardSet([], functions=[zero, scaled])
     (scored,) = rewards.score([sample()])
     assert scored is not None and scored.by_name == {"zero": 0.0, "scaled": 0.5}
-    assert scored.total == 0.5 and rewards.take_counts() == {}
+    assert scored.total == 0.5 and rewards.pop_counts() == {}
 
 
 # https://github.com/OpenRLHF/OpenRLHF/commit/9e70af9a844dadb88fd0f1a492f65ca665d84010 (2026-02-03):

@@ -201,7 +201,7 @@ def test_the_worst_reward_is_one_error(name: str, text: str, make: Make) -> None
 def test_others_are_scored_when_a_worker_dies_under_drop(make: Make) -> None:
     rewards = make("exits", "ok", on_error="drop")
     assert totals(rewards, sample(), sample()) == [None, None]
-    assert rewards.take_counts() == {"worst:exits/failed": 2, "dropped": 2}
+    assert rewards.pop_counts() == {"worst:exits/failed": 2, "dropped": 2}
 
 
 @pytest.mark.parametrize("end", ["close", "time-out", "the run is killed"])

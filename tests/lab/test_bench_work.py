@@ -9,7 +9,7 @@ from lockstep_lab.step_bench.cells import BenchCell, parse_cell, parse_cells, pr
 from lockstep_lab.step_bench.job import (
     BenchOutcome,
     BenchWork,
-    give_turn,
+    grant_turn,
     read_times,
     read_turn,
     requests,
@@ -92,9 +92,9 @@ def test_lengths_are_spread_like_those_of_rollouts() -> None:
 
 def test_turns_and_rows(tmp_path) -> None:
     assert read_turn(tmp_path) == 0
-    give_turn(tmp_path, 2)
+    grant_turn(tmp_path, 2)
     assert read_turn(tmp_path) == 2
-    give_turn(tmp_path, "end")
+    grant_turn(tmp_path, "end")
     assert read_turn(tmp_path) is None
     row = (
         '{"step": 1, "generate": 1, "train": 1, "forward": 1, "backward": 1, "optimizer": 1, "weights": 0}\n'

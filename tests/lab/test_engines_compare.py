@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lockstep_lab.engine_parity.figures import (
+from lockstep_lab.engine_parity.job import Row
+from lockstep_lab.engine_parity.stats import (
     BAR_NAMES,
     EDGES,
     divergence,
@@ -16,7 +17,6 @@ from lockstep_lab.engine_parity.figures import (
     seed_match,
     spread,
 )
-from lockstep_lab.engine_parity.job import Row
 
 
 def row(token_ids: tuple[int, ...], **changes: Any) -> Row:

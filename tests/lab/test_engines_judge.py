@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lockstep_lab.engine_parity.figures import PhaseReport, report
+from lockstep_lab.engine_parity.criteria import Limits, Problem, default_threshold, judge
 from lockstep_lab.engine_parity.job import Outcome, Row
-from lockstep_lab.engine_parity.judge import Limits, Problem, default_threshold, judge
+from lockstep_lab.engine_parity.stats import PhaseReport, report
 
 PROMPTS = ((5, 6, 7), tuple(range(10, 150)))
 """A short one, and one of 140 tokens: longer than a cache block."""

@@ -30,7 +30,7 @@ from lockstep.errors import CheckpointError
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.checkpoint_files import verify
 from lockstep.loop.roles import ALGORITHM, Roles
-from lockstep.processes.garbage import search_rarely
+from lockstep.processes.garbage import relax_gc
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks import node_folders
 from lockstep.ranks.context import RankContext, init_ranks
@@ -565,7 +565,7 @@ CASES = (
 )
 
 if __name__ == "__main__":
-    search_rarely()
+    relax_gc()
     chosen = CASES if len(sys.argv) == 1 else [globals()[name] for name in sys.argv[1:]]
     with init_ranks(seconds=30.0) as context:
         for case in chosen:

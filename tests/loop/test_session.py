@@ -149,7 +149,7 @@ def answered(prompt: str, answer: str, *, completion: str) -> RolloutGroup:
 
 
 def test_kinds_of_problems_are_reported_apart() -> None:
-    rewards = SimpleNamespace(strict=lambda row, completion: None, take_counts=dict)
+    rewards = SimpleNamespace(strict=lambda row, completion: None, pop_counts=dict)
     groups = [
         answered("1 + 1", "2", completion="2"),
         answered("3 - 1", "2", completion="2 of 4"),
@@ -171,7 +171,7 @@ def test_a_kind_that_is_no_regular_expression_is_refused() -> None:
 
 def test_a_kind_that_would_be_searched_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_kinds, "CPU_SECONDS", 0.2)
-    rewards = SimpleNamespace(strict=lambda row, completion: None, take_counts=dict)
+    rewards = SimpleNamespace(strict=lambda row, completion: None, pop_counts=dict)
     groups = [answered("1 + 1", "2", completion="2"), answered("a" * 40 + "!", "2", completion="2")]
     kinds = {"sums": r"\d \+ \d", "letters": "(a+)+$"}
     with raises(ConfigError, "deadline: eval.kinds.letters"):
@@ -198,14 +198,14 @@ def test_what_an_evaluation_counts_is_not_reported_by_the_next_step(tmp_path: Pa
             self.counts += 1
             return False
 
-        def take_counts(self) -> dict[str, int]:
+        def pop_counts(self) -> dict[str, int]:
             taken, self.counts = self.counts, 0
             return {"verifier/no_answer": taken}
 
     rewards = Counting()
     result = score(judge(rewards), [answered("1 + 1", "2", completion="none")], max_tokens=8)
     assert (result.strict_accuracy, result.lenient_accuracy) == (0.0, 0.0)
-    assert rewards.take_counts() == {"verifier/no_answer": 0}
+    assert rewards.pop_counts() == {"verifier/no_answer": 0}
 
 
 def test_a_due_last_checkpoint_is_not_saved_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Roles in a world of their own: what they are asked travels whole, is done once, and costs no bit."""
+"""Remote roles: calls arrive whole, are executed once, and cost no bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from world_kills import kill_at
 
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
-from lockstep.engine.remote.http import HttpClient, Reply, Silent, Unreachable
+from lockstep.engine.remote.http import HttpClient, Reply, Timeout, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.errors import ModelError, TrainError
 from lockstep.loop import world as world_module
@@ -207,7 +207,9 @@ def test_an_answer_that_is_kept_no_more_is_not_made_again(host):
 
 def test_an_error_comes_back_as_what_it_was_with_the_roles(world, host):
     host.answers["score"] = ModelError("no such folder", code="no-such-file", path="/nowhere")
-    with pytest.raises(ModelError, match=r"world of ref \+ value, at score: no such folder") as raised:
+    with pytest.raises(
+        ModelError, match=r"remote process of ref \+ value, at score: no such folder"
+    ) as raised:
         world.call("score")
     roles = ["ref", "value"]
     assert raised.value.data == {"code": "no-such-file", "path": "/nowhere", "roles": roles}
@@ -220,7 +222,7 @@ def test_an_error_comes_back_as_what_it_was_with_the_roles(world, host):
 def test_a_call_has_a_deadline(world, monkeypatch):
     def silent(self: World, body: bytes, *, deadline: float) -> Reply:
         assert 1199 < deadline - time.monotonic() <= 1200
-        raise Silent("nothing", code="deadline")
+        raise Timeout("nothing", code="deadline")
 
     monkeypatch.setattr(World, "_post", silent)
     with pytest.raises(TrainError, match="did not answer within") as late:
@@ -377,7 +379,9 @@ def test_a_value_model_that_dies_while_the_policy_learns_ends_the_run_which_goes
 @pytest.mark.slow
 def test_a_role_that_cannot_be_loaded_ends_the_run_before_it_begins(tmp_path):
     run = run_of(PPO + f'name = "{tmp_path / "nowhere"}"\n', tmp_path / "run", "value")
-    with pytest.raises(ModelError, match=r"world of value, at build: the value model .*nowhere") as refused:
+    with pytest.raises(
+        ModelError, match=r"remote process of value, at build: the value model .*nowhere"
+    ) as refused:
         build_online(run, work_dir=tmp_path / "engine")  # train_online looks for the folder before
     assert refused.value.data["roles"] == ["value"]
 

@@ -19,9 +19,9 @@ from lockstep.models.admission import (
     check_proof,
     documents,
     forward_gaps,
-    miniature,
     proof_key,
     random_miniature,
+    tiny_model,
 )
 from lockstep.models.bundled import bundled_config
 from lockstep.models.load import load_model
@@ -110,7 +110,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
 def test_supported_configs_pass_in_every_way(name):
     values = (SHAPES | PUBLISHED).get(name)
     config = bundled_config("smollm2-135m") if values is None else config_of(values)
-    small = miniature(config)
+    small = tiny_model(config)
     gaps = [*forward_gaps(small), *(decoded_gap(engine, small) for engine in EMBEDDED)]
     print(f"{name}: {max(gap.size for gap in gaps):.1e} nats in {len(gaps)} ways")
     assert max(gap.size for gap in gaps) <= TOLERANCE
@@ -119,13 +119,13 @@ def test_supported_configs_pass_in_every_way(name):
 
 def test_the_miniature_keeps_options_and_crosses_every_length():
     config = config_of(SHAPES["llama-3.1-8b"])
-    small = miniature(config)
+    small = tiny_model(config)
     assert small.head_dim == 128 and small.num_attention_heads == 4 * small.num_key_value_heads == 8
     rope = small.rope_parameters
     assert rope["factor"] == 8.0 and rope["original_max_position_embeddings"] == POSITIONS < max(LENGTHS)
     assert small.max_position_embeddings == 256  # 16 times the original one, as in the published config
     assert config.rope_parameters["original_max_position_embeddings"] == 8192  # untouched
-    gemma = miniature(config_of(PUBLISHED["gemma-3-1b"]))
+    gemma = tiny_model(config_of(PUBLISHED["gemma-3-1b"]))
     assert gemma.layer_types == ["sliding_attention", "full_attention"] and gemma.sliding_window == WINDOW
     assert gemma.final_logit_softcapping == 30.0
     # Attention matters in it: another first token changes the last logprob of a document.
@@ -205,9 +205,9 @@ def test_a_proof_is_run_once_and_a_damaged_one_again(tmp_path, monkeypatch):
         file.write_text(text)
         runs.clear()
         assert prove(llama()) == first and len(runs) == 1
-    key = proof_key(miniature(llama()), "k")
+    key = proof_key(tiny_model(llama()), "k")
     monkeypatch.setattr(admission, "version", lambda name: "0")
-    assert proof_key(miniature(llama()), "k") != key
+    assert proof_key(tiny_model(llama()), "k") != key
 
 
 def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch, caplog):

@@ -11,7 +11,7 @@ from raising import raises
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.trust import check_own_folder, distrust, read_own
 
-STRANGER = 54321
+UNAUTHORIZED = 54321
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
@@ -35,18 +35,18 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path, mode: int, secr
 
 @AS_ROOT
 def test_a_file_of_a_stranger_is_refused(tmp_path: Path) -> None:
-    path = _by(tmp_path / "a", mode=0o600, uid=STRANGER)
+    path = _by(tmp_path / "a", mode=0o600, uid=UNAUTHORIZED)
     with raises(DataError, "not-ours"):
         read_own(path, DataError)
-    assert read_own(path, DataError, owners=[STRANGER]) == b"text"
+    assert read_own(path, DataError, owners=[UNAUTHORIZED]) == b"text"
 
 
 def test_who_the_owner_is_decides(tmp_path: Path) -> None:
     found = os.stat(_by(tmp_path / "a", mode=0o600))
-    of_stranger = os.stat_result([*found[:4], STRANGER, *found[5:10]])
+    of_stranger = os.stat_result([*found[:4], UNAUTHORIZED, *found[5:10]])
     assert distrust(found) is None
     assert "54321" in str(distrust(of_stranger))
-    assert distrust(of_stranger, owners=[STRANGER]) is None
+    assert distrust(of_stranger, owners=[UNAUTHORIZED]) is None
 
 
 def test_a_link_and_what_is_no_file_are_refused_without_waiting(tmp_path: Path) -> None:
@@ -73,12 +73,12 @@ def _sticky(above: Path) -> None:
 
 
 def _group(above: Path) -> None:
-    os.chown(above, -1, STRANGER if os.geteuid() == 0 else os.getgroups()[-1])
+    os.chown(above, -1, UNAUTHORIZED if os.geteuid() == 0 else os.getgroups()[-1])
     above.chmod(0o770)
 
 
 def _stranger(above: Path) -> None:
-    os.chown(above, STRANGER, -1)
+    os.chown(above, UNAUTHORIZED, -1)
 
 
 @pytest.mark.parametrize(

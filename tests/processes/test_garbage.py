@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from lockstep.processes.garbage import no_search_for_garbage
+from lockstep.processes.garbage import gc_paused
 
 CYCLE = """
 import gc
-from lockstep.processes.garbage import search_rarely
+from lockstep.processes.garbage import relax_gc
 
 class Node:
     def __init__(self):
@@ -25,7 +25,7 @@ del node
 """
 
 
-@pytest.mark.parametrize(("call", "found"), [("", "found\n"), ("search_rarely(); search_rarely()", "")])
+@pytest.mark.parametrize(("call", "found"), [("", "found\n"), ("relax_gc(); relax_gc()", "")])
 def test_a_process_that_searches_rarely_does_not_search_at_its_end(call: str, found: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", CYCLE + call], capture_output=True, text=True, check=True, timeout=60
@@ -35,6 +35,6 @@ def test_a_process_that_searches_rarely_does_not_search_at_its_end(call: str, fo
 
 def test_the_search_is_held_back_and_goes_on() -> None:
     assert gc.isenabled()
-    with no_search_for_garbage():
+    with gc_paused():
         assert not gc.isenabled()
     assert gc.isenabled()

@@ -12,7 +12,7 @@ from raising import raises
 
 from lockstep.errors import ConfigError, RewardError
 from lockstep.ranks import context
-from lockstep.ranks.context import PeerFailed, RankContext, lost_peer
+from lockstep.ranks.context import PeerFailed, RankContext, is_peer_failure
 from lockstep.ranks.launch import launch_command
 
 WORKER = Path(__file__).with_name("context_worker.py")
@@ -87,9 +87,9 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(found: lis
 
 
 def test_who_only_lost_another_is_not_to_blame() -> None:
-    assert lost_peer(PeerFailed("rank 1 failed", code="wrong-state"))
-    assert lost_peer(RuntimeError("Connection closed by peer [127.0.0.1]"))
-    assert not lost_peer(ConfigError("x", code="wrong-state"))
+    assert is_peer_failure(PeerFailed("rank 1 failed", code="wrong-state"))
+    assert is_peer_failure(RuntimeError("Connection closed by peer [127.0.0.1]"))
+    assert not is_peer_failure(ConfigError("x", code="wrong-state"))
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "rank0"), (99, "rank99"), (100, "r100"), (12345, "r12345")])

@@ -117,7 +117,7 @@ def test_a_rank_that_asks_another_world_waits_for_no_engine(tmp_path: Path) -> N
     turn = Frame(file="/src/lockstep/engine/remote/http.py", line=1, name="_turn")
     ask = Frame(file="/src/lockstep/loop/world.py", line=1, name="_ask")
     assert diagnose([waiting_rank(tmp_path, turn)]).cause == "engine does not answer"
-    assert diagnose([waiting_rank(tmp_path, turn, ask)]).cause == "world of roles does not answer"
+    assert diagnose([waiting_rank(tmp_path, turn, ask)]).cause == "remote role does not answer"
 
 
 def test_a_node_that_does_not_answer_is_named_with_the_reason(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from raising import raises
 from torch import Tensor
 
 from lockstep.errors import RecordingError
-from lockstep_lab.recording.importers import symbols
+from lockstep_lab.recording.importers import pickle_stubs
 from lockstep_lab.recording.importers.unpickle import load_dump
 
 VALUE: dict[str, Any] = {
@@ -78,7 +78,7 @@ def test_values_come_back(form: str, tmp_path: Path) -> None:
 
 def test_objects_in_numpy_arrays_are_passed_over(tmp_path: Path) -> None:
     found = load(dumps({"uid": np.array(["a", None], dtype=object)}, "pickle4"), tmp_path)
-    assert found == {"uid": symbols.Opaque("numpy array of objects or text")}
+    assert found == {"uid": pickle_stubs.Opaque("numpy array of objects or text")}
 
 
 # --- hostile ------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
 
 
 def test_small_files_that_would_grow_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symbols, "MAX_STEPS", 300_000)
+    monkeypatch.setattr(pickle_stubs, "MAX_STEPS", 300_000)
     lists = b"".join(b"]q%c(h%ch%ce" % (n + 1, n, n) for n in range(22))
     cases = [
         ("too-large: values", b"\x80\x02(]q\x00" + lists + b"t."),  # 2**22 values once written out
@@ -244,7 +244,7 @@ def test_bytes_parsed_again_and_again_are_charged(tmp_path: Path) -> None:
 
 
 def test_too_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symbols, "MAX_STEPS", 1000)
+    monkeypatch.setattr(pickle_stubs, "MAX_STEPS", 1000)
     assert load(pickle.dumps(list(range(400))), tmp_path) == list(range(400))
     with raises(RecordingError, "too-large: values"):
         load(pickle.dumps(list(range(1000))), tmp_path)
@@ -268,7 +268,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 SMALL = {"input_ids": torch.arange(8).reshape(2, 4), "n": np.arange(3), "l": [1, "a", 2.5]}
 VALID = {form: dumps(SMALL, form) for form in ("pickle2", "pickle4", "zip", "legacy")}
-INERT = (dict, list, tuple, str, bytes, int, float, bool, type(None), Tensor, symbols.Opaque)
+INERT = (dict, list, tuple, str, bytes, int, float, bool, type(None), Tensor, pickle_stubs.Opaque)
 
 
 def inert(value: Any) -> bool:

@@ -148,7 +148,7 @@ def test_a_busy_service_is_asked_again_with_the_same_id(service: Service) -> Non
     service.answer = lambda request, tries: (503, b"busy") if tries < 3 else lengths(request, tries)
     rewards = rewards_of(service)
     assert [s.total for s in rewards.score(samples("abc"))] == [3.0]
-    assert rewards.take_counts() == {"http/retried": 2}
+    assert rewards.pop_counts() == {"http/retried": 2}
     assert len({r["request_id"] for r in service.requests if r["samples"]}) == 1
 
 
@@ -185,7 +185,7 @@ def test_a_bad_answer_drops_or_fails_every_sample_of_its_request(service: Servic
     dropping = rewards_of(service, **settings, on_error="drop")
     scored = dropping.score(samples("bad", "a", "bb", "ccc"))
     assert [None if s is None else s.total for s in scored] == [None, None, 2.0, 3.0]
-    counts = dropping.take_counts()
+    counts = dropping.pop_counts()
     assert counts.pop("http/retried", 0) == (case in ("late", "busy"))
     assert counts == {"http/failed": 2, "dropped": 2}
     with pytest.raises(RewardError) as info:
@@ -214,7 +214,7 @@ def test_one_bad_score_is_that_sample_s_alone(service: Service, score: str, mess
     dropping = rewards_of(service, on_error="drop")
     scored = dropping.score(samples("a", "b", "c"))
     assert [None if s is None else s.total for s in scored] == [0.0, None, 2.0]
-    assert dropping.take_counts() == {"http/failed": 1, "dropped": 1}
+    assert dropping.pop_counts() == {"http/failed": 1, "dropped": 1}
     with pytest.raises(RewardError) as info:
         rewards_of(service).score(samples("a", "b", "c"))
     assert message in str(info.value) and "row 2" in str(info.value)
@@ -250,7 +250,7 @@ def test_bytes_that_drip_do_not_put_off_the_deadline(service: Service) -> None:
     config = RewardConfig(name="http", url=url, timeout_seconds=0.5, retries=1, on_error="drop")
     rewards = RewardSet([config])
     assert rewards.score(samples("a")) == [None]
-    assert rewards.take_counts() == {"http/failed": 1, "http/retried": 1, "dropped": 1}
+    assert rewards.pop_counts() == {"http/failed": 1, "http/retried": 1, "dropped": 1}
     done.set()
     thread.join(30)
     listener.close()

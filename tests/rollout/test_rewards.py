@@ -72,8 +72,8 @@ def test_the_verifier_judges_the_configured_part() -> None:
     assert totals(text, [sample(f" {answer}\n", row), said]) == [1.0, pytest.approx(share)]
     assert text.strict(row, said.completion) is False
     assert totals(last, [said, sample("I do not know", row), sample("77", row)]) == [1.0, 0.0, 0.0]
-    assert last.take_counts() == {"verifier/no_answer": 1}
-    assert last.take_counts() == {}
+    assert last.pop_counts() == {"verifier/no_answer": 1}
+    assert last.pop_counts() == {}
     assert last.strict(row, f"It is {answer}") is True and last.strict(row, "77") is False
 
 
@@ -88,7 +88,7 @@ def test_junk_that_a_verifier_cannot_parse_scores_0_and_is_counted() -> None:
     row = gym_row("prime_factorization")
     rewards = RewardSet([RewardConfig()])
     assert totals(rewards, [sample("banana", row), sample(row["answer"], row)]) == [0.0, 1.0]
-    assert rewards.take_counts() == {"verifier/junk": 1}
+    assert rewards.pop_counts() == {"verifier/junk": 1}
 
 
 def test_a_broken_row_is_an_error_and_no_junk() -> None:
@@ -124,7 +124,7 @@ def test_math_in_another_thread(gold: str, completion: str, expected: float) -> 
     thread.start()
     thread.join()
     assert [s.total for s in result] == [expected]
-    assert rewards.take_counts() == ({"math/junk": 1} if completion == "no idea" else {})
+    assert rewards.pop_counts() == ({"math/junk": 1} if completion == "no idea" else {})
 
 
 def test_math_of_the_boxed_part() -> None:
@@ -132,14 +132,14 @@ def test_math_of_the_boxed_part() -> None:
     row = {"answer": "\\frac{1}{2}"}
     boxes = [sample(r"\boxed{\frac{2}{4}} not 3", row), sample("1/2", row)]
     assert totals(rewards, boxes) == [1.0, 0.0]
-    assert rewards.take_counts() == {"math/no_answer": 1}
+    assert rewards.pop_counts() == {"math/no_answer": 1}
 
 
 def test_a_verifier_that_never_ends_is_killed_scores_0_and_the_next_job_runs() -> None:
     rewards = RewardSet([RewardConfig(name="math", timeout_seconds=3)])
     inputs = [sample("$9^{9^{9^{9}}}$", {"answer": "4"}), sample("4", {"answer": "4"})]
     assert totals(rewards, inputs) == [0.0, 1.0]
-    assert rewards.take_counts() == {"math/junk": 1, "math/timeout": 1}
+    assert rewards.pop_counts() == {"math/junk": 1, "math/timeout": 1}
 
 
 def test_an_answer_without_an_expression_is_the_rows_fault() -> None:
@@ -248,7 +248,7 @@ def test_drop_leaves_the_rollout_out_and_counts_it(module: Callable[[str], str])
             True,
             False,
         ]
-        assert rewards.take_counts() == {f"{target}/failed": 1, "dropped": 1}
+        assert rewards.pop_counts() == {f"{target}/failed": 1, "dropped": 1}
         strictly = RewardSet([RewardConfig(name=target)])
         with raises(RewardError, f"reward-failed: {target}, row 18") as info:
             strictly.score([sample("1"), sample("0"), sample("2")])

@@ -61,7 +61,7 @@ class FakeRewards:
             for i in inputs
         ]
 
-    def take_counts(self):
+    def pop_counts(self):
         return {"dropped": 2}
 
 

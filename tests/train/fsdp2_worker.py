@@ -40,7 +40,7 @@ from lockstep.config.algorithm import DPOConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.execution import install_joint
 from lockstep.packing.packs import pack, repack
-from lockstep.processes.garbage import search_rarely
+from lockstep.processes.garbage import relax_gc
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.schema.batch import PreferenceSample
 
@@ -349,5 +349,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    search_rarely()
+    relax_gc()
     main()

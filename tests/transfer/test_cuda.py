@@ -7,7 +7,7 @@ from holder import Holder, Source, digests, some_weights
 from lockstep.config.engine import EngineConfig
 from lockstep.transfer import make_transfer
 from lockstep.transfer.buckets import BucketTransfer
-from lockstep.transfer.carriers import Packer
+from lockstep.transfer.senders import Packer
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

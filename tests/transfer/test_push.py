@@ -24,7 +24,7 @@ from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.train.local import LocalBackend
 from lockstep.transfer import InProcessTransfer, make_transfer
 from lockstep.transfer.buckets import BucketTransfer
-from lockstep.transfer.carriers import Packed, Packer
+from lockstep.transfer.senders import Packed, Packer
 from lockstep.wire.buckets import TensorSpec
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from lockstep.config.engine import EngineConfig
 from lockstep.ranks.context import RankContext, RankError
 from lockstep.transfer.buckets import BucketTransfer
-from lockstep.transfer.carriers import MemoryCarrier
+from lockstep.transfer.senders import MemorySender
 
 
 def test_a_rank_that_lost_another_in_a_recovery_waits_for_it_once() -> None:
@@ -20,7 +20,7 @@ def test_a_rank_that_lost_another_in_a_recovery_waits_for_it_once() -> None:
         asked.append(flag)
         raise RankError("rank 1 is gone", code="lost")
 
-    transfer = BucketTransfer(EngineConfig(verify="off"), MemoryCarrier(), device=torch.device("cpu"))
+    transfer = BucketTransfer(EngineConfig(verify="off"), MemorySender(), device=torch.device("cpu"))
     spread = SimpleNamespace(weights=lambda policy_version: SimpleNamespace(shared_module=None))
     transfer._last = cast(Any, (spread, "engine", 7))
     ranks = cast(RankContext, SimpleNamespace(world_size=2, any=gone))

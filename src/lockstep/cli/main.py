@@ -23,7 +23,7 @@ from types import ModuleType, TracebackType
 from lockstep.config.old_names import SettingWarning
 from lockstep.errors import ConfigError, LockstepError, unknown_name
 from lockstep.observe.text import echo, printable
-from lockstep.processes.garbage import search_rarely
+from lockstep.processes.garbage import relax_gc
 from lockstep.ranks.environment import in_launcher, without_local_rank
 from lockstep.ranks.launch import leave
 from lockstep.version import __version__
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
     _escape_tracebacks()
     warnings.formatwarning = _warning
-    search_rarely()
+    relax_gc()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         echo(usage())
         return 0 if arguments else 2

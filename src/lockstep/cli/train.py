@@ -37,11 +37,11 @@ from lockstep.observe.lock import SHARED_MEMORY, remove_left
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
-from lockstep.processes.garbage import no_search_for_garbage
+from lockstep.processes.garbage import gc_paused
 from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS, in_launcher, recovery
 from lockstep.ranks.in_memory_checkpoint import PLACE, remove_leftovers
 from lockstep.ranks.launch import end_process, launch_ranks
-from lockstep.ranks.restart import RestartRules
+from lockstep.ranks.restart import RestartRules, restart_ranks
 from lockstep.ranks.warm_spares import await_promotion
 
 if TYPE_CHECKING:
@@ -366,7 +366,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
 
 
 def _import_loop(run: RunConfig) -> None:
-    with no_search_for_garbage():
+    with gc_paused():
         importlib.import_module("lockstep.loop.distributed")
         importlib.import_module(f"lockstep.loop.{'online' if isinstance(run, GRPORun) else 'offline'}")
     # Imported modules live until the end: the garbage collector need not visit them again.

@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 from lockstep.errors import ConfigError, ModelError, unknown_name
 from lockstep.execution.cuda_graph import GraphPool, RecordedStep
 from lockstep.execution.regions import decoder, decoder_layers, log_build, use_compile_cache
-from lockstep.processes.garbage import no_search_for_garbage
+from lockstep.processes.garbage import gc_paused
 
 
 def install_joint(
@@ -182,7 +182,7 @@ class JointDecoder:
     def _make(self, call: DecoderCall, *, weights_of: nn.Module) -> _Graph:
         started, before = time.time_ns() // 1000, time.perf_counter()
         refuse_inner_shards(self.base)
-        with no_search_for_garbage(), self._as_traced(), whole_parameters(self.base, weights_of):
+        with gc_paused(), self._as_traced(), whole_parameters(self.base, weights_of):
             graph = _export(self.base, call, self.compiler)
         reason = ""
         if self._graphs:

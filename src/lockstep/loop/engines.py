@@ -18,7 +18,7 @@ from lockstep.engine.build import cuda_index, is_external, make_engine
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError
 from lockstep.loop.resolve import Resolved, is_native
-from lockstep.models.architectures import causal_lm, hf_config, quiet_transformers, text_config
+from lockstep.models.architectures import causal_lm, hf_config, silence_transformers, text_config
 from lockstep.models.export import export_model, exported_folder
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.protocols.engine import InferenceEngine, WeightTransfer, receives_weights
@@ -82,7 +82,7 @@ def write_model_folder(model: LoadedModel, folder: Path) -> Path:
     config = copy.deepcopy(hf_config(model.module))
     config.architectures = [type(module).__name__]
     config.dtype = model.dtype
-    with quiet_transformers():
+    with silence_transformers():
         config.save_pretrained(folder)
         if module.generation_config is not None:
             module.generation_config.save_pretrained(folder)

@@ -123,7 +123,7 @@ def _mark(parts: OnlineParts, texts: Sequence[tuple[Prompt, str]]) -> _Marks:
     """Strict marks, and lenient marks with the kinds of their prompt, of the completions that have any."""
     rows = [(prompt.row, text) for prompt, text in texts]
     strict = [mark for row, text in rows if (mark := parts.rewards.strict(row, text)) is not None]
-    parts.rewards.take_counts()  # else the next training step would report them as its own
+    parts.rewards.pop_counts()  # else the next training step would report them as its own
     marked = [
         (prompt, marks) for prompt, text in texts if (marks := lenient_correct(prompt.row, text)) is not None
     ]

@@ -172,7 +172,7 @@ class PeerCopies:
     def save(self, step: int, backend: Saved, run_state: Mapping[str, Any], *, busy: bool) -> None:
         """Begin the copy of the state after `step` steps, unless the one before is still being written on one
         of the ranks, or the loop is `busy` with a checkpoint, which uses the same buffers."""
-        mine = _BUSY if busy or self._writing else None if self._error is None else _said(self._error)
+        mine = _BUSY if busy or self._writing else None if self._error is None else _error_text(self._error)
         told = self._ranks.gather(mine, str | None, what="beginning a copy in memory")
         if _BUSY in told:
             self.left_out += 1
@@ -275,7 +275,7 @@ class PeerCopies:
             self._error = error
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """What it says; of one that nobody expects also its type."""
     return str(error) if isinstance(error, CheckpointError) else repr(error)
 

@@ -1,13 +1,13 @@
-"""A world of a run's roles beside the policy's: a process beside each rank of the trainer, seen from there.
+"""The trainer's side of remote roles, which run in a separate process beside each rank.
 
-    rank 0 ── call(name, arguments) ──► process of rank 0 ─┐ one SPMD world of its own,
-    rank 1 ── call(name, arguments) ──► process of rank 1 ─┘ which all ranks ask for the same
+    rank 0 ── call(name, arguments) ──► process of rank 0 ─┐ one SPMD group,
+    rank 1 ── call(name, arguments) ──► process of rank 1 ─┘ called by all ranks alike
 
-A call has a deadline and a key: where a connection breaks it is sent again under the same key, and a process
-that has done it already answers what it answered then. An error comes back as what it was, with the roles'
-names. A process is a Child (lockstep.processes): it never outlives its rank. One that dies is started again
-and asked again, as long as nothing that was trained has died with it. One with a GPU of its own may be asked
-early (`begin`), and computes while its rank does.
+A call has a deadline and an idempotency key: after a broken connection it is repeated under the same key, and
+a process that has done it already repeats its reply. Errors come back as their own class, with the names of
+the roles. The processes are Children (lockstep.processes) and never outlive their ranks. A process that dies
+is restarted and called again, unless trained weights died with it. A process with a dedicated GPU can be
+called early (`begin`), so that it computes while its rank does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import dump_toml
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote import http
-from lockstep.engine.remote.http import HttpClient, HttpError, Silent, Unreachable
+from lockstep.engine.remote.http import HttpClient, HttpError, Timeout, Unreachable
 from lockstep.engine.remote.server import (
     LOOPBACK,
     ServerProcess,
@@ -64,49 +64,49 @@ from lockstep.wire.server_token import TOKEN
 log = logging.getLogger(__name__)
 
 _TRIES = 3
-"""Times that a call is sent to a process that lives and broke the connection."""
+"""Attempts at a call while the process lives but breaks the connection."""
 _LOOK_SECONDS = 1.0
-"""How often a rank that waits looks whether another one's process is dead."""
+"""How often a waiting rank checks whether the process of another rank is dead."""
 _DEATH_SECONDS = 2.0
-"""After a connection broke: how long its process may take to be seen dead."""
+"""After a broken connection: how long to wait for the death of the process to show."""
 _CARRIED = ("LOCKSTEP_CACHE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of the trainer's that its roles would have there, beside those that every server gets."""
-_LOST = "(it lost another process of its world)"
+"""Variables that are passed on from the trainer, besides those that every server gets."""
+_LOST = "(it lost another process of its group)"
 _SPREAD = {"ref", "value"}
-"""Roles whose processes work together, where there are several ranks."""
+"""Roles whose processes form one group across the ranks."""
 
 
 class WorldDied(TrainError):
-    """A process of the world has ended, or has lost another one."""
+    """A remote process has ended, or has lost another one of its group."""
 
 
 class RolesLost(TrainError):
-    """What a world has trained is gone, or it cannot be started again here."""
+    """Trained weights are lost, or the process cannot be restarted here."""
 
     from_outside = False
-    """A signal has ended its process: with cluster.peer_copy the ranks are started again."""
+    """Whether a signal killed the process: with cluster.peer_copy the ranks are then restarted."""
 
 
 class _LostElsewhere(Exception):
-    """A process of another rank is dead, so this rank's may never answer."""
+    """The process of another rank is dead, so this rank's process may never reply."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What a call brought; exactly one of the two is there."""
+    """The outcome of a call: a value or a death."""
 
     value: Any = None
     death: WorldDied | None = None
 
 
 class World:
-    """Roles of a run that are together in a process which is not the trainer's.
+    """A group of remote roles, which share a process outside the trainer's.
 
     Args:
         roles: one of run.remote_groups.
-        resolved: the run, as the trainer has it.
-        work_dir: for a folder of this world's, with log and description of the process beside this rank.
-        folder: of the run, for the command that resumes it; None: unknown.
+        resolved: the trainer's run.
+        work_dir: parent of this group's folder, which holds the log and the description of the process.
+        folder: the run's, for the command that resumes it; None: unknown.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class World:
         assert run.cluster is not None
         self.roles = tuple(roles)
         self.restarts = 0
-        """Times that it died and was started again."""
+        """Restarts after a death."""
         self._config: ClusterConfig = run.cluster
         self._ranks, self._folder = ranks, folder
         self._grouped = ranks.world_size > 1 and bool(_SPREAD & set(self.roles))
@@ -136,21 +136,21 @@ class World:
         headers = {"Authorization": f"Bearer {spec.token}"}
         self._client = HttpClient(spec.url, name=self.name, headers=headers)
         self._store: Any = None
-        """Where the processes of several ranks meet; of rank 0."""
+        """The store where the processes of all ranks meet; only rank 0 has it."""
         self._begun: dict[str, Future[Reply]] = {}
-        """By name of the call."""
+        """Calls that have begun, by name."""
         self._closed = False
 
     @property
     def name(self) -> str:
-        """For messages."""
-        return f"world of {' + '.join(self.roles)}"
+        """The group in messages."""
+        return f"remote process of {' + '.join(self.roles)}"
 
     def start(self) -> Mapping[str, Any]:
-        """Start the processes and load the roles. Collective. Returns what they say of themselves.
+        """Start the processes and load the roles. Collective. Returns their description.
 
         Raises:
-            LockstepError: a process does not start, or a role cannot be loaded: on every rank.
+            LockstepError: on every rank, if a process does not start or a role cannot be loaded.
         """
         with self._ranks.together(f"starting the {self.name}"):
             self._spawn()
@@ -159,31 +159,30 @@ class World:
             return self._load(meeting)
 
     def begin(self, name: str, **arguments: Any) -> None:
-        """Ask the world for something that the next call of this name, with the same arguments, waits for.
-        Until then it is asked for nothing else: each rank sends by itself, and the order of two calls must
-        be the same on all of them. Every rank does so."""
+        """Send a request whose result the next `call` of this name, with the same arguments, waits for. Every
+        rank must do so. Send nothing else to these roles until then: each rank sends on its own, and the
+        order of calls must be the same on all ranks."""
         begun: Future[Reply] = Future()
         self._begun[name] = begun
 
         def ask() -> None:
             try:
                 begun.set_result(self._ask(name, arguments, seconds=self._config.remote_seconds))
-            except BaseException as error:  # raised where it is waited for
+            except BaseException as error:  # raised by the `call` that waits for it
                 begun.set_exception(error)
 
-        # A daemon: a run that ends with an error waits for nobody.
+        # A daemon thread: a run that fails does not wait for it.
         threading.Thread(target=ask, name=f"asks the {self.name}", daemon=True).start()
 
     def call(self, name: str, *, alone: bool = False, **arguments: Any) -> Any:
-        """Ask the world for something, unless that has begun, and return its answer. Collective, unless
-        `alone`.
+        """Send a request, unless `begin` has sent it, and return the result. Collective unless `alone`.
 
         Args:
-            alone: only this rank's process is asked; for roles that are whole in each.
+            alone: call only this rank's process; for roles that are complete in each process.
 
         Raises:
-            LockstepError: an error of the role, of the same class and with its code; or TrainError: no
-                answer within cluster.remote_seconds, or the process died and cannot be started again.
+            LockstepError: the role's own error, with its class and code; or TrainError: no reply within
+                cluster.remote_seconds, or the process died and cannot be restarted.
         """
         while True:
             begun = self._begun.pop(name, None)
@@ -197,7 +196,7 @@ class World:
             died = [death for death in deaths if death is not None]
             if not died:
                 return reply.value
-            # One that only lost another process says so: the other one's end is the reason.
+            # A process that only lost another one says so: the death of the other one is the cause.
             self._start_again(min(died, key=lambda text: _LOST in text), doing=name, alone=alone)
 
     def describe(self) -> dict[str, Any]:
@@ -231,8 +230,8 @@ class World:
             except Unreachable as sign:
                 ended = self._server.wait_ended(_DEATH_SECONDS)
                 if ended is not None:
-                    if not self._closed:  # else a call that nobody waits for any more has seen the end
-                        self._tell_others()
+                    if not self._closed:  # else nobody waits for this call any more
+                        self._announce_death()
                     text = f"the {self.name} {ended}, at {name}. {self._server.log_text()}"
                     return Reply(death=WorldDied(text, code="process-died", roles=self.roles))
                 if tried < _TRIES:
@@ -243,7 +242,7 @@ class World:
                     f"{sign}. {self._server.log_text()}",
                     roles=self.roles,
                 ) from sign
-            except Silent as sign:
+            except Timeout as sign:
                 self._server.ask_for_traceback()
                 setting = "remote_start_seconds" if name == "build" else "remote_seconds"
                 raise TrainError(
@@ -263,7 +262,8 @@ class World:
         raise AssertionError("the last try returns or raises")
 
     def _post(self, body: bytes, *, deadline: float) -> http.Reply:
-        """Raises HttpError; _LostElsewhere: another rank has said that its process is dead."""
+        """Send a request. Raises HttpError; _LostElsewhere: another rank announced the death of its
+        process."""
         with self._client.batch(limit=1) as batch:
             batch.submit(None, "/call", body)
             while (left := deadline - time.monotonic()) > 0:
@@ -271,22 +271,22 @@ class World:
                     if isinstance(reply, HttpError):
                         raise reply
                     return reply
-                # Not every collective notices that a process has gone: nccl waits on.
+                # Not every collective notices a dead process: NCCL keeps waiting.
                 if self._grouped and self._ranks.store.check([self._death]):
                     raise _LostElsewhere
-        raise Silent(f"deadline: {self.name} did not answer in time")
+        raise Timeout(f"deadline: {self.name} did not answer in time")
 
     @property
     def _death(self) -> str:
-        """The key by which ranks tell each other that a process of this start is dead."""
+        """Key of the store under which ranks announce the death of a process of this start."""
         return f"dead/{self.name}/{self._server.starts}"
 
-    def _tell_others(self) -> None:
+    def _announce_death(self) -> None:
         if self._grouped:
             self._ranks.store.set(self._death, "dead")
 
     def _answer(self, reply: Mapping[str, Any], name: str) -> Reply:
-        """Raises the error that an answer may be."""
+        """Return the result of a reply, or raise its error."""
         if "value" in reply:
             return Reply(value=reply["value"])
         kind, data = str(reply["kind"]), dict(reply["data"])
@@ -307,29 +307,27 @@ class World:
     # --- start and end --------------------------------------------------------------------------------------
 
     def _start_again(self, died: str, *, doing: str, alone: bool) -> None:
-        """Raises TrainError: something has died that a new process does not have, or too many have died."""
+        """Restart the process. Raises TrainError: trained weights died with it, or too many restarts."""
         lost = None
         if "value" in self.roles:
             lost = "the value model's weights and optimizer since the last checkpoint are gone with it"
         elif alone and self._grouped:
-            lost = (
-                "it works together with those of other ranks, which are elsewhere, so it cannot return alone"
-            )
+            lost = "it works together with the processes of other ranks and cannot restart alone"
         elif self.restarts >= self._config.remote_restarts:
-            lost = f"it was started again cluster.remote_restarts = {self.restarts} times already"
+            lost = f"it was restarted cluster.remote_restarts = {self.restarts} times already"
         if lost is not None:
             folder = self._folder
             on = "" if folder is None else f": {resume_command(folder, self._ranks)}"
             first, _, rest = died.partition("\n")
             error = RolesLost(
-                f"process-died: {first}\n{lost}. Go on with the run{on}" + (f"\n{rest}" if rest else ""),
+                f"process-died: {first}\n{lost}. Resume the run{on}" + (f"\n{rest}" if rest else ""),
                 roles=self.roles,
                 call=doing,
             )
             error.from_outside = " was killed by " in first
             raise error
         self.restarts += 1
-        log.warning("%s: starting it again (%d)", died.splitlines()[0], self.restarts)
+        log.warning("%s: restarting it (%d)", died.splitlines()[0], self.restarts)
         if alone:
             self._spawn()
             self._load(None)
@@ -343,7 +341,8 @@ class World:
             raise error.with_message(str(error), kind=TrainError) from error
 
     def _load(self, meeting: Mapping[str, str] | None) -> Mapping[str, Any]:
-        """What the process says of itself. Raises WorldDied, and the errors of loading a role."""
+        """Load the roles and return the process's description. Raises WorldDied, and errors of loading a
+        role."""
         about = {**self._about, "threads": torch.get_num_threads(), "meeting": meeting}
         reply = self._ask("build", about, seconds=self._config.remote_start_seconds)
         if reply.death is not None:
@@ -352,7 +351,7 @@ class World:
         return loaded
 
     def _meeting(self) -> Mapping[str, str] | None:
-        """The environment in which the processes of all ranks find each other; None: each is alone.
+        """Return the environment in which the processes of all ranks find each other; None: each works alone.
         Collective."""
         if not self._grouped:
             return None
@@ -380,17 +379,17 @@ class World:
 
 
 def _own_address() -> str:
-    """The address of this machine on the network of the launcher's store."""
+    """Return the address of this machine on the network of the launcher's store."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def _server(name: str, config: ClusterConfig, work_dir: Path, *, gpus: dict[str, str]) -> ServerProcess:
-    """The process beside this rank, not started yet.
+    """Make the process beside this rank, without starting it.
 
     Args:
-        gpus: the environment that shows it GPUs of its own.
+        gpus: environment variables that show it dedicated GPUs.
     """
     port, token = free_port(), new_token()
     carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
@@ -411,10 +410,12 @@ def _server(name: str, config: ClusterConfig, work_dir: Path, *, gpus: dict[str,
     )
 
 
-# What trainer and role world say to each other: records, numbers and tensors as bytes, never pickles.
+# Messages between the trainer and remote roles: records, numbers and tensors as bytes, never pickles.
 #
-# bytes     4           n       the tensors, one after the other (lockstep.wire.buckets) content   n, little
-# JSON    name, dtype, shape and place of each are in the JSON
+#     bytes   content
+#     4       n, little endian
+#     n       JSON, with name, dtype, shape and offset of each tensor
+#     ...     the tensors, one after the other (lockstep.wire.buckets)
 #
 #     {"value": ..., "tensors": [TensorSpec, ...]}
 #
@@ -423,7 +424,7 @@ def _server(name: str, config: ClusterConfig, work_dir: Path, *, gpus: dict[str,
 
 
 MOST_BYTES = 2**30
-"""Of one message."""
+"""Limit of one message."""
 RECORDS: Mapping[str, type[Any]] = {
     kind.__name__: kind for kind in (PackedBatch, PolicyBatch, RolloutSample, SharedRows, RewardInput)
 }
@@ -438,7 +439,7 @@ def packed(value: Any) -> bytes:
         TrainError: there are more than MOST_BYTES of them.
     """
     tensors: list[Tensor] = []
-    said = _said(value, tensors)
+    encoded = _encode(value, tensors)
     layout = buckets.Layout(MOST_BYTES)
     for index, tensor in enumerate(tensors):
         if layout.place(str(index), tensor) is None or layout.num_bytes > MOST_BYTES:
@@ -446,14 +447,14 @@ def packed(value: Any) -> bytes:
     data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     if tensors:
         buckets.pack(data, layout.specs, tensors)
-    head = json.dumps({"value": said, "tensors": buckets.specs_to_json(layout.specs)}).encode()
+    head = json.dumps({"value": encoded, "tensors": buckets.specs_to_json(layout.specs)}).encode()
     if _HEAD + len(head) + len(data) > MOST_BYTES:
         raise _too_large()
     return len(head).to_bytes(_HEAD, "little") + head + data.numpy().tobytes()
 
 
 def unpacked(message: bytes) -> Any:
-    """The inverse of `packed`. Raises TrainError: the bytes are no message."""
+    """The inverse of `packed`. Raises TrainError: the bytes are not a message."""
     try:
         size = int.from_bytes(message[:_HEAD], "little")
         head = json.loads(message[_HEAD : _HEAD + size])
@@ -461,64 +462,64 @@ def unpacked(message: bytes) -> Any:
         data = torch.frombuffer(rest, dtype=torch.uint8) if rest else torch.empty(0, dtype=torch.uint8)
         specs = buckets.specs_from_json(head["tensors"])
         # Copies: a kernel may ask for an alignment that a place in a message has not.
-        return _meant(head["value"], [tensor.clone() for _, tensor in buckets.unpack(data, specs)])
+        return _decode(head["value"], [tensor.clone() for _, tensor in buckets.unpack(data, specs)])
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError) as error:
         raise TrainError(
-            f"bad-reply: what came from another world is no message: {type(error).__name__}: {error}"
+            f"bad-reply: a message of remote roles is malformed: {type(error).__name__}: {error}"
         ) from error
 
 
 def _too_large() -> TrainError:
     return TrainError(
-        f"too-large: a message between the worlds of roles has more than {MOST_BYTES} bytes; lower "
+        f"too-large: a message to or from remote roles has more than {MOST_BYTES} bytes; lower "
         "rollout.prompts_per_step or rollout.group_size",
         setting="rollout.prompts_per_step",
     )
 
 
-def _said(value: Any, tensors: list[Tensor]) -> Any:
+def _encode(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
         tensors.append(value.detach().cpu())
         return {"tensor": len(tensors) - 1}
     if isinstance(value, Mapping):
-        return {"dict": {str(key): _said(each, tensors) for key, each in value.items()}}
+        return {"dict": {str(key): _encode(each, tensors) for key, each in value.items()}}
     if isinstance(value, Sequence):
-        return [_said(each, tensors) for each in value]
+        return [_encode(each, tensors) for each in value]
     if RECORDS.get(type(value).__name__) is type(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        told = {name: _said(each, tensors) for name, each in fields.items()}
-        return {"record": type(value).__name__, "fields": told}
-    raise TypeError(f"a {type(value).__name__} cannot be sent to another world")
+        encoded = {name: _encode(each, tensors) for name, each in fields.items()}
+        return {"record": type(value).__name__, "fields": encoded}
+    raise TypeError(f"a {type(value).__name__} cannot be sent to remote roles")
 
 
-def _meant(said: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(said, list):
-        return tuple(_meant(each, tensors) for each in said)
-    if not isinstance(said, dict):
-        return said
-    if "tensor" in said:
-        return tensors[said["tensor"]]
-    if "dict" in said:
-        return {key: _meant(each, tensors) for key, each in said["dict"].items()}
-    fields = {name: _meant(each, tensors) for name, each in said["fields"].items()}
-    return RECORDS[said["record"]](**fields)
+def _decode(encoded: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(encoded, list):
+        return tuple(_decode(each, tensors) for each in encoded)
+    if not isinstance(encoded, dict):
+        return encoded
+    if "tensor" in encoded:
+        return tensors[encoded["tensor"]]
+    if "dict" in encoded:
+        return {key: _decode(each, tensors) for key, each in encoded["dict"].items()}
+    fields = {name: _decode(each, tensors) for name, each in encoded["fields"].items()}
+    return RECORDS[encoded["record"]](**fields)
 
 
-# GPUs of their own for worlds and engines, as this rank gives them to the processes beside it.
+# Dedicated GPUs of remote roles and engines, as this rank assigns them to the processes beside it.
 
 
 def check_devices(run: GRPORun, *, ranks: RankContext) -> None:
-    """Raise ConfigError if this node shows fewer GPUs than the run's processes are to have."""
+    """Raise ConfigError if this node has fewer GPUs than the run's processes need."""
     if run.cluster is not None and run.train.device != "cpu" and torch.cuda.is_available():
         run.cluster.check_devices(layout_here(run, ranks), there=torch.cuda.device_count())
 
 
 def gpus_of_world(run: GRPORun, number: int, *, ranks: RankContext) -> dict[str, str]:
-    """The environment that shows a process of a world beside the policy's, counted from 0, its GPU: all of
-    its world on this node, of which it takes that of its local rank, so that NCCL works among them. Empty: it
-    sees what its rank sees."""
+    """Return the environment that shows a process of remote group `number` (from 0) its dedicated GPU. It
+    shows all GPUs of the group on this node, so that NCCL works, and the process takes that of its local
+    rank. Empty: the process sees what its rank sees."""
     layout = layout_here(run, ranks)
     if not layout.remote_groups:
         return {}

@@ -1,4 +1,4 @@
-"""The roles of other worlds as the loop sees them: a Scorer, reward models, a value model."""
+"""Remote roles as the loop sees them: a Scorer, reward models, a value model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WorldScorer:
 
 
 class WorldRewardModels(RewardModels):
-    """Reward models that are whole in the process beside each rank, which asks it for its own samples.
+    """Reward models that are complete in the process beside each rank, which scores the samples of its rank.
 
     Args:
         notes: of their start.
@@ -72,7 +72,7 @@ class WorldRewardModels(RewardModels):
 
 @dataclass(frozen=True, slots=True)
 class WorldState:
-    """What is saved of the value model, see protocols.Saved. Its process writes and reads the files."""
+    """The saved parts of the value model, see protocols.Saved. Its process writes and reads the files."""
 
     world: World
 
@@ -91,24 +91,24 @@ class WorldState:
         self.world.call("export", directory=str(directory.absolute()))
 
     def close(self) -> None:
-        """Nothing: the world is closed as a whole."""
+        """Do nothing: the remote process is closed as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldValue:
-    """The value model: what ValueRole is in the trainer's process. Its inputs are not recorded."""
+    """A remote value model: the counterpart of ValueRole. Its inputs are not recorded."""
 
     world: World
     backend: WorldState
     config: ValueConfig
     recorder: None = None
     beside_policy: bool = False
-    """It has a GPU of its own, and works while the policy does."""
+    """Whether it has a dedicated GPU and computes while the policy does."""
     beside_ref: bool = False
-    """It works while the reference does, which is neither on its GPU nor in its world."""
+    """Whether it computes while the reference does, which is neither on its GPU nor in its group."""
 
     def begin_score(self, samples: Sequence[RolloutSample]) -> None:
-        """Begin to score, if that may be done while the reference does; `score` waits for it."""
+        """Start scoring, if that can overlap with the reference; `score` waits for the result."""
         if self.beside_ref:
             self.world.begin("score", samples=list(samples))
 
@@ -126,7 +126,7 @@ class WorldValue:
         returns: Sequence[Tensor],
         spans: Spans,
     ) -> Callable[[], dict[str, float]]:
-        """See ValueRole. All its optimizer steps are one call, which may go on while the policy learns."""
+        """See ValueRole. All its optimizer steps are one call, which may overlap with the policy's update."""
         batch: dict[str, Any] = {
             "samples": list(samples),
             "values": list(values),
@@ -147,19 +147,19 @@ class WorldValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherRoles:
-    """The models of a run beside the policy, wherever they are."""
+    """The models of a run besides the policy, local or remote."""
 
     ref: Scorer | None
-    """None: there is none, or it is the policy's backend's."""
+    """None if the run has no reference, or the policy's backend holds it."""
     reward_models: RewardModels | None
     value: ValueRole | WorldValue | None
     worlds: tuple[World, ...]
-    """Of those that are not in this process."""
+    """The groups of remote roles."""
     temporary: OwnedFolder | None = None
-    """For the worlds' files, where there is no run's folder."""
+    """Folder for files of remote roles, if the run has no folder."""
 
     def close(self) -> None:
-        """End the worlds' processes."""
+        """End the remote processes."""
         for world in self.worlds:
             world.close()
         if self.temporary is not None:
@@ -218,7 +218,8 @@ def build_others(
 def _worlds(
     resolved: Resolved[GRPORun], *, ranks: RankContext, folder: Path | None
 ) -> tuple[tuple[World, ...], OwnedFolder | None]:
-    """The worlds, not started, and a temporary folder of their files, where there is no run's folder."""
+    """Return the groups of remote roles, not started, and a temporary folder for their files if the run has
+    none."""
     if not resolved.run.remote_groups:
         return (), None
     temporary, files = None, folder
@@ -231,7 +232,7 @@ def _worlds(
 
 
 def _read_by_models(sample: RewardInput) -> RewardInput:
-    """What a reward model reads of it: the row may hold values that no message can."""
+    """Return what a reward model reads of it: the row may hold values that no message can carry."""
     return RewardInput(
         prompt=sample.prompt,
         completion=sample.completion,
@@ -246,7 +247,7 @@ def _read_by_models(sample: RewardInput) -> RewardInput:
 
 
 def _per_token(scores: Any, lengths: Sequence[int], *, what: str) -> list[Tensor]:
-    """The scores, if they are [length] float32 each."""
+    """Return the scores, after checking that each is [length] float32."""
     found = list(scores)
     if len(found) != len(lengths):
         raise _wrong(what, f"{len(found)} tensors for {len(lengths)} documents or batches")
@@ -257,4 +258,4 @@ def _per_token(scores: Any, lengths: Sequence[int], *, what: str) -> list[Tensor
 
 
 def _wrong(role: str, why: str) -> TrainError:
-    return TrainError(f"wrong-result: role {role} answered from its world: {why}", role=role)
+    return TrainError(f"wrong-result: remote role {role}: {why}", role=role)

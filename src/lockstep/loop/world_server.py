@@ -1,12 +1,12 @@
-"""The process of a world of roles: `python -m lockstep.loop.world_server FILE`.
+"""The process of remote roles: `python -m lockstep.loop.world_server FILE`.
 
     GET  /health
     POST /call    {"call", "key", "seconds", "arguments"} ──► {"value"} or {"kind", "text", "data", "lost"}
 
-Bodies are those of lockstep.loop.world. It listens on loopback, and answers only who sends its token
-(LOCKSTEP_SERVER_TOKEN). Roles work in the main thread alone, call after call. What was answered under a key
-is kept until calls with other keys have come: who asks again, after an answer was lost, gets the same one,
-and nothing is trained twice.
+The bodies are those of lockstep.loop.world. The server listens on loopback and requires its token
+(LOCKSTEP_SERVER_TOKEN). Roles compute in the main thread only, one call after the other. The reply to a key
+is kept until calls with other keys arrive: a client that lost a reply and asks again gets the same one, so
+nothing is trained twice.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from lockstep.processes.supervisor import name_process
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.reward import RewardInput
 from lockstep.protocols.train import FinishSave, OffloadableBackend
-from lockstep.ranks.context import RankContext, init_ranks, lost_peer
+from lockstep.ranks.context import RankContext, init_ranks, is_peer_failure
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.schema.batch import PackedBatch, RolloutSample
 from lockstep.train import BACKENDS
 from lockstep.wire.server_token import TOKEN, TokenHandler, bearer
 
 _KEPT = 4
-"""Calls whose answers are kept after they are done: one client asks from a few threads at most."""
+"""Replies that are kept: one client calls from a few threads at most."""
 _BESIDE = {"finish"}
-"""Calls that do not wait for others: they only write files."""
+"""Calls that run beside others: they only write files."""
 
 
 def main(argv: list[str]) -> None:
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
 
 @contextlib.contextmanager
 def serving(calls: Calls, *, token: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
-    """Answer HTTP in threads; port 0: any."""
+    """Serve HTTP in threads; port 0: any free one."""
     own = {"calls": calls, "authorization": bearer(token)}
     handler: type[BaseHTTPRequestHandler] = type("Handler", (_Handler,), own)
     with ThreadingHTTPServer((LOOPBACK, port), handler) as server:
@@ -84,7 +84,7 @@ class _Call:
     make: Callable[[], Any] | None
     done: threading.Event = field(default_factory=threading.Event)
     answer: bytes | None = b""
-    """None: it is kept no more."""
+    """None: no longer kept."""
 
     def run(self) -> None:
         make, self.make = self.make, None  # with the tensors that it was given
@@ -94,7 +94,7 @@ class _Call:
 
 
 class Calls:
-    """The calls of one client, each done once."""
+    """The calls of one client, each executed once."""
 
     def __init__(self, host: RoleHost) -> None:
         self._host = host
@@ -103,17 +103,17 @@ class Calls:
         self._lock = threading.Lock()
 
     def work(self) -> None:
-        """Do what comes, in this thread, for ever."""
+        """Execute calls in this thread, forever."""
         while True:
             self._todo.get().run()
 
     def answer(self, body: bytes) -> bytes:
-        """Return the answer to a message, doing what it asks for unless its key is known."""
+        """Return the reply to a message, executing the call unless its key is known."""
         try:
-            asked = unpacked(body)
-            key, seconds, name = str(asked["key"]), float(asked["seconds"]), str(asked["call"])
+            request = unpacked(body)
+            key, seconds, name = str(request["key"]), float(request["seconds"]), str(request["call"])
             method = self._host.call(name)
-            arguments = dict(asked["arguments"])
+            arguments = dict(request["arguments"])
         except (LockstepError, KeyError, TypeError, ValueError) as error:
             return packed(_failure(error))
         with self._lock:
@@ -151,7 +151,7 @@ def _failure(error: Exception) -> dict[str, Any]:
         "kind": type(error).__name__,
         "text": str(error).encode("utf-8", errors="backslashreplace").decode("utf-8"),
         "data": error.data if isinstance(error, LockstepError) else {},
-        "lost": not known and lost_peer(error),
+        "lost": not known and is_peer_failure(error),
     }
 
 
@@ -180,8 +180,8 @@ Role = TypeVar("Role")
 
 
 class RoleHost:
-    """Empty until `build`. Collective where the backends are: the process of every rank gets the same
-    calls."""
+    """The roles of one process, empty until `build`. Collective where the backends are: the process of every
+    rank gets the same calls."""
 
     def __init__(self) -> None:
         self._ref: TrainBackend | None = None
@@ -191,7 +191,7 @@ class RoleHost:
         self._open = contextlib.ExitStack()
 
     def call(self, name: str) -> Callable[..., Any]:
-        """Return what a call of this name does. Raises KeyError."""
+        """Return the function behind a call. Raises KeyError."""
         calls: dict[str, Callable[..., Any]] = {
             "build": self.build,
             "logprobs": self.logprobs,
@@ -217,7 +217,7 @@ class RoleHost:
 
         Args:
             run: the run file. axes: what its "auto" values became in the trainer's process.
-            threads: of torch, which decide bits.
+            threads: torch's, which affect the bits.
             meeting: the environment of a rank; None: this process is alone.
 
         Raises:
@@ -258,18 +258,18 @@ class RoleHost:
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """The reference's, see protocols.Scorer; on the host."""
-        return [each.cpu() for each in _there(self._ref, "ref").logprobs(batches)]
+        return [each.cpu() for each in _require(self._ref, "ref").logprobs(batches)]
 
     def rewards(self, inputs: Sequence[RewardInput]) -> dict[str, Any]:
-        """The reward models' scores by name of each input, and how many documents lost their beginning."""
-        models = _there(self._rewards, "reward_model")
+        """Return the reward models' scores by name, and how many documents were truncated."""
+        models = _require(self._rewards, "reward_model")
         scores = models.score(inputs)
         truncated, models.truncated = models.truncated, 0
         return {"scores": scores, "truncated": truncated}
 
     def score(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
         """See ValueRole."""
-        return _there(self._value, "value").score(samples)
+        return _require(self._value, "value").score(samples)
 
     # --- the value model's training -------------------------------------------------------------------------
 
@@ -277,36 +277,37 @@ class RoleHost:
         self, samples: Sequence[RolloutSample], values: Sequence[Tensor], returns: Sequence[Tensor]
     ) -> dict[str, float]:
         """See ValueRole."""
-        value = _there(self._value, "value")
+        value = _require(self._value, "value")
         return value.update(samples, values=values, returns=returns, spans=Spans())
 
     def save(self, directory: str, background: bool, in_memory: bool) -> None:
-        """Begin to save the value model's backend; `finish` ends it."""
-        backend = _there(self._value, "value").backend
+        """Start saving the value model's backend; `finish` completes it."""
+        backend = _require(self._value, "value").backend
         how = {"background": background} | ({"in_memory": True} if in_memory else {})
         self._saving[directory] = backend.save(Path(directory), **how)
 
     def finish(self, directory: str) -> dict[str, str]:
-        """End a save; in any thread."""
+        """Complete a save; in any thread."""
         return self._saving.pop(directory)()
 
     def load(self, directory: str, verified: bool) -> None:
-        """Load what `save` or a trainer has saved."""
-        _there(self._value, "value").backend.load(Path(directory), verified=verified)
+        """Load a checkpoint of `save` or of a trainer."""
+        _require(self._value, "value").backend.load(Path(directory), verified=verified)
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face folder."""
-        _there(self._value, "value").backend.export(Path(directory))
+        _require(self._value, "value").backend.export(Path(directory))
 
 
-def _there(role: Role | None, name: str) -> Role:
+def _require(role: Role | None, name: str) -> Role:
     if role is None:
-        raise TrainError(f"wrong-state: role {name} is not in this world")
+        raise TrainError(f"wrong-state: role {name} is not in this process")
     return role
 
 
 def _policy(resolved: Resolved[GRPORun], *, weights: bool) -> LoadedModel:
-    """The policy as it was at the start, for the reference; without weights, what others compare with."""
+    """Load the initial policy as the reference. Without weights, load only its config and tokenizer, which
+    the other roles are checked against."""
     run, device = resolved.run, torch.device(resolved.device)
     whole = weights and not BACKENDS.load(run.train.backend).shards_weights
     model = load_model(run.model, attention=resolved.attention, device=device, materialize=whole)

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 from lockstep import attention
 from lockstep.errors import LockstepError, ModelError
 from lockstep.models import shapes
-from lockstep.models.architectures import option, quiet_transformers, rope_parameters
+from lockstep.models.architectures import option, rope_parameters, silence_transformers
 from lockstep.models.forward import hidden_states
 from lockstep.models.heads import head_of, head_options
 from lockstep.observe.files import cache_root, read_json, write_json
@@ -96,8 +96,8 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
         ModelError: a gap is above TOLERANCE, or a way cannot run this config at all.
     """
     try:
-        with quiet_transformers():
-            small = miniature(config)
+        with silence_transformers():
+            small = tiny_model(config)
             gaps = _cached_gaps(small, kind, ways)
     except LockstepError:
         raise
@@ -276,7 +276,7 @@ VOCABULARY = 64
 _HEAD_GROUP = 8
 
 
-def miniature(config: PretrainedConfig) -> Any:
+def tiny_model(config: PretrainedConfig) -> Any:
     """Return a small copy of a supported config: at least two layers, one of each kind."""
     small: Any = copy.deepcopy(config.get_text_config())
     _shrink_lengths(small)

@@ -232,7 +232,7 @@ def checkpoint_activations(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silence progress bars and warnings of transformers inside, and restore its settings afterwards.
 
     Where accelerate and DeepSpeed are installed, save_pretrained imports DeepSpeed, whose logger writes to

@@ -173,9 +173,9 @@ def _write_model(source: Path, folder: Path) -> None:
     """
     from transformers import AutoTokenizer, GenerationConfig
 
-    from lockstep.models.architectures import quiet_transformers
+    from lockstep.models.architectures import silence_transformers
 
-    with quiet_transformers():
+    with silence_transformers():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
         # transformers 5.17 takes <|im_start|> for the end of sequence; the file itself says <|im_end|>.
         tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = (

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
-from lockstep.models.architectures import causal_lm, check_rope, hf_config, quiet_transformers
+from lockstep.models.architectures import causal_lm, check_rope, hf_config, silence_transformers
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import ADAPTER, ADAPTER_PREFIX, copy_without_adapter
 from lockstep.models.load import (
@@ -59,7 +59,7 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
         temporary = _folder_beside(directory)
         # A bare skeleton is saved in the module's place: save_pretrained writes into what it saves' config.
         bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation))
-        with naming(temporary), quiet_transformers(), _never_wrapped():
+        with naming(temporary), silence_transformers(), _never_wrapped():
             _write_as_read(bare)
             bare.save_pretrained(temporary, state_dict=merged_state_dict(module))
             if tokenizer is not None:
@@ -218,7 +218,7 @@ class _Writer:
             )
         if self._waiting:
             self._write()
-        with naming(self._temporary), quiet_transformers(), _never_wrapped():
+        with naming(self._temporary), silence_transformers(), _never_wrapped():
             _write_as_read(self._bare)
             self._bare.save_pretrained(self._temporary, state_dict={})  # configs, and nothing else
             if tokenizer is not None:

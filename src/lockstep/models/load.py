@@ -22,7 +22,7 @@ from lockstep.models.architectures import (
     SUPPORTED,
     causal_lm,
     check_architecture,
-    quiet_transformers,
+    silence_transformers,
     text_config,
 )
 from lockstep.models.dtypes import resolve_dtype
@@ -432,7 +432,7 @@ def _check_generation(folder: Path) -> None:
     if not file.is_file():
         return
     try:
-        with quiet_transformers():
+        with silence_transformers():
             GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (TypeError, ValueError) as error:  # values that contradict each other, or of another type
         raise ModelError(
@@ -452,7 +452,7 @@ def _read_module(
 ) -> nn.Module:
     """Load the module with real weights; every weight but a scalar head must come from the files."""
     # Where peft is installed, transformers would load an adapter of the folder over its weights.
-    with weight_errors(folder, config.name), quiet_transformers(), without_adapter(folder) as weights:
+    with weight_errors(folder, config.name), silence_transformers(), without_adapter(folder) as weights:
         loaded: Any = auto_class(head).from_pretrained(
             weights,
             config=hf_config,
@@ -514,7 +514,7 @@ def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        with quiet_transformers():
+        with silence_transformers():
             return AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=config.trust_remote_code, local_files_only=True
             )

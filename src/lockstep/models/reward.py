@@ -31,7 +31,7 @@ from transformers.initialization import no_init_weights
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.model import ModelConfig
 from lockstep.errors import DataError, ModelError
-from lockstep.models.architectures import check_rope, quiet_transformers, text_config
+from lockstep.models.architectures import check_rope, silence_transformers, text_config
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import INDEX, WEIGHTS, check_fit, check_total, without_adapter
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
@@ -217,7 +217,7 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
                 "not a reward model (a causal LM has no score head); choose a classifier with num_labels = 1"
             )
         _check_size(folder, hf_config, name=name)
-        with quiet_transformers(), without_adapter(folder) as weights:
+        with silence_transformers(), without_adapter(folder) as weights:
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 weights,
                 config=hf_config,

@@ -41,7 +41,7 @@ from typing import Any
 
 from lockstep.errors import DataError
 from lockstep.observe.files import open_plain, parse_json
-from lockstep.observe.lock import born
+from lockstep.observe.lock import start_time
 from lockstep.observe.trust import check_own
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -233,7 +233,7 @@ class FlightRecorder:
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         ident = threading.main_thread().ident or 0
         pid = os.getpid()
-        self._header = (_MAGIC, _VERSION, rank, world_size, pid, born(pid), time.time(), ident)
+        self._header = (_MAGIC, _VERSION, rank, world_size, pid, start_time(pid), time.time(), ident)
         # After the handler is installed: without it the signal that a reader may send from now on ends the
         # process.
         _HEADER.pack_into(self._map, 0, *self._header, True)
@@ -422,7 +422,7 @@ def read_all(folder: Path, rank: int | None = None) -> list[Flight]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Glance:
+class FlightState:
     """What shows of a process that it makes progress."""
 
     rank: int
@@ -433,19 +433,19 @@ class Glance:
     """Whether it is in a collective."""
 
 
-def glance_all(folder: Path, rank: int | None = None) -> list[Glance]:
+def glance_all(folder: Path, rank: int | None = None) -> list[FlightState]:
     """Read of the files of all ranks, or of one, in a folder only this much. Raises as `read`."""
-    return [_glance(path) for path in _files(folder, rank)]
+    return [_peek(path) for path in _files(folder, rank)]
 
 
-def _glance(path: Path) -> Glance:
+def _peek(path: Path) -> FlightState:
     with open_plain(path, DataError, root=path.parent) as file:
         data = _content(path, file)
     rank, _, pid, *_ = _header(path, data)
     ring = [row[:4] for row in _SLOT.iter_unpack(memoryview(data)[_RING_AT:])]
     newest, _, _, left = max(ring, key=lambda row: row[0])
     beat = _BEAT.unpack_from(data, _BEAT_AT + _COUNT.size)[0]
-    return Glance(
+    return FlightState(
         rank=rank,
         pid=pid,
         counts=(beat, newest, max(row[3] for row in ring)),

@@ -342,7 +342,7 @@ def _started(pid: int) -> str:
     return re.sub(r"\W", "", process_start(pid) or "")
 
 
-def born(pid: int) -> int:
+def start_time(pid: int) -> int:
     """When a process started, in clock ticks since boot; 0: there is none, or the system does not say."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0

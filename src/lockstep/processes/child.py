@@ -293,7 +293,7 @@ class JobProcess(Child):
             self._replies, theirs_out = _pipe(ours, theirs)
             code = (
                 f"import sys; sys.path[:{0 if confined else ''}] = {path!r}; sys.path += {more!r}\n"
-                "from lockstep.processes.garbage import search_rarely; search_rarely()\n"
+                "from lockstep.processes.garbage import relax_gc; relax_gc()\n"
                 f"from lockstep.processes.supervisor import name_process; name_process({role!r})\n"
                 f"from {module} import main\n"
                 f"main(*{arguments!r}, jobs={theirs_in}, replies={theirs_out})"

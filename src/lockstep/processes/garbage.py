@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def no_search_for_garbage() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Leave garbage that is in cycles alone in the body: imports and exported graphs make a million objects
     that stay, and going through them again and again took a fifth of a start and a twelfth of an export."""
     enabled = gc.isenabled()
@@ -21,7 +21,7 @@ def no_search_for_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def search_rarely() -> None:
+def relax_gc() -> None:
     """Look for garbage in cycles seven times less often, and not when the process ends, which the system then
     cleans up. For a process that is all ours: of the 4.9 s that torch, transformers and the loop take to be
     imported and left again, 1.2 s were the last search and 0.4 s the others. A second call does nothing.

@@ -263,10 +263,10 @@ class RankContext:
         if isinstance(error, RuntimeError):  # gloo's errors are RuntimeErrors
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             late = f"a rank did not come within {self.seconds:g} s"
-            reason = "another rank has gone" if lost_peer(error) else late
+            reason = "another rank has gone" if is_peer_failure(error) else late
             raise RankError(
                 f"rank {self.rank} of {self.world_size}, at {what}: {reason} (torch says: {line})",
-                code="peer-failed" if lost_peer(error) else "deadline",
+                code="peer-failed" if is_peer_failure(error) else "deadline",
             ) from error
         raise error
 
@@ -290,7 +290,7 @@ class RankContext:
             "type": type(error).__name__,
             "code": getattr(error, "code", None),
             "text": text[-20_000:],
-            "peer": lost_peer(error),
+            "peer": is_peer_failure(error),
             "outside": getattr(error, "from_outside", False),
             "printed": isinstance(error, LockstepError) and not reported_by_launcher(error),
         }
@@ -324,7 +324,7 @@ def _leave_after(hook: Callable[..., object]) -> Callable[..., object]:
     return show_and_leave
 
 
-def lost_peer(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Return whether the error only says that another rank has gone."""
     if isinstance(error, PeerFailed):
         return True
@@ -334,7 +334,7 @@ def lost_peer(error: BaseException) -> bool:
 def reported_by_launcher(error: BaseException) -> bool:
     """Return whether the launcher reports this error instead of the command: another rank has gone, and
     `lockstep.ranks.launch`, which saw how, names it."""
-    return LAUNCHER_PID in os.environ and lost_peer(error)
+    return LAUNCHER_PID in os.environ and is_peer_failure(error)
 
 
 def _by_rank(values: list[str | None]) -> str:

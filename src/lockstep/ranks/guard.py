@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.observe import flight
-from lockstep.ranks.context import RankContext, RankError, lost_peer
+from lockstep.ranks.context import RankContext, RankError, is_peer_failure
 from lockstep.ranks.launch import ENDED_KEY, ERROR_KEY, POSITION_KEY
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.05
@@ -259,7 +259,7 @@ class _Explained:
             time.sleep(_SETTLE_SECONDS)
             reason = (
                 f"{self.what}: another rank has gone"
-                if lost_peer(error)
+                if is_peer_failure(error)
                 else f"{self.what}: not all ranks entered it within {self.guard.seconds:g} s"
             )
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -270,7 +270,7 @@ def collective_failed(error: BaseException) -> bool:
     """Return whether a RuntimeError comes from a collective: a timeout, a mismatch or a lost connection."""
     text = str(error).lower()
     words = ("gloo", "nccl", "timed out", "timeout", "collective", "process group")
-    return lost_peer(error) or isinstance(error, dist.DistError) or any(word in text for word in words)
+    return is_peer_failure(error) or isinstance(error, dist.DistError) or any(word in text for word in words)
 
 
 def describe_desync(rank: int, reason: str, positions: Mapping[int, Position | None]) -> str:

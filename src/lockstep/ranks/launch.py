@@ -477,7 +477,7 @@ class Launch:
                 self._print(where + self._hang_lines())
             return zero.status
         lines = [f"lockstep: rank {first.rank} of {self.ranks} {first.how()}{first.where()}"]
-        lines += [f"  | {line}" for line in self._last_words(first)]
+        lines += [f"  | {line}" for line in self._exit_report(first)]
         lines += [f"rank {end.rank} {end.how()}{end.where()}" for end in others]
         waited = (first.error or {}).get("type") in _WAITED
         out_of_step = self._hang is not None and self._hang.cause in OUT_OF_STEP
@@ -503,7 +503,7 @@ class Launch:
     def _print(self, lines: Sequence[str]) -> None:
         echo("\n".join([*lines, f"logs: {self.log_dir}/rank-*.log"]), file=sys.stderr)
 
-    def _last_words(self, end: RankEnd) -> list[str]:
+    def _exit_report(self, end: RankEnd) -> list[str]:
         """Its traceback, else the end of what it wrote to stderr."""
         if end.error is not None and end.error.get("text"):
             text = str(end.error["text"])

@@ -5,10 +5,10 @@
         ...                                       # start the other ranks
         spares.refill(spawn, environments)        # once these ranks have made a copy
 
-Importing is the longest part of a restart (18 of 32 s on two H100s), and does not depend on the death. A spare
-runs the command line of a rank in the environment of that rank. Before it looks at anything that differs
-between restarts, it reads the environment of the restart that it joins from a named pipe. Until then it has
-touched no GPU and opened no file of the run.
+Importing is the longest part of a restart (18 of 32 s on two H100s), and does not depend on the death. A
+spare runs the command line of a rank in the environment of that rank. Before it looks at anything that
+differs between restarts, it reads the environment of the restart that it joins from a named pipe. Until then
+it has touched no GPU and opened no file of the run.
 """
 
 from __future__ import annotations

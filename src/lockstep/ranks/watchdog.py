@@ -84,7 +84,7 @@ def signs_of(folder: Path) -> list[Signs]:
     return [_signs(each, cpu=True) for each in flight.glance_all(folder)]
 
 
-def _signs(each: flight.Glance, *, cpu: bool) -> Signs:
+def _signs(each: flight.FlightState, *, cpu: bool) -> Signs:
     seconds = _cpu_seconds(each.pid) if cpu else None
     return Signs(rank=each.rank, counts=each.counts, inside=each.inside, cpu=seconds)
 
@@ -131,7 +131,7 @@ class Watchdog:
 
 
 def _cpu_seconds(pid: int) -> float:
-    return sum(lock.cpu_seconds(each, lock.born(each)) for each in [pid, *_below(pid)])
+    return sum(lock.cpu_seconds(each, lock.start_time(each)) for each in [pid, *_below(pid)])
 
 
 def _below(pid: int) -> list[int]:

@@ -47,7 +47,7 @@ class RewardModels:
             for name, revision in config.sources
         ]
         self.truncated = 0
-        """Documents that lost their beginning since `take_counts`."""
+        """Documents that lost their beginning since `pop_counts`."""
 
     def offload(self) -> None:
         """From now on keep the models in host memory, each except while it scores."""
@@ -104,7 +104,7 @@ class RewardModels:
             weights={**score.weights, **weights},
         )
 
-    def take_counts(self) -> dict[str, int]:
+    def pop_counts(self) -> dict[str, int]:
         """Return and reset the counts: model/truncated."""
         counts = {f"{MODEL}/truncated": self.truncated} if self.truncated else {}
         self.truncated = 0

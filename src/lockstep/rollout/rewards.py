@@ -186,7 +186,7 @@ class RewardSet:
         for config in () if self._functions else self._configs:
             check_row(config, row)
 
-    def take_counts(self) -> dict[str, int]:
+    def pop_counts(self) -> dict[str, int]:
         """Return and reset the counts: NAME/no_answer, NAME/junk, NAME/timeout (of the junk), NAME/failed,
         NAME/retried (requests) and dropped (rollouts)."""
         counts = dict(+self.counts)

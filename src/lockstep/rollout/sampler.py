@@ -293,7 +293,7 @@ class GroupSampler:
         indices = [prompt.index for prompt in prompts]
         share = _scored(completions, by_group, self.rewards, indices=indices, key=key)
         if self.reward_models is not None:
-            share.counts.update(_named(self.reward_models.take_counts()))
+            share.counts.update(_named(self.reward_models.pop_counts()))
         return share
 
     def step(
@@ -461,7 +461,7 @@ def _scored(
         "rollout/dropped_groups": float(dropped_groups),
         "rollout/cached_tokens": float(cached),
     }
-    counts |= _named(rewards.take_counts())
+    counts |= _named(rewards.pop_counts())
     return _Share(rollouts=tuple(kept), asked=tuple(asked), counts=counts)
 
 

@@ -204,7 +204,7 @@ def judge(
     scores: list[tuple[float | None, Mapping[str, float] | None]] = [(0.0, {})] * len(items)
     if judges.rewards is not None:
         scored = judges.rewards.score([item.reward_input for item in items])
-        totals.counts.update(judges.rewards.take_counts())
+        totals.counts.update(judges.rewards.pop_counts())
         scores = [(None, None) if s is None else (s.total, s.by_name) for s in scored]
     if judges.model is not None:
         documents = [

@@ -314,8 +314,8 @@ class MasterBackend(Offloadable, Backend):
             bad = self._not_finite()
             self.drop_gradients()
             if bad:
-                return one_to_blame(index, len(pending), batch.sample_ids, bad)
-        return all_to_blame([batch.sample_ids for batch, _ in pending])
+                return bad_micro_batch(index, len(pending), batch.sample_ids, bad)
+        return bad_step([batch.sample_ids for batch, _ in pending])
 
     def close(self) -> None:
         """Drop gradients; the module stays usable, and a process group stays."""
@@ -404,7 +404,7 @@ def norm_not_finite(norm: float, *, step: int, reason: str = "", **blamed: Any) 
     )
 
 
-def one_to_blame(index: int, count: int, sample_ids: Sequence[int], bad: Sequence[str]) -> dict[str, Any]:
+def bad_micro_batch(index: int, count: int, sample_ids: Sequence[int], bad: Sequence[str]) -> dict[str, Any]:
     """Arguments of `norm_not_finite` for micro-batch `index` of `count` with such gradients of `bad`."""
     samples = list(sample_ids)
     reason = (
@@ -414,7 +414,7 @@ def one_to_blame(index: int, count: int, sample_ids: Sequence[int], bad: Sequenc
     return {"reason": reason, "micro_batch": index, "samples": samples}
 
 
-def all_to_blame(sample_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+def bad_step(sample_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Arguments of `norm_not_finite` where each of these micro-batches alone is finite."""
     samples = [list(ids) for ids in sample_ids]
     reason = f"each micro-batch alone is finite, their sum is not; the samples by micro-batch are {samples}"

@@ -20,12 +20,12 @@ from lockstep.protocols.engine import (
 from lockstep.protocols.train import TrainBackend
 from lockstep.schema.weights import MemoryReport, Transport
 from lockstep.transfer.buckets import BucketTransfer
-from lockstep.transfer.carriers import (
-    Carrier,
-    CollectiveCarrier,
-    DiskCarrier,
-    IpcCarrier,
-    MemoryCarrier,
+from lockstep.transfer.senders import (
+    BucketSender,
+    CollectiveSender,
+    DiskSender,
+    IpcSender,
+    MemorySender,
     own_address,
 )
 
@@ -53,19 +53,19 @@ def make_transfer(
         return InProcessTransfer()
     device = torch.device(device)
     transport = choose(config, engine, device=device)
-    carrier: Carrier
+    sender: BucketSender
     if transport == "memory":
-        carrier = MemoryCarrier()
+        sender = MemorySender()
     elif transport == "ipc":
-        carrier = IpcCarrier()
+        sender = IpcSender()
     elif transport == "disk":
-        carrier = DiskCarrier(work_dir or Path(tempfile.gettempdir()))
+        sender = DiskSender(work_dir or Path(tempfile.gettempdir()))
     else:
-        carrier = CollectiveCarrier(
+        sender = CollectiveSender(
             backend="nccl" if device.type == "cuda" else "gloo",
             address=own_address(config.url),
         )
-    return BucketTransfer(config, carrier, device=device)
+    return BucketTransfer(config, sender, device=device)
 
 
 def choose(config: EngineConfig, engine: ReceivesWeights, *, device: torch.device) -> Transport:

@@ -24,7 +24,7 @@ from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, WeightTr
 from lockstep.protocols.train import TrainBackend
 from lockstep.ranks.context import RankContext, RankError
 from lockstep.schema.weights import MemoryReport, Transport, UpdateSession
-from lockstep.transfer.carriers import MIB, Carrier, Packed, Packer
+from lockstep.transfer.senders import MIB, BucketSender, Packed, Packer
 from lockstep.transfer.verify import compare_heads
 from lockstep.wire.buckets import TensorSpec, WireError, split_heads
 
@@ -38,13 +38,13 @@ class BucketTransfer:
     rank goes through all of them, also when its engine failed.
     """
 
-    def __init__(self, config: EngineConfig, carrier: Carrier, *, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, sender: BucketSender, *, device: torch.device) -> None:
         self.before: MemoryReport | None = None
         """Memory before the last push; `after`: after it."""
         self.after: MemoryReport | None = None
         self.run_id = uuid.uuid4().hex
-        self._config, self._carrier, self._device = config, carrier, device
-        host = carrier.packs_on_host or device.type != "cuda"
+        self._config, self._sender, self._device = config, sender, device
+        host = sender.packs_on_host or device.type != "cuda"
         self._packer = Packer(
             bucket_bytes=config.bucket_mb * MIB, device=torch.device("cpu") if host else device
         )
@@ -58,7 +58,7 @@ class BucketTransfer:
     @property
     def transport(self) -> Transport:
         """The transport of the buckets."""
-        return self._carrier.transport
+        return self._sender.transport
 
     def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
         """Afterwards `target` samples from `source`'s weights and stamps `policy_version` on completions.
@@ -69,7 +69,7 @@ class BucketTransfer:
         receiver = cast(ReceivesWeights, target)
         self.before, self.after = take_memory_report(target, device=self._device), None
         if receiver.dirty:  # new, or started again: it knows nothing of what was shared with it before
-            self._carrier.reset()
+            self._sender.reset()
         self._last = (source, target, policy_version)
         # An engine that starts its server again in the middle of a generation gets the weights back by it.
         receiver.recover = self._recover
@@ -139,7 +139,7 @@ class BucketTransfer:
 
     def close(self) -> None:
         """Free memory, files and groups."""
-        self._carrier.close()
+        self._sender.close()
         self._packer.free()
         self._heads.clear()
         self._last = None
@@ -165,11 +165,11 @@ class BucketTransfer:
                     if self._keep_heads:
                         # Now: the buffer is filled again for the bucket after the next.
                         self._heads.append((packed.specs, packed.heads()))
-                    self._carrier.send(target, packed, session)
+                    self._sender.send(target, packed, session)
                 target.finish_update(session)
         except BaseException as error:
             target.fail_update(f"{type(error).__name__}: {error}")
-            self._carrier.reset()
+            self._sender.reset()
             self._heads.clear()
             # Not after Ctrl-C, which the other ranks get as well and leave the gathering by.
             if isinstance(error, Exception):
@@ -178,10 +178,10 @@ class BucketTransfer:
             raise
 
     def _reset_after_restart(self, target: ReceivesWeights) -> None:
-        """Reset the carrier if the server was restarted, perhaps by `begin_update`: it shares nothing yet."""
+        """Reset the sender if the server was restarted, perhaps by `begin_update`: it shares nothing yet."""
         restarts = target.stats().restarts
         if restarts != self._restarts:
-            self._carrier.reset()
+            self._sender.reset()
             self._restarts = restarts
 
     def _recover(self, target: InferenceEngine | None = None) -> None:
@@ -228,11 +228,11 @@ class BucketTransfer:
     def _send_again(self, target: InferenceEngine) -> None:
         assert self._last is not None
         source, known, policy_version = self._last
-        self._carrier.reset()
+        self._sender.reset()
         self._keep_heads = self._config.verify != "off"
         self._send(source, cast(ReceivesWeights, target), policy_version=policy_version)
         if target is not known:
-            self._carrier.reset()  # what was shared with one replica is no good for all
+            self._sender.reset()  # what was shared with one replica is no good for all
         self.check(target)
 
 

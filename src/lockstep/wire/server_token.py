@@ -81,7 +81,7 @@ class TokenHandler(BaseHTTPRequestHandler):
         length = self.content_length()
         if not self.allowed():
             self._skim(length)
-            self.refuse(401, STRANGER)
+            self.refuse(401, UNAUTHORIZED)
         elif length is None:
             self.refuse(400, "the request has no Content-Length of up to 15 digits")
         else:
@@ -138,7 +138,7 @@ class TokenHandler(BaseHTTPRequestHandler):
 _MOST_DIGITS = 15
 _STRANGER_BYTES = 2**16
 _STRANGER_SECONDS = 1.0
-STRANGER = "this server belongs to a run of Lockstep, and needs its token"
+UNAUTHORIZED = "this server belongs to a run of Lockstep, and needs its token"
 
 
 def bearer(token: str) -> bytes:

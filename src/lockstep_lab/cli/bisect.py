@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parsed = {name: _replay_args(name, text, shared) for name, text in (("a", args.a), ("b", args.b))}
     check_writable(args.json)
     out = _fresh(args.out)
-    from lockstep.models.architectures import quiet_transformers
+    from lockstep.models.architectures import silence_transformers
     from lockstep.recording import Recording
     from lockstep_lab.suite.run import make_folder
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if options["a"].cell == options["b"].cell and not args.crash:
         raise ConfigError("nothing-to-do: --a and --b are the same cell; name a flag in which they differ")
     make_folder(out)  # last: what is refused leaves none
-    with quiet_transformers():
+    with silence_transformers():
         if args.crash:
             return _crash(recording, options["b"], out, args)
         return _bisect(recording, options, out, args)

@@ -134,7 +134,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     from lockstep.config.rollout import SamplingConfig
     from lockstep.config.support import AXES, is_kernel
     from lockstep.config.train import TrainConfig
-    from lockstep_lab.engine_parity.judge import default_threshold
+    from lockstep_lab.engine_parity.criteria import default_threshold
     from lockstep_lab.engine_parity.prompts import make_prompts, read_data
     from lockstep_lab.engine_parity.run import EnginesOptions
 

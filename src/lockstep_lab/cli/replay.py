@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, RecordingError, ModelError: before the first forward.
     """
     args = parser().parse_args(list(argv))
-    from lockstep.models.architectures import quiet_transformers
+    from lockstep.models.architectures import silence_transformers
     from lockstep_lab.replay.results import ReplayFiles, check_fresh
 
     check_writable(args.json)
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
 
     files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
-        with Progress(files, quiet=args.quiet) as progress, quiet_transformers():
+        with Progress(files, quiet=args.quiet) as progress, silence_transformers():
             result = replay(recording, options, files=files, on_ready=progress.ready, on_row=progress.row)
         return conclude(result, files, copy=args.json, quiet=args.quiet)
     finally:

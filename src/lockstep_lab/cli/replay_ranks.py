@@ -27,13 +27,13 @@ def main(
     if options.cell.ranks > 1 and not options.simulate:
         command = ["replay", *argv, "--out", str(out)]
         return launch_ranks(command, ranks=options.cell.ranks, timeout=None, log_dir=out / "logs")
-    from lockstep.models.architectures import quiet_transformers
+    from lockstep.models.architectures import silence_transformers
     from lockstep_lab.replay.ranks import replay_simulated
     from lockstep_lab.replay.results import ReplayFiles
 
     files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
-        with Progress(files, quiet=args.quiet) as progress, quiet_transformers():
+        with Progress(files, quiet=args.quiet) as progress, silence_transformers():
             result = replay_simulated(
                 recording, options, files=files, on_ready=progress.ready, on_row=progress.row
             )
@@ -43,13 +43,13 @@ def main(
 
 
 def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:
-    from lockstep.models.architectures import quiet_transformers
+    from lockstep.models.architectures import silence_transformers
     from lockstep.ranks.context import init_ranks
     from lockstep_lab.replay.ranks import RankSetup, agree_on_directory, replay_ranks, waiting_seconds
 
     checked, device = not args.no_guard, options.cell.device.partition(":")[0]
     seconds = waiting_seconds(args.rank_timeout, checked=checked)
-    with init_ranks(device=device, seconds=seconds) as ranks, quiet_transformers():
+    with init_ranks(device=device, seconds=seconds) as ranks, silence_transformers():
         out = agree_on_directory(ranks, out)
         if ranks.rank == 0:
             return _as_first(args, recording, options, ranks, out)

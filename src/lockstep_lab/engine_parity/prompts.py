@@ -10,7 +10,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.load import check, find, load_run, recipes
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep_lab.engine_parity.figures import CACHE_BLOCK
+from lockstep_lab.engine_parity.stats import CACHE_BLOCK
 
 if TYPE_CHECKING:
     from lockstep.data.prompts import PromptSet

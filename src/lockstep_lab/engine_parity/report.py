@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lockstep_lab.engine_parity.figures import BAR_NAMES, CACHE_BLOCK, Example, PhaseReport, SeedMatch, Spread
 from lockstep_lab.engine_parity.result import EngineResult, EnginesResult, number
+from lockstep_lab.engine_parity.stats import BAR_NAMES, CACHE_BLOCK, Example, PhaseReport, SeedMatch, Spread
 from lockstep_lab.suite.report import (
     NOTHING,
     Bars,

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep_lab.engine_parity.figures import PhaseReport
+from lockstep_lab.engine_parity.criteria import Problem
 from lockstep_lab.engine_parity.job import Outcome, Phase
-from lockstep_lab.engine_parity.judge import Problem
+from lockstep_lab.engine_parity.stats import PhaseReport
 from lockstep_lab.suite.result import SuiteResult, SuiteRow
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.config.base import Seconds
 from lockstep.config.engine import EngineConfig
-from lockstep_lab.engine_parity.figures import PhaseReport, report
+from lockstep_lab.engine_parity.criteria import Limits, Problem, judge
 from lockstep_lab.engine_parity.job import (
     PASSES,
     ROWS,
@@ -25,9 +25,9 @@ from lockstep_lab.engine_parity.job import (
     Phase,
     Row,
 )
-from lockstep_lab.engine_parity.judge import Limits, Problem, judge
 from lockstep_lab.engine_parity.prompts import Prompts
 from lockstep_lab.engine_parity.result import EngineResult, EnginesResult
+from lockstep_lab.engine_parity.stats import PhaseReport, report
 from lockstep_lab.suite.job_files import Options, read_lines, same_fields
 from lockstep_lab.suite.run import Suite, check_folder, how_it_ended, make_folder
 

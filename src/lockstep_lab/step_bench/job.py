@@ -198,7 +198,7 @@ def read_times(folder: Path) -> list[StepTimes]:
     return read_lines(folder / ROWS, StepTimes)
 
 
-def give_turn(folder: Path, turn: int | str) -> None:
+def grant_turn(folder: Path, turn: int | str) -> None:
     """Let the cell take measured steps up to this number in all, or end it."""
     write_atomic(folder / TURN, str(turn))
 

@@ -30,7 +30,7 @@ from lockstep_lab.step_bench.job import (
     BenchOutcome,
     BenchSettings,
     StepTimes,
-    give_turn,
+    grant_turn,
     read_ready,
     read_times,
 )
@@ -92,7 +92,7 @@ class _Running:
 
     def end(self, seconds: float) -> None:
         """Ask the cell to write its result and to close within `seconds`."""
-        give_turn(self.job.out, END)
+        grant_turn(self.job.out, END)
         if self._child.wait(seconds) is None and not self.timed_out:
             self.timed_out = f"its end took more than {seconds:g} s (--timeout)"
         self.stop()
@@ -174,7 +174,7 @@ class _Suite(Suite[BenchCell, CellResult, BenchResult]):
         running = self.running.get(cell.name)
         if running is None:
             return
-        give_turn(running.job.out, repeat)
+        grant_turn(running.job.out, repeat)
         what = f"step {repeat}"
         if not running.wait(lambda: len(read_times(running.job.out)) >= repeat, self.options.timeout, what):
             self._finish(cell)

@@ -112,7 +112,7 @@ class Cell(Worker[BenchJob]):
                 self.begun = True
                 stack.callback(self.parts.close)
                 self.warm_up()
-            self.take_turns()
+            self.round_robin()
             with watched(self.job.timeout, least=0.9):
                 self.say("the end")
                 outcome = self._outcome()
@@ -134,12 +134,12 @@ class Cell(Worker[BenchJob]):
 
         from lockstep.execution import CompileWatch
         from lockstep.loop.build import build_online
-        from lockstep.models.architectures import quiet_transformers, text_config
+        from lockstep.models.architectures import silence_transformers, text_config
         from lockstep_lab.suite.machine import PeakMemory
 
         self.say("loading")
         job, self.watch = self.job, CompileWatch()
-        with quiet_transformers():
+        with silence_transformers():
             self.parts = build_online(job.run, ranks=self.ranks, work_dir=job.out / "engine")
         self.device = torch.device(self.parts.resolved.device)
         self.memory = PeakMemory(self.device)
@@ -180,7 +180,7 @@ class Cell(Worker[BenchJob]):
 
     # --- one step -------------------------------------------------------------------------------------------
 
-    def take_turns(self) -> None:
+    def round_robin(self) -> None:
         """Take a measured step whenever the suite requests one."""
         while True:
             turn = self._next_turn()

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.config.model import ModelConfig
 from lockstep.loop.resolve import resolve_attention
-from lockstep.models.architectures import quiet_transformers
+from lockstep.models.architectures import silence_transformers
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.load import LoadedModel, load_model
 
@@ -23,5 +23,5 @@ def load_policy(
     """
     dtype = str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
     attention = resolve_attention(attention, device=device.type, dtype=dtype)
-    with quiet_transformers():
+    with silence_transformers():
         return load_model(config, attention=attention, device=device, **options), attention

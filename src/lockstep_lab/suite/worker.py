@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from lockstep.errors import ConfigError, LockstepError, ModelError
 from lockstep.observe.files import jsonable, naming
 from lockstep.observe.text import echo
-from lockstep.processes.garbage import search_rarely
+from lockstep.processes.garbage import relax_gc
 from lockstep.ranks.environment import in_launcher, without_local_rank
 from lockstep.ranks.launch import launch_command, leave
 from lockstep_lab.suite.job_files import RANK_LOGS, RESULT, Job, WorkerOutcome, read_job_file
@@ -120,11 +120,11 @@ class Worker(ABC, Generic[JobKind]):
     def give_up(self, status: str, error: Exception) -> None:
         """Write why there is no more, unless another rank has: the first to fail may not be rank 0, and what
         the others then say of a lost peer explains nothing."""
-        from lockstep.ranks.context import lost_peer
+        from lockstep.ranks.context import is_peer_failure
 
         echo(f"{self.name}: {status}: {error}", flush=True)
         first = hasattr(self, "ranks") and self.ranks.is_first
-        if (self.job.out / RESULT).exists() and (lost_peer(error) or not first):
+        if (self.job.out / RESULT).exists() and (is_peer_failure(error) or not first):
             return
         prefix = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
         self.end("oom" if is_out_of_memory(error) else status, prefix + error_line(error))
@@ -155,7 +155,7 @@ def clock(device: torch.device) -> float:
 
 def leave_with(main: Callable[[], int], name: str) -> NoReturn:
     """End the process with main's exit status; an error that it raises is one line on stderr."""
-    search_rarely()
+    relax_gc()
     try:
         status = main()
     except LockstepError as error:

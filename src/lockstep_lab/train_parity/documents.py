@@ -56,7 +56,7 @@ def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int, vocab_size: 
     return load_scored_pairs(config, tokenizer=tokenizer, pad_id=pad_id, vocab_size=vocab_size)
 
 
-def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> PreferenceSet:
+def corrupted(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> PreferenceSet:
     """Make pairs: each document is preferred to itself with random ids in its second half."""
     generator = np.random.default_rng([seed, 3])
     pairs: list[Pair] = []

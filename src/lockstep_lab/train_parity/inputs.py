@@ -34,7 +34,7 @@ from lockstep.config.ppo import PPOConfig, ValueConfig
 from lockstep.config.train import TrainConfig
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.architectures import quiet_transformers, text_config
+from lockstep.models.architectures import silence_transformers, text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
 from lockstep.observe.files import json_lines, write_atomic, write_json
 from lockstep.observe.text import echo
@@ -62,11 +62,11 @@ from lockstep_lab.suite.worker import leave_with
 from lockstep_lab.train_parity.documents import (
     _ZIPF_IDS,
     _zipf,
+    corrupted,
     generated_rows,
     random_documents,
     read_pairs,
     scored,
-    spoiled,
     unpaired,
 )
 from lockstep_lab.train_parity.job import INPUTS, REPORT, VALUE_INPUTS, InputsReport, InputsSpec, Role
@@ -125,7 +125,7 @@ def make_inputs(spec: InputsSpec) -> InputsReport:
         ConfigError, DataError, ModelError, RecordingError: the data or the model cannot be had, or do not fit
             each other.
     """
-    with quiet_transformers():
+    with silence_transformers():
         sizes = model_sizes(spec.model)
         report = {"sft": _sft, "grpo": _rollouts, "ppo": _rollouts}.get(spec.algorithm, _pairs)(spec, sizes)
     write_json(spec.out / REPORT, report.model_dump())
@@ -197,7 +197,7 @@ def _pairs(spec: InputsSpec, sizes: Sizes) -> InputsReport:
         half = spec.model_copy(update={"max_length": min(spec.max_length, spec.token_budget // 2)})
         documents, source, notes = _documents(half, sizes)
         every = [documents[i] for i in range(len(documents))]
-        pairs = spoiled(every, vocab_size=sizes.vocab_size, seed=spec.seed)
+        pairs = corrupted(every, vocab_size=sizes.vocab_size, seed=spec.seed)
         if spec.algorithm == "rm":
             pairs = scored(pairs)
         notes += ("each document is preferred to itself with random ids in its second half",)

@@ -123,7 +123,7 @@ def layout_of(tensors):
 
 
 def file_bucket(folder, tensors, *, index=0):
-    """A bucket in a file, as the disk carrier makes it."""
+    """A bucket in a file, as the disk sender makes it."""
     layout = layout_of(tensors)
     path = Path(folder) / f"bucket-{index}.safetensors"
     save_file(tensors, path)

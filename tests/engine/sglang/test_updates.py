@@ -276,7 +276,7 @@ def test_an_engine_that_works_does_not_sleep(engines):
 
 
 def ipc_bucket(tensors):
-    """What the IPC carrier makes, with a handle that no GPU gave."""
+    """What the IPC sender makes, with a handle that no GPU gave."""
     layout = layout_of(tensors)
     memory = {
         "torch": torch.__version__,

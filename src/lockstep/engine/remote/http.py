@@ -10,7 +10,7 @@
     EngineError
     └── HttpError
         ├── Unreachable    nothing listens, or the connection broke: the server may be dead
-        ├── Silent         the deadline passed without an answer
+        ├── Timeout         the deadline passed without an answer
         └── BadReply       the answer is not HTTP, not JSON, or larger than agreed
 
 httpx takes 11 times the CPU for such replies, 3 times for events (benchmarks/http_client.py).
@@ -67,7 +67,7 @@ class Unreachable(HttpError):
     """Nothing listens, or the connection broke."""
 
 
-class Silent(HttpError):
+class Timeout(HttpError):
     """No answer within the deadline."""
 
 
@@ -233,7 +233,7 @@ class HttpClient:
             while True:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise Silent(f"deadline: {self.describe(method, path)} was not answered in time")
+                    raise Timeout(f"deadline: {self.describe(method, path)} was not answered in time")
                 for _, reply in batch.poll(left):
                     if isinstance(reply, HttpError):
                         raise reply

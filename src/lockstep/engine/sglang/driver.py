@@ -38,7 +38,7 @@ from lockstep.engine.remote.driver import (
     read_load,
     whole,
 )
-from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Silent, reply_errors
+from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Timeout, reply_errors
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.sglang.translate import SPARE_CONTEXT, Partial, check_version, sglang_sampling
 from lockstep.engine.sglang.weights import (
@@ -210,7 +210,7 @@ class SGLangDriver(ServerDriver):
                 self._receive_collective(bucket, deadline)
             else:
                 self._receive_file(bucket, deadline)
-        except Silent:
+        except Timeout:
             self.stuck = True
             raise
         except GroupError as error:

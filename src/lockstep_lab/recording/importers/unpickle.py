@@ -2,8 +2,8 @@
 
 A pickle is a program, so none is handed to pickle or torch.load. pickletools reads its instructions, which
 are interpreted here over plain values: a global is a symbol of a short list, never an imported object; "call"
-picks a branch of `symbols.call`. What is built are containers, numbers, text and tensors over copies of the
-file's own bytes.
+picks a branch of `pickle_stubs.call`. What is built are containers, numbers, text and tensors over copies of
+the file's own bytes.
 
 Limits on steps, nesting and bytes hold for a file and everything nested in it, so that time and memory are
 bounded by its size.
@@ -23,7 +23,7 @@ import torch
 
 from lockstep.errors import RecordingError
 from lockstep.observe.files import read_plain
-from lockstep_lab.recording.importers.symbols import (
+from lockstep_lab.recording.importers.pickle_stubs import (
     Budget,
     LazyArray,
     LazyDtype,

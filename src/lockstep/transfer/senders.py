@@ -31,7 +31,7 @@ _GRACE_SECONDS = 2.0
 """Seconds for the trainer's side of a collective to end, once the engine's side has failed."""
 
 
-class Carrier(Protocol):
+class BucketSender(Protocol):
     """Carries one bucket at a time."""
 
     transport: Transport
@@ -49,7 +49,7 @@ class Carrier(Protocol):
     def close(self) -> None: ...
 
 
-class MemoryCarrier:
+class MemorySender:
     """The engine is in this process and reads the buffer itself."""
 
     transport: Transport = "memory"
@@ -74,7 +74,7 @@ class MemoryCarrier:
         """Nothing to close."""
 
 
-class IpcCarrier:
+class IpcSender:
     """The engine is another process on the same GPU: it opens each of the two buffers once."""
 
     transport: Transport = "ipc"
@@ -112,7 +112,7 @@ class IpcCarrier:
         self._exported.clear()
 
 
-class DiskCarrier:
+class DiskSender:
     """Through files of safetensors, in shared memory where they fit; each is removed when it is read.
 
     Args:
@@ -173,7 +173,7 @@ class DiskCarrier:
         self._folders.clear()
 
 
-class CollectiveCarrier:
+class CollectiveSender:
     """A broadcast to every worker of the engine, beside the engine's own call: the trainer's half waits in a
     thread, so that an engine that fails does not leave the trainer in a collective.
 
@@ -280,9 +280,9 @@ class CollectiveCarrier:
 
 
 class _Broadcast(threading.Thread):
-    def __init__(self, carrier: CollectiveCarrier, packed: Packed, session: UpdateSession) -> None:
+    def __init__(self, sender: CollectiveSender, packed: Packed, session: UpdateSession) -> None:
         super().__init__(name="weights broadcast", daemon=True)
-        self._carrier, self._packed, self._session = carrier, packed, session
+        self._sender, self._packed, self._session = sender, packed, session
         self.cancel = threading.Event()
         self.error: GroupError | None = None
 
@@ -290,7 +290,7 @@ class _Broadcast(threading.Thread):
         if self._packed.buffer.is_cuda:
             torch.cuda.set_device(self._packed.buffer.device)  # per thread
         try:
-            self._carrier.broadcast(self._packed, self._session, self.cancel)
+            self._sender.broadcast(self._packed, self._session, self.cancel)
         except GroupError as error:
             self.error = error
 

@@ -15,9 +15,9 @@ from raising import raises
 
 from lockstep.config.engine import EngineConfig
 from lockstep.errors import EngineError
-from lockstep.transfer import carriers, make_transfer
+from lockstep.transfer import make_transfer, senders
 from lockstep.transfer.buckets import BucketTransfer
-from lockstep.transfer.carriers import DiskCarrier, Packer, own_address
+from lockstep.transfer.senders import DiskSender, Packer, own_address
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def files(folder: Path) -> set[str]:
 
 def test_files_are_in_shared_memory_and_gone_afterwards(tmp_path: Path) -> None:
     engine = Holder("disk")
-    before = files(carriers.SHARED_MEMORY)
+    before = files(senders.SHARED_MEMORY)
     try:
         transfer = transfer_to(engine, tmp_path)
         transfer.push(Source(some_weights()), engine, policy_version=1)
@@ -66,7 +66,7 @@ def test_files_are_in_shared_memory_and_gone_afterwards(tmp_path: Path) -> None:
         transfer.close()
         assert not {
             f
-            for f in files(carriers.SHARED_MEMORY) - before
+            for f in files(senders.SHARED_MEMORY) - before
             if "lockstep-weights" in f and f in engine.handle["path"]
         }
         assert not Path(engine.handle["path"]).parent.exists()
@@ -80,9 +80,9 @@ def test_files_are_in_the_work_dir_where_shared_memory_has_no_room(
 ) -> None:
     if why == "full":
         usage = type("Usage", (), {"free": 1000})()
-        monkeypatch.setattr(carriers.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(senders.shutil, "disk_usage", lambda path: usage)
     else:
-        monkeypatch.setattr(carriers, "SHARED_MEMORY", tmp_path / "nowhere")
+        monkeypatch.setattr(senders, "SHARED_MEMORY", tmp_path / "nowhere")
     engine = Holder("disk")
     try:
         transfer = transfer_to(engine, tmp_path / "engine")
@@ -100,7 +100,7 @@ def test_files_that_are_removed_under_way_are_named(tmp_path: Path) -> None:
     try:
         transfer = transfer_to(engine, tmp_path)
 
-        class Removing(DiskCarrier):
+        class Removing(DiskSender):
             def _file(self, packed):
                 manager = super()._file(packed)
                 path = manager.__enter__()
@@ -113,7 +113,7 @@ def test_files_that_are_removed_under_way_are_named(tmp_path: Path) -> None:
 
                 return Made()
 
-        transfer._carrier = Removing(tmp_path)
+        transfer._sender = Removing(tmp_path)
         with raises(EngineError, "wrong-state"):
             transfer.push(Source(some_weights()), engine, policy_version=1)
         assert engine.dirty

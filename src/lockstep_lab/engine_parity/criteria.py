@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from lockstep_lab.engine_parity.figures import (
+from lockstep_lab.engine_parity.job import Outcome, Row
+from lockstep_lab.engine_parity.stats import (
     CACHE_BLOCK,
     Gap,
     PhaseReport,
@@ -16,7 +17,6 @@ from lockstep_lab.engine_parity.figures import (
     first_difference,
     of_kind,
 )
-from lockstep_lab.engine_parity.job import Outcome, Row
 
 Fault = Literal[
     "records", "ids", "stops", "version", "seeds", "n", "logprob kind", "gap", "stale", "update", "greedy"
