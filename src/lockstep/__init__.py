@@ -5,7 +5,7 @@
     >>> summary = train_online(run)  # doctest: +SKIP
     >>> summary["eval_after"]["lenient_accuracy"]  # doctest: +SKIP
 
-The names below are loaded when they are first used: `import lockstep` itself loads no torch.
+Public names are imported on first use: `import lockstep` itself does not load torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """PEP 562: the public names, imported at first use."""
+    """Import a public name on first use (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

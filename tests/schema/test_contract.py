@@ -50,8 +50,8 @@ def test_it_goes_through_json():
     assert KernelContract.from_json(written) == ONE
     for change, message in (
         ({"hash": "0" * 64}, "its hash is"),
-        ({"threads": "0"}, "threads = '0' is no int"),
-        ({"threads": True}, "threads = True is no int"),
+        ({"threads": "0"}, "threads = '0' is not int"),
+        ({"threads": True}, "threads = True is not int"),
         ({"colour": "red"}, r"misses the fields \[\] and has the unknown ones \['colour'\]; another version"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,7 +1,7 @@
 """The protocols of train backends, inference engines, weight transfers, reward functions and cluster
 providers.
 
-The names below are loaded when they are first used, so that a reward's process imports no torch.
+Names are imported on first use, so that a reward's process does not import torch.
 """
 
 from __future__ import annotations

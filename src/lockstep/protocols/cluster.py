@@ -1,7 +1,7 @@
-"""What a cluster provider must be able to do: say what there is, start ranks there, watch and stop them.
+"""The protocol of cluster providers: list nodes, start ranks on them, watch and stop the ranks.
 
-Every rank runs the loop (docs/explanation/architecture.md), so a provider knows nothing of training: it
-starts one process per slot with the command and the environment that it is given, and says how each ended.
+Every rank runs the loop (docs/explanation/architecture.md), so a provider does not know about training: it
+starts one process per slot with a given command and environment, and reports how each ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Node:
     name: str
     address: str
     cpus: int
-    """CPUs that the provider counts for it."""
+    """CPUs that the provider may use."""
     gpus: int
 
 
@@ -32,7 +32,7 @@ class Slot:
 
     rank: int
     node: int
-    """Which of the placement's nodes, from 0."""
+    """Index of the node in the placement, from 0."""
     local_rank: int
     """From 0 on each node."""
 
@@ -50,14 +50,14 @@ class Placement:
     per_node: int
     """Ranks on each node."""
     gpus: bool = False
-    """Whether each rank has a GPU of its own; otherwise it has a CPU."""
+    """Whether each rank gets a GPU; otherwise it gets a CPU."""
     per_rank: int = 1
-    """GPUs, or CPUs, that there are for each rank: its own, and those of what is beside it. Where the node's
-    are told apart, local rank r has number r (lockstep.config.cluster)."""
+    """GPUs (or CPUs) per rank: its own and those of the processes beside it. Local rank r uses device r of
+    the node (lockstep.config.cluster)."""
 
     @property
     def devices(self) -> int:
-        """GPUs, or CPUs, of each node."""
+        """GPUs (or CPUs) of each node."""
         return self.per_node * self.per_rank
 
     @property
@@ -75,80 +75,80 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnded:
-    """A rank of a world has ended."""
+    """The end of one rank."""
 
     rank: int
     status: int
     """Exit status; negative: the number of the signal that ended it."""
     why: str = ""
-    """What the provider knows beyond the status, such as that the rank's node has gone."""
+    """What the provider knows beyond the status, such as a lost node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """Ranks that were started together."""
+    """A set of ranks that were started together."""
 
     placement: Placement
     log_dir: Path
-    """On the machine of the driver: rank-N.log and rank-N.err.log."""
+    """Folder of rank-N.log and rank-N.err.log, on the driver's machine."""
     members: Sequence[Any]
-    """By rank; the provider's own."""
+    """The provider's own handles, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers(Generic[T]):
-    """What the ranks' nodes said to a question."""
+    """The replies of the ranks' nodes to a question."""
 
     given: Sequence[T]
-    """By rank, without those that did not answer."""
+    """Replies by rank, without the missing ones."""
     missing: Mapping[int, str] = field(default_factory=dict)
-    """Rank -> why its node gave no answer."""
+    """Rank -> why its node did not reply."""
 
 
 class Provider(Protocol):
-    """Starts worlds. The process that calls it, the driver, stays until they end."""
+    """Starts ranks on nodes. The calling process, the driver, stays until they end."""
 
     log_dir: Path
-    """On the machine of the driver: where the ranks of the next world write."""
+    """Folder for the logs of the next ranks, on the driver's machine."""
 
     @property
     def address(self) -> str:
-        """The driver's address as the nodes reach it: the ranks' store listens there."""
+        """The address under which the nodes reach the driver, where the ranks' store listens."""
         ...
 
     def nodes(self) -> list[Node]: ...
 
     def start(self, placement: Placement, env: Sequence[Mapping[str, str]], argv: Sequence[str]) -> World:
-        """Start `argv` once per slot; the ranks of the world before, if there was one, have been stopped.
+        """Start `argv` once per slot. Earlier ranks have been stopped.
 
         Args:
-            env: of each rank, beside what programs need of the environment of its node. COPY_PLACE of
+            env: variables of each rank, on top of the environment of its node. COPY_PLACE of
                 lockstep.ranks.environment asks for a folder of copies on each node that outlives the ranks.
 
         Raises:
-            ConfigError: there is no such place, or what is installed there differs.
+            ConfigError: the placement does not fit, or the nodes have other versions installed.
         """
         ...
 
     def watch(self, world: World) -> Iterator[RankEnded]:
-        """Yield every rank that has ended so far; does not wait. Those of earlier calls come again: a signal
-        may raise in the caller at any point, and no end is lost."""
+        """Yield every rank that has ended so far, without waiting. Ranks of earlier calls are yielded again,
+        so that a signal in the caller cannot lose one."""
         ...
 
     def wait(self, world: World, seconds: float) -> None:
-        """Return as soon as `watch` may have news, after `seconds` at the latest, and for a signal."""
+        """Return when `watch` may have news, on a signal, or after `seconds`."""
         ...
 
     def ask(self, world: World, question: Callable[[int], T]) -> Answers[T]:
-        """Call a function that can be pickled with the number of each rank, on that rank's node, also while
-        the rank is stopped or hangs."""
+        """Call a picklable function with each rank number, on that rank's node, even while the rank is
+        stopped or hangs."""
         ...
 
     def stop(self, world: World, number: signal.Signals | None = None) -> None:
-        """With a signal: pass it on to every rank. Without: end all of them, with what they started, and
-        wait for that."""
+        """With a signal, pass it on to every rank. Without one, end all ranks and everything they started,
+        and wait until they are gone."""
         ...
 
     def logs(self, world: World) -> list[Path]:
-        """The files that everything the ranks wrote until the last `watch` stands in, rank by rank."""
+        """Return the log files, by rank; they are complete up to the last `watch`."""
         ...

@@ -17,11 +17,11 @@ OnCompletion = Callable[[int, int, Completion], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Handle:
-    """A submitted request. It equals itself only, so it can be the key of a dict."""
+    """A submitted request. Compared by identity, so it can be a dict key."""
 
     request: GenerationRequest
     index: int = 0
-    """Its number among those submitted since the engine was last idle: what error messages call it by."""
+    """Number of the request since the engine was last idle; error messages use it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Finished:
     sample: int
     """Index in `handle.request.seeds`."""
     completion: Completion
-    """Of this turn: its prompt is the whole context before it."""
+    """The completion of this turn; its prompt is the whole context before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,20 +49,20 @@ class EngineStats:
     kv_cache_bytes: int
     """High-water mark."""
     queued: int = 0
-    """Samples that are accepted and not finished."""
+    """Accepted samples that have not finished."""
     kv_cache_use: float | None = None
-    """Share of the KV cache in use now; None: the engine does not say."""
+    """Share of the KV cache in use. None if the engine does not report it."""
     restarts: int = 0
-    """Times that a server died and was started again."""
+    """Restarts of a server that died."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens per second of `generate`; 0 before the first."""
+        """Completion tokens per second of `generate`; 0 before the first call."""
         return self.completion_tokens / self.generate_seconds if self.generate_seconds else 0.0
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens that was not computed; 0 before the first."""
+        """Share of prompt tokens that were not computed; 0 before the first."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
@@ -75,13 +75,13 @@ class SamplesTokens(Protocol):
             if reply is not None:
                 engine.continue_(done, reply, sampling=next_turn)
 
-    `submit`, `continue_` and `abort` may be called from any thread, also while another one waits in
-    `finished`. lockstep.engine.streaming.Streaming has all of this for an engine that says how to run.
+    `submit`, `continue_` and `abort` may be called from any thread, even while another thread waits in
+    `finished`. lockstep.engine.streaming.Streaming implements all of this on top of an engine's `_run`.
     """
 
     def submit(self, request: GenerationRequest) -> Handle:
-        """Queue a request and return at once. Raises EngineError when it is impossible, or can never fit;
-        what was submitted before goes on."""
+        """Queue a request and return at once. Raises EngineError if the request is invalid or can never fit;
+        earlier requests are not affected."""
         ...
 
     def continue_(
@@ -89,63 +89,65 @@ class SamplesTokens(Protocol):
     ) -> None:
         """Queue the next turn of a sample; its Finished has the same handle and sample index.
 
-        The prompt of the turn is the prompt and the tokens of `finished`, then `token_ids`; its seed is the
-        sample's. An engine that draws Lockstep's noise goes on as if the sample had never ended, since the
-        noise is a function of (seed, position); one that does not draws with a seed made of both.
+        The prompt of the turn is the prompt and the tokens of `finished`, followed by `token_ids`. Its seed
+        is the sample's. An engine that draws Lockstep's noise continues as if the sample had never ended,
+        since the noise is a function of (seed, position); other engines sample with a seed derived from both.
 
         Args:
-            finished: of this stream, an earlier one, or another engine with the same model.
-            token_ids: what the policy did not write: a tool's reply. Empty to go on with a sample that ended
-                by "length" or "abort".
-            sampling: of this turn alone. `max_tokens` is what the turn may write and not what the trajectory
-                may: whoever has a budget gives the smaller of the turn's limit and what is left. The rest of
-                a sample that was cut after k tokens is `max_tokens - k` (`min_tokens - k`, at least 0).
-                min_tokens, penalties of the output and stop strings look at the turn's own tokens.
+            finished: from this stream, an earlier one, or another engine with the same model. token_ids:
+            tokens that the policy did not write, such as a tool's reply. Empty to continue a sample
+                that ended with "length" or "abort".
+            sampling: for this turn only. `max_tokens` limits the turn, not the trajectory: with a budget for
+            the
+                trajectory, pass the smaller of the turn's limit and what is left. To finish a sample that was
+                cut after k tokens, pass `max_tokens - k` (and `min_tokens - k`, at least 0). min_tokens,
+                output penalties and stop strings apply to the turn's own tokens.
 
         Raises:
-            EngineError: as `submit`; a context that leaves no room for a token is one of its reasons.
+            EngineError: as `submit`, for example if the context leaves no room for a token.
         """
         ...
 
     def finished(self) -> Generator[Finished, None, None]:
-        """Run what was submitted, and yield each sample as its turn ends; ends when nothing is left.
+        """Run the submitted samples and yield each as its turn ends; stop when none are left.
 
-        Engines in this process work while the caller waits for the next item, in the caller's thread. An
-        exception, or closing the generator early, drops everything that was not yielded.
+        In-process engines work in the caller's thread while it waits for the next item. An exception, or
+        closing the generator early, drops every sample that was not yielded.
 
         Raises:
-            EngineError: another thread or an outer loop runs this engine, memory ran out, logits are not
-                finite, a server died for good.
+            EngineError: another thread or an outer loop already runs this engine, memory ran out, logits are
+            not
+                finite, or a server died for good.
         """
         ...
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
     ) -> list[list[Completion]]:
-        """Submit all requests and run them to their ends: one list per request, in request order, its samples
-        in seed order. Raises EngineError, also while anything else is submitted; then nothing is left of the
-        call."""
+        """Submit all requests and run them to the end. Returns one list per request, in request order, with
+        samples in seed order. Raises EngineError, also if other samples are submitted; the call then leaves
+        nothing behind."""
         ...
 
     def abort(self) -> None:
-        """End every sample that was submitted and not yielded, with finish_reason "abort" and the tokens that
-        it has. They are still yielded; until the last of them was, new ones may end in the same way."""
+        """End every sample that was submitted and not yielded, with finish_reason "abort" and its tokens so
+        far. These samples are still yielded; until then, new samples may be aborted as well."""
         ...
 
 
 class InferenceEngine(SamplesTokens, Protocol):
-    """It gets weights by one of the two protocols below; lockstep.transfer knows both. `external` says which,
-    and how lockstep.engine.build.make_engine makes it:
+    """An engine gets weights through one of the two protocols below; lockstep.transfer handles both.
+    `external` says which one, and how lockstep.engine.build.make_engine constructs the engine:
 
         Engine(config, model=LoadedModel)    external = False, SharesWeights
         Engine(config, spec=EngineSpec)      external = True, ReceivesWeights
     """
 
     external: bool
-    """Of the class: it has weights of its own, which are sent to it."""
+    """Class attribute: whether the engine has its own copy of the weights, which are sent to it."""
 
     def sleep(self) -> None:
-        """Free as much memory as possible; sampling is an error until `wake`. Raises EngineError while
+        """Free as much memory as possible; sampling raises an error until `wake`. Raises EngineError while
         samples are running."""
         ...
 
@@ -160,44 +162,44 @@ class SharesWeights(InferenceEngine, Protocol):
     """An engine over the trainer's modules, or over modules in the same process."""
 
     contract: KernelContract | None
-    """The kernels that it computes with, if they are batch-invariant; None: it promises no bits."""
+    """The kernels of the forward pass, if they are batch-invariant. None: bits may differ."""
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Take this version of the weights and drop every cache made with an older one. Raises EngineError
-        before anything was changed, also while samples are running."""
+        """Switch to this version of the weights and drop every cache made with an older one. Raises
+        EngineError, before anything changes, while samples are running."""
         ...
 
 
 class ReceivesWeights(InferenceEngine, Protocol):
-    """An engine with its own weights: they are sent in buckets, all of them in one session.
+    """An engine with its own weights, which are sent in buckets, all in one session.
 
-    It is *dirty* before its first update, and again from the first bucket of a session to its `finish`: a
-    dirty engine refuses to generate, and only a whole session makes it clean.
+    The engine is *dirty* before its first update, and again from the first bucket of a session until
+    `finish_update`. A dirty engine refuses to generate, and only a complete session makes it clean.
     """
 
     recover: Callable[..., None] | None
-    """Set by the sender of the weights. An engine that restarts its server calls it without arguments: it
-    sends the current weights in a session of its own. One that never restarts keeps it and calls nothing."""
+    """Set by the sender of the weights. An engine that restarts its server calls it without arguments to get
+    the current weights in a new session. Other engines ignore it."""
 
     @property  # as the next two: a plain attribute serves as well
     def transports(self) -> tuple[Transport, ...]:
-        """The transports that it can receive by here, best first."""
+        """The transports that the engine can receive by here, best first."""
         ...
 
     @property
     def dirty(self) -> bool:
-        """Whether it refuses to generate until the next whole session."""
+        """Whether the engine refuses to generate until the next complete session."""
         ...
 
     @property
     def receivers(self) -> int:
-        """Processes that each receive every bucket: ranks of a collective besides the trainer's. In
-        process: 1."""
+        """Number of processes that each receive every bucket: the ranks of the collective besides the
+        trainer's; 1 in process."""
         ...
 
     def begin_update(self, session: UpdateSession) -> None:
-        """Refuse new requests, wait for running ones, open a session. Raises EngineError when samples are
-        running that do not end in time."""
+        """Refuse new requests, wait for running ones, open a session. Raises EngineError if running samples
+        do not end in time."""
         ...
 
     def receive(self, bucket: WeightBucket) -> None:
@@ -205,24 +207,25 @@ class ReceivesWeights(InferenceEngine, Protocol):
         ...
 
     def finish_update(self, session: UpdateSession) -> None:
-        """Close the session, flush the prefix cache and check that it is flushed, adopt the version."""
+        """Close the session, flush the prefix cache and verify that it is empty, adopt the version."""
         ...
 
     def fail_update(self, reason: str) -> None:
-        """End the session early: keep what is half loaded, stay dirty. Does not raise."""
+        """End the session early: the partly loaded weights stay, and the engine stays dirty. Does not
+        raise."""
         ...
 
     def read_back(self, names: Sequence[str]) -> Mapping[str, Tensor] | None:
-        """Return the first 64 values of each weight as it holds them, flat, by Hugging Face name; without
-        those that it cannot tell. None: it can tell of none."""
+        """Return the first 64 values of each weight that the engine holds, flat, by Hugging Face name.
+        Weights that it cannot read back are missing; None if it can read back none."""
         ...
 
     def memory(self) -> Mapping[str, float]:
-        """Return bytes by what they are for; for messages when memory runs out. Raises EngineError."""
+        """Return bytes by purpose, for out-of-memory messages. Raises EngineError."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Return what the manifest of a run says of it (version, command, ...), as plain JSON."""
+        """Return its description for the manifest of a run (version, command, ...), as plain JSON."""
         ...
 
 
@@ -235,22 +238,22 @@ class WeightTransfer(Protocol):
     """Sends the trainer's weights to an engine, all of them, in one push."""
 
     before: MemoryReport | None
-    """Before the last push, as is `after` after it; None: not measured."""
+    """Before the last push; `after` is after it. None: not measured."""
     after: MemoryReport | None
 
     @property
     def transport(self) -> Transport | Literal["shared"]:
-        """How weights travel; shared: they do not, the engine reads the trainer's."""
+        """How weights are sent; shared: the engine reads the trainer's own."""
         ...
 
     def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
-        """Send the weights of `source`, from which `target` samples afterwards. Raises EngineError; after a
-        push that failed the engine must not sample from half an update."""
+        """Send the weights of `source`, from which `target` then samples. Raises EngineError; after a failed
+        push the engine must not sample from a partial update."""
         ...
 
     def check(self, target: InferenceEngine) -> bool:
-        """Compare the weights of the last push with what the engine holds; False: there is nothing to
-        compare. Raises EngineError: it holds others, and is dirty now."""
+        """Compare the weights of the last push with those that the engine holds; return False if there is
+        nothing to compare. Raises EngineError if they differ; the engine is then dirty."""
         ...
 
     def close(self) -> None: ...

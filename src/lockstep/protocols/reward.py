@@ -10,7 +10,7 @@ from lockstep.schema.rollout import FinishReason
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInput:
     """The input of a reward. A plain `module:function` gets the keyword arguments prompt, completion and row;
-    the instance of a class gets this record."""
+    an instance of a class gets this record."""
 
     prompt: str
     completion: str
@@ -21,12 +21,12 @@ class RewardInput:
     index: int | None = None
     """Prompt.index."""
     where: str = ""
-    """Prompt.where, by which an error names the row."""
+    """Prompt.where, which errors use to name the row."""
     conversation: str | Sequence[Mapping[str, Any]] | None = None
-    """Prompt.conversation: the prompt before its chat template; None where the caller has none."""
+    """Prompt.conversation: the prompt before its chat template. None if the caller has none."""
     seed: int | None = None
-    """A number below 2**63 that belongs to this sample: the same in every run of the config, after a resume
-    and on any number of ranks. None: the caller has none."""
+    """A seed below 2**63 for this sample: the same in every run of the config, after a resume, and on any
+    number of ranks. None if the caller has none."""
 
 
 class RewardFunction(Protocol):

@@ -19,25 +19,26 @@ class LossOutput(NamedTuple):
     loss: Tensor
     """Scalar: this micro-batch's share of the loss of the optimizer step."""
     terms: Tensor | None = None
-    """[K, R] float32, detached: one row per name in `TokenLoss.terms`; None: it has none."""
+    """[K, R] float32, detached: one row per name in `TokenLoss.terms`. None if the loss has no terms."""
 
 
 class TokenLoss(Protocol):
     """A loss as a function of the logprobs of the labels.
 
-    `separable`: the loss of a token needs no other token's logprob, so gradients are computed chunk by chunk
-    while the logits are still in cache. Otherwise (sequence-level ratios) the logits are computed twice.
+    `separable`: the loss of a token does not depend on the logprobs of other tokens, so gradients are
+    computed chunk by chunk while the logits are still in cache. Otherwise (sequence-level ratios) the logits
+    are computed twice.
 
-    A loss may have `zero_without_advantages = True`: a document whose advantages are all zero has no
-    gradient, and changes that of no other (no KL, entropy or value term). Groups of such documents are then
-    left out of most steps (train.score_all_every). Without the attribute every document is computed.
+    A loss may set `zero_without_advantages = True`: a document whose advantages are all zero has no gradient
+    and does not affect other gradients (no KL, entropy or value term). Groups of such documents are then
+    skipped in most steps (train.score_all_every). Without the attribute every document is computed.
     """
 
     separable: bool
     entropy_grad: bool
-    """Whether the loss has an entropy term: then gradients flow through `entropy` too."""
+    """Whether the loss has an entropy term, so that gradients flow through `entropy` too."""
     terms: tuple[str, ...]
-    """Names of the per-token terms that a call returns, from which `metrics` is computed; may be empty."""
+    """Names of the per-token terms that a call returns for `metrics`; may be empty."""
 
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
@@ -45,15 +46,16 @@ class TokenLoss(Protocol):
         """Return this micro-batch's share of the loss of the optimizer step, and the terms.
 
         Args:
-            logprobs: [R] float32, nats of `batch.labels[rows]`; requires grad. Of a model with a scalar head
-                its numbers of `rows`.
+            logprobs: [R] float32, nats of `batch.labels[rows]`; requires grad. For a model with a scalar
+            head,
+                the outputs of `rows`.
             entropy: [R] float32, nats; requires grad only if the loss has an entropy term.
-            rows: the slots of the batch that the R entries are of; every trained slot is in exactly one call.
+            rows: the slots of the R entries. Every trained slot is in exactly one call.
         """
         ...
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """Return the metrics of a step, over its whole: `stats` is what the backend made of `batches`."""
+        """Return the metrics of a whole step from the backend's `stats` of its `batches`."""
         ...
 
 
@@ -69,73 +71,74 @@ class StepStats:
     entropy: list[Tensor]
     """[T] float32 each, 0 where loss_mask is False."""
     terms: list[Tensor] = field(default_factory=list)
-    """[K, T] float32 each, by `TokenLoss.terms`; 0 in slots that no call of the loss was of."""
+    """[K, T] float32 each, by `TokenLoss.terms`; 0 in slots that no call of the loss covered."""
 
 
 FinishSave = Callable[[], dict[str, str]]
-"""Ends a save: this rank's files are then safe on the disk. No collective. Returns sha256 of each by name."""
+"""Complete a save, so that this rank's files are safe on disk. Not collective. Returns file name ->
+sha256."""
 
 
 class Scorer(Protocol):
-    """A model that scores documents and is not trained through this protocol: a frozen reference is one, and
-    so is every TrainBackend. It may be in the policy's process and memory, or anywhere else."""
+    """A model that scores documents, such as a frozen reference or any TrainBackend. It may share the
+    policy's process and memory, or run elsewhere."""
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return [T] float32 per batch, nats, no grad, 0 where loss_mask is False; on the scorer's device.
-        A model with a scalar head (value, reward) returns its number for each slot, where loss_mask may be
-        True at a document's last token too. With several ranks every rank makes the same call and gets all
+        """Return [T] float32 per batch, nats, no grad, 0 where loss_mask is False; on the scorer's device. A
+        model with a scalar head (value, reward) returns its output for each slot; loss_mask may then be True
+        at a document's last token too. With several ranks, every rank makes the same call and gets all
         results."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A Scorer over a function: the reference that a backend keeps beside the policy."""
+    """A Scorer made of a function: the reference that a backend keeps beside the policy."""
 
     logprobs: Callable[[Sequence[PackedBatch]], list[Tensor]]
 
 
 class TrainBackend(Protocol):
-    """Owns the Parameters of one model, the policy or one with a scalar head, their float32 master copy, the
-    optimizer and the schedule.
+    """Owns the Parameters of one model (the policy, or a model with a scalar head), their float32 master
+    copy, the optimizer and the learning-rate schedule.
 
-    Batches come with their tensors on the host (`old_logprobs` and `ref_logprobs` where `logprobs` left
-    them); the backend moves them to its devices. A caller always gives *all* micro-batches of a step and gets
-    results for all of them, in order, however many ranks shared the work: with several ranks every rank makes
-    the same call with the same list, the backend assigns the micro-batches to ranks and gathers the results.
-    So the loss and the metrics that a loop computes are of the whole step, the same on every rank, and
-    nothing outside the backend reduces over ranks. `loss_weights` hold the normaliser of the whole step, so
-    gradients are *summed* over ranks, not averaged.
+    Batches arrive with their tensors on the host (`old_logprobs` and `ref_logprobs` wherever `logprobs` left
+    them); the backend moves them to its devices. A caller always passes *all* micro-batches of a step and
+    gets results for all of them, in order, however many ranks share the work: every rank makes the same call
+    with the same list, and the backend assigns the micro-batches to ranks and gathers the results. The loss
+    and the metrics of a loop therefore cover the whole step and are equal on every rank, and nothing outside
+    the backend reduces over ranks. `loss_weights` contain the normaliser of the whole step, so gradients are
+    *summed* over ranks, not averaged.
     """
 
     shards_weights: bool
-    """Of the class: it is given a model without weights, and loads its own part of them."""
+    """Class attribute: whether the backend gets a model without weights and loads its own shard of them."""
     contract: KernelContract | None
-    """The kernels that it computes with, if they are batch-invariant; None: it promises no bits."""
+    """The kernels of the forward pass, if they are batch-invariant. None: bits may differ."""
 
     def compile_report(self) -> CompileReport | None:
-        """Counts of torch.compile's work since the start; None where nothing is compiled."""
+        """Return counts of torch.compile's work since the start. None if nothing is compiled."""
         ...
 
     @property  # a plain attribute serves as well
     def ref(self) -> Scorer | None:
-        """The policy as it was when the backend was made with ref=True, which may share its memory; None
-        without."""
+        """The initial policy, if the backend was made with ref=True; it may share the policy's memory. None
+        otherwise."""
         ...
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Score with the policy as it is now; see Scorer."""
+        """Score with the current weights; see Scorer."""
         ...
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Accumulate the gradients of all micro-batches of one optimizer step. Raises TrainError on every
-        rank when a loss is not finite on one of them; the step's gradients are then dropped. That memory runs
-        out is torch's error, of the rank where it does: the run ends with it."""
+        rank if a loss is not finite on one of them; the gradients of the step are then dropped. Out of memory
+        raises torch's own error on the rank where it happens, and ends the run."""
         ...
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before
-        clipping) and lr. Raises TrainError on a non-finite norm, before anything was changed."""
+        """Clip, step, advance the schedule, cast to the compute dtype, zero the gradients. Returns grad_norm
+        (before clipping) and lr. Raises TrainError on a non-finite norm, before anything changes."""
         ...
 
     def weights(self, *, policy_version: int) -> WeightUpdate:
@@ -145,17 +148,19 @@ class TrainBackend(Protocol):
     def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
         """Save weights, master weights, optimizer, schedule and RNG into an existing empty directory, in the
         one format that every backend loads (lockstep.train.state.save_load). Collective; each rank writes its
-        own files. With `background` the state is copied now, and training may go on before the returned
-        function is called, in any thread. With `in_memory` the directory is in memory, and nothing is hashed
-        (cluster.peer_copy). Raises CheckpointError when the disk is full.
+        own files. With `background` the state is copied now, and training may continue before the returned
+        function is called, in any thread. With `in_memory` the directory is on a tmpfs, and nothing is hashed
+        (cluster.peer_copy). Raises CheckpointError if the disk is full.
         """
         ...
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """Load a save of any backend on any number of ranks; bitwise if both are the same. Collective.
-        verified: the caller has compared the files' hashes with what `save` returned. Raises CheckpointError
-            on
-        every rank before anything was changed."""
+        """Load a save of any backend on any number of ranks; bitwise if backend and ranks are the same.
+        Collective. Raises CheckpointError on every rank, before anything changes.
+
+        Args:
+            verified: the caller has compared the files' hashes with what `save` returned.
+        """
         ...
 
     def export(self, directory: Path) -> None:
@@ -183,10 +188,10 @@ class Algorithm(Protocol):
     """An algorithm of the online loop; see lockstep.algorithms."""
 
     needs_ref: bool
-    """ref_logprobs are read, by the loss or by the reward."""
+    """Whether the loss or the reward reads ref_logprobs."""
 
     def keep(self, group: RolloutGroup) -> bool:
-        """Return False for a group without a signal, which another one replaces (DAPO's dynamic sampling)."""
+        """Return False for a group without a signal, which is then resampled (DAPO's dynamic sampling)."""
         ...
 
     def advantages(
@@ -196,17 +201,17 @@ class Algorithm(Protocol):
         *,
         ref_logprobs: Sequence[Tensor] | None = None,
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
-        """Return the groups with the algorithm's own rewards (overlong, kl) among theirs, total and by name,
-        and the advantages of these rewards: [L] float32 per sample, 0 where loss_mask is False.
+        """Return the groups with the algorithm's own rewards (overlong, kl) added, in total and by name, and
+        the advantages: [L] float32 per sample, 0 where loss_mask is False.
 
         Args:
             samples: the rollouts of all groups as documents, in order.
-            ref_logprobs: [L] float32 per sample, nats; given if needs_ref.
+            ref_logprobs: [L] float32 per sample, nats; given if `needs_ref`.
         """
         ...
 
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """Return [L] float32 per sample, which include the normaliser of the whole optimizer step."""
+        """Return [L] float32 per sample, including the normaliser of the whole optimizer step."""
         ...
 
     def loss(self) -> TokenLoss: ...
@@ -214,14 +219,14 @@ class Algorithm(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimates:
-    """What rewards and values make of a rollout batch."""
+    """Advantages and returns of a rollout batch."""
 
     groups: list[RolloutGroup]
-    """With the algorithm's own rewards among theirs."""
+    """The groups, with the algorithm's own rewards added."""
     advantages: list[Tensor]
     """[L] float32 per sample, 0 where loss_mask is False."""
     returns: list[Tensor]
-    """[L] float32 per sample, what the value model is trained towards; 0 where loss_mask is False."""
+    """[L] float32 per sample, the targets of the value model; 0 where loss_mask is False."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -240,24 +245,24 @@ class ValueAlgorithm(Algorithm, Protocol):
 
         Args:
             samples: the rollouts of all groups as documents, in order.
-            values: [L] float32 per sample: entry t is the value of the state that token_ids[: t + 1] makes,
-                given where loss_mask is True, and at the last entry; 0 elsewhere.
-            ref_logprobs: [L] float32 per sample, nats; given if needs_ref.
+            values: [L] float32 per sample: entry t is the value of the state after token_ids[: t + 1], given
+                where loss_mask is True and at the last entry; 0 elsewhere.
+            ref_logprobs: [L] float32 per sample, nats; given if `needs_ref`.
         """
         ...
 
     def state(self) -> dict[str, float]:
-        """Return what it remembers from one rollout batch to the next, for a checkpoint."""
+        """Return the state that persists between rollout batches, for a checkpoint."""
         ...
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take the numbers of `state`. Raises CheckpointError: they are of another algorithm."""
+        """Restore `state`. Raises CheckpointError if it belongs to another algorithm."""
         ...
 
 
 class Saved(Protocol):
-    """What a checkpoint is made of: one TrainBackend, or those of several roles (see TrainBackend for the
-    contracts)."""
+    """Anything a checkpoint can hold: one TrainBackend, or those of several roles. TrainBackend documents the
+    methods."""
 
     def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave: ...
     def load(self, directory: Path, *, verified: bool = False) -> None: ...

@@ -13,16 +13,14 @@ Example: prompt [5, 6], completion [7, 8, 2]; the document has L = 5 tokens.
 
     token_ids        5     6     7     8     2
     labels           6     7     8     2  -100
-    loss_mask    False  True  True  True False      the three completion tokens, seen from the slot before
-    each
+    loss_mask    False  True  True  True False      the three completion tokens, each at the slot before it
     logprobs         .  lp(7) lp(8) lp(2)    .      "." is 0.0 and must never be read
 
 A pack of that document and of [9, 10], at capacity T = 8 with D_cap = 4 documents:
 
     token_ids    5 6 7 8 2 | 9 10 | 0               the tail slot is a pad document of its own
     positions    0 1 2 3 4 | 0 1  | 0
-    cu_seqlens   0 5 7 8 8                          [D_cap + 1]; unused entries repeat T, so their
-    documents are empty
+    cu_seqlens   0 5 7 8 8                          [D_cap + 1]; unused entries repeat T (empty documents)
     labels       6 7 8 2 -100 | 10 -100 | -100
 """
 
@@ -52,10 +50,10 @@ class TrainSample:
     loss_mask: Tensor
     """[L] bool. True where `token_ids[t + 1]` is trained on; the last entry is False."""
     sample_id: int = 0
-    """Index of the sample in its step; packs keep it, so that per-sample values can be mapped back."""
+    """Index of the sample in its step. Packs keep it, so that per-sample values can be mapped back."""
 
     scores_last: ClassVar[bool] = False
-    """Whether loss_mask may be True at the last token, after which nothing is predicted."""
+    """Whether loss_mask may be True at the last token, which predicts nothing."""
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.dtype != torch.int64:
@@ -81,14 +79,14 @@ class TrainSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSample(TrainSample):
-    """A trajectory as a document, trained on what the policy wrote."""
+    """A trajectory as a document; the policy's own tokens are trained on."""
 
     rollout_logprobs: Tensor
-    """[L] float32, nats, by the engine that sampled it; 0 where loss_mask is False."""
+    """[L] float32, nats, from the engine that sampled it; 0 where loss_mask is False."""
     policy_version: int = 0
-    """Of the policy that sampled it: Trajectory.policy_version."""
+    """Version of the policy that sampled it: Trajectory.policy_version."""
     truncated: bool = False
-    """Whether max_tokens or the context cut it off."""
+    """Whether max_tokens or the context length cut it off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,15 +94,15 @@ class PolicySample(RolloutSample):
     """A rollout ready for a policy-gradient step."""
 
     advantages: Tensor
-    """[L] float32, by the algorithm; 0 where loss_mask is False."""
+    """[L] float32, from the algorithm; 0 where loss_mask is False."""
     ref_logprobs: Tensor | None = None
-    """[L] float32, nats, by the frozen reference. None: the algorithm has no KL term."""
+    """[L] float32, nats, from the frozen reference. None if the algorithm has no KL term."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSample(TrainSample):
     """A document for a model with a scalar head. loss_mask is True where the state is scored: entry t is the
-    state that token_ids[: t + 1] makes, the last entry that of the whole document."""
+    state after token_ids[: t + 1], the last entry the state of the whole document."""
 
     scores_last: ClassVar[bool] = True
 
@@ -116,7 +114,8 @@ class ValueSample(TrainSample):
     returns: Tensor
     """[L] float32, the targets, in units of reward; 0 where loss_mask is False."""
     old_values: Tensor
-    """[L] float32, by the value model before the rollout batch's first update; 0 where loss_mask is False."""
+    """[L] float32, from the value model before the first update on the rollout batch; 0 where loss_mask is
+    False."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,15 +132,15 @@ class ScoredSample(PreferenceSample):
     scores_last: ClassVar[bool] = True
 
     margin: float = 0.0
-    """By how much the chosen answer's score should be the larger one; the same in both samples."""
+    """By how much the score of the chosen answer should exceed the other; the same in both samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpairedSample(TrainSample):
-    """An answer with a label of its own, for KTO."""
+    """A single answer with a label, for KTO."""
 
     desirable: bool
-    """The label: the answer is a good one."""
+    """The label: whether the answer is good."""
 
 
 def prompt_ids(ids: Tensor, mask: Tensor) -> tuple[int, ...]:
@@ -154,8 +153,8 @@ def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
     the policy wrote.
 
     Raises:
-        DataError: without a prompt token (nothing precedes the first sampled one), or when there is not one
-            logprob per token of the policy.
+        DataError: a prompt is empty (nothing predicts its first sampled token), or logprobs do not match the
+            policy's tokens.
     """
     samples = []
     for sample_id, trajectory in enumerate(trajectories):
@@ -202,7 +201,7 @@ def policy_samples(
     """Return the samples with their advantages.
 
     Args:
-        advantages: [L] float32 per sample, 0 where loss_mask is False; None: all 0, for packs that are only
+        advantages: [L] float32 per sample, 0 where loss_mask is False. None: all 0, for packs that are only
             scored.
         ref_logprobs: [L] float32 per sample, nats; None: the algorithm has no KL term.
     """
@@ -226,12 +225,12 @@ def policy_samples(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedRows:
-    """Which rows a decoder computes for a pack whose documents share prefixes, and what each attends to.
+    """The rows that a decoder computes for a pack whose documents share prefixes, and what each attends to.
 
-    The slots of a pack stay those of whole documents. A *row* is one token that runs through the layers: a
-    common prefix has rows once, and what follows it has rows for each document. Rows lie in *segments*: the
-    queries of a segment are its rows, and its keys the rows of all that comes before it in the document, then
-    its own, gathered. The last query stands at the last key.
+    The slots of a pack remain those of whole documents. A *row* is one token that runs through the layers: a
+    common prefix has one set of rows, and the rest of each document has its own. Rows form *segments*: the
+    queries of a segment are its rows, and its keys are the rows of everything before it in the document,
+    followed by its own, gathered. The last query is aligned with the last key.
 
     Example: documents 5 6 7 and 5 6 8 9, nothing trained before slot 1 of either; so slot 0 is shared.
 
@@ -241,29 +240,29 @@ class SharedRows:
     """
 
     slots: Tensor
-    """[R] int64: the slot whose token and position each row has; the last slot in padding."""
+    """[R] int64: the slot that gives each row its token and position; the last slot in padding."""
     rows: Tensor
-    """[T] int64: the row of every slot; slots of pad documents have the last."""
+    """[T] int64: the row of every slot; slots of pad documents have the last row."""
     keys: Tensor
     """[S] int64: the row of every gathered key."""
     order: Tensor
-    """[S] int64: the gathered keys by their row, those of one row in their order in `keys`."""
+    """[S] int64: the gathered keys sorted by row, keys of one row in their order in `keys`."""
     ends: Tensor
-    """[R + 1] int64: row r is the key of order[ends[r]] to order[ends[r + 1]]."""
+    """[R + 1] int64: row r is the key at order[ends[r]] to order[ends[r + 1]]."""
     cu_rows: Tensor
     """[G_cap + 1] int32: segment g is rows cu_rows[g] to cu_rows[g + 1]; unused entries repeat R."""
     cu_keys: Tensor
-    """[G_cap + 1] int32: and gathered keys cu_keys[g] to cu_keys[g + 1]."""
+    """[G_cap + 1] int32: segment g has the gathered keys cu_keys[g] to cu_keys[g + 1]."""
     row_lengths: tuple[int, ...]
     """Rows of each segment that has rows or keys: the host's copy of cu_rows."""
     key_lengths: tuple[int, ...]
-    """Keys of each of them."""
+    """Keys of each of these segments."""
     max_rows: int
-    """No segment has more rows. At least 2: a flash kernel takes another way for a single query."""
+    """Most rows of a segment. At least 2, since a flash kernel takes another path for a single query."""
     max_keys: int
-    """No segment has more keys."""
+    """Most keys of a segment."""
     num_rows: int
-    """Rows without padding: what the pack costs."""
+    """Rows without padding, which is the cost of the pack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,19 +273,19 @@ class PackedBatch:
     token_ids: Tensor
     """[T] int64; 0 in the padded tail."""
     positions: Tensor
-    """[T] int64; restart at 0 in every document, pad documents too."""
+    """[T] int64; restart at 0 in every document, including pad documents."""
     cu_seqlens: Tensor
     """[D_cap + 1] int32; document d is slots cu_seqlens[d] to cu_seqlens[d + 1]."""
     max_seqlen: int
-    """No document, pad documents included, is longer. Constant per capacity bucket: a graph bakes it in."""
+    """Longest document, including pad documents. Constant per capacity bucket, since graphs bake it in."""
     labels: Tensor
     """[T] int64; IGNORE_LABEL where nothing is predicted."""
     loss_mask: Tensor
     """[T] bool; False in the padded tail and at every document's last token."""
     loss_weights: Tensor
     """[T] float32; the weight of each token in the loss of the whole optimizer step, 0 where loss_mask is
-    False. The normaliser of the step is in here, so a micro-batch's loss is a plain sum and does not depend
-    on packing."""
+    False. It includes the normaliser of the step, so the loss of a micro-batch is a plain sum and does not
+    depend on packing."""
     lengths: tuple[int, ...]
     """Lengths of all non-empty documents in order, pad documents last; they sum to T. The host's copy of
     cu_seqlens."""
@@ -294,8 +293,8 @@ class PackedBatch:
     """TrainSample.sample_id of each real document, in order; shorter than `lengths` by the number of pad
     documents."""
     shared: SharedRows | None = None
-    """Derived from the other fields (lockstep.packing.share), for train.layout = "shared". None: not yet, or
-    every slot is computed."""
+    """Derived from the other fields (lockstep.packing.share) for train.layout = "shared". None: not yet
+    derived, or every slot is computed."""
 
     @property
     def num_slots(self) -> int:
@@ -304,8 +303,8 @@ class PackedBatch:
 
     @property
     def num_rows(self) -> int:
-        """Rows that the layers compute, padding included: T, or fewer where documents share prefixes. Of
-        layout padded: models.forward.dense_shape."""
+        """Rows that the layers compute, including padding: T, or fewer if documents share prefixes. For
+        layout padded see models.forward.dense_shape."""
         return self.num_slots if self.shared is None else self.shared.slots.shape[0]
 
     @property
@@ -314,7 +313,7 @@ class PackedBatch:
         return sum(self.lengths[: len(self.sample_ids)])
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Return the batch with every tensor on `device` (cu_seqlens too, and those of `shared`)."""
+        """Return the batch with every tensor on `device`, including cu_seqlens and those of `shared`."""
         return _moved(self, device)
 
     def split(self, per_token: Tensor) -> list[Tensor]:
@@ -327,16 +326,16 @@ class PolicyBatch(PackedBatch):
     """A micro-batch of rollouts."""
 
     rollout_logprobs: Tensor
-    """[T] float32, nats, by the engine."""
+    """[T] float32, nats, from the engine."""
     advantages: Tensor
     """[T] float32."""
     policy_versions: tuple[int, ...] = ()
     """PolicySample.policy_version of each real document, in the order of `sample_ids`."""
     old_logprobs: Tensor | None = None
-    """[T] float32, nats, by the trainer before the step's first update. None: the policy has not moved since,
-    so a loss takes its own logprobs, detached (importance ratio exactly 1)."""
+    """[T] float32, nats, from the trainer before the step's first update. None: the policy has not changed
+    since, so a loss uses its own logprobs, detached (importance ratio exactly 1)."""
     ref_logprobs: Tensor | None = None
-    """[T] float32, nats, by the frozen reference. None: the algorithm has no KL term."""
+    """[T] float32, nats, from the frozen reference. None if the algorithm has no KL term."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,7 +345,7 @@ class ValueBatch(PackedBatch):
     returns: Tensor
     """[T] float32, in units of reward."""
     old_values: Tensor
-    """[T] float32, by the value model before the rollout batch's first update."""
+    """[T] float32, from the value model before the first update on the rollout batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,26 +353,25 @@ class PreferenceBatch(PackedBatch):
     """A micro-batch of preference pairs: documents 2i and 2i + 1 are a chosen answer and its rejected one."""
 
     ref_logprobs: Tensor | None = None
-    """[T] float32, nats, by the frozen reference."""
+    """[T] float32, nats, from the frozen reference."""
     margins: Tensor | None = None
-    """[T] float32: ScoredSample.margin, where loss_mask is True. None: no pairs of a reward model."""
+    """[T] float32: ScoredSample.margin where loss_mask is True. None except for reward models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpairedBatch(PackedBatch):
-    """A micro-batch of answers that each have a label."""
+    """A micro-batch of labelled answers."""
 
     desirability: Tensor
-    """[T] float32: 1 at the trained tokens of a desirable answer, -1 at those of an undesirable one, else
-    0."""
+    """[T] float32: 1 at trained tokens of a desirable answer, -1 at those of an undesirable one, else 0."""
     kl_baseline: Tensor | None = None
     """[T] float32, nats: KTO's z0 of the optimizer step at every trained token, else 0."""
     ref_logprobs: Tensor | None = None
-    """[T] float32, nats, by the frozen reference."""
+    """[T] float32, nats, from the frozen reference."""
 
 
 def _moved(record: Record, device: torch.device | str) -> Record:
-    """The record with every tensor on `device`."""
+    """Return the record with every tensor on `device`."""
     moved: dict[str, Any] = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -384,32 +382,32 @@ def _moved(record: Record, device: torch.device | str) -> Record:
     return dataclasses.replace(record, **moved)
 
 
-# The assignment of a pack's slots to the ranks of a ring; `lockstep.packing.ring_shard` makes it.
+# The assignment of a pack's slots to the ranks of a ring, made by `lockstep.packing.ring_shard`.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingStep:
-    """The documents of one call of a varlen attention kernel: segment i of q sees segment i of k."""
+    """The documents of one call of a varlen attention kernel: segment i of q attends to segment i of k."""
 
     cu_q: Tensor
     """[S + 1] int32."""
     cu_k: Tensor
     """[S + 1] int32."""
     max_q: int
-    """No segment of q is longer."""
+    """Longest segment of q."""
     max_k: int
-    """No segment of k is longer."""
+    """Longest segment of k."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingShard:
     """One rank's share of a pack, and the keys that it attends to in each step of the ring.
 
-    A document is either divided among all ranks or whole on one. Rows of a rank, in local order:
+    A document is either divided among all ranks or kept whole on one. The rows of a rank are, in local order:
 
         divided documents, each as [its earlier chunk | its later chunk], then whole documents
 
-    so each message round the ring is one slice, `[:divided[rank]]`.
+    so each message around the ring is one slice, `[:divided[rank]]`.
     """
 
     rank: int
@@ -418,7 +416,7 @@ class RingShard:
     index: Tensor
     """[t] int64: the pack's slot of every local row."""
     lengths: tuple[int, ...]
-    """Rows of each document that has some here, in local order; they sum to t."""
+    """Rows of each document with rows on this rank, in local order; they sum to t."""
     sizes: tuple[int, ...]
     """t of every rank."""
     divided: tuple[int, ...]
@@ -427,7 +425,7 @@ class RingShard:
     """Step 0: the rank's own keys, causal, over all t rows."""
     others: tuple[RingStep, ...]
     """Step i = 1 .. R - 1, at index i - 1: keys of rank (rank - i) mod R, not causal, over the divided rows
-    of both. Empty where no document is divided."""
+    of both. Empty if no document is divided."""
 
     @property
     def num_rows(self) -> int:
@@ -435,7 +433,7 @@ class RingShard:
         return self.sizes[self.rank]
 
     def to(self, device: torch.device | str) -> RingShard:
-        """Return the shard with every tensor on `device`: two copies, whatever the number of steps."""
+        """Return the shard with every tensor on `device`, in two copies however many steps there are."""
         if self.index.device == torch.device(device):
             return self
         steps = (self.own, *self.others)

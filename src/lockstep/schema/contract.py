@@ -1,7 +1,7 @@
 """The kernel contract: the numerical choices that decide the bits of a logprob, as one hashed record.
 
-A trainer and a generator with equal contracts compute bitwise equal logprobs; where they differ, `difference`
-names the fields.
+A trainer and an engine with equal contracts compute bitwise equal logprobs; `difference` names the fields in
+which two contracts differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VERSION = 1
-"""Counted up when the kernels behind a name give other bits than before."""
+"""Increased when the kernels behind a name change their bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,31 +31,31 @@ class KernelContract:
     """
 
     gemm: str
-    """Which matrix products, such as cpu-tiles-32 or cublaslt-without-split-k."""
+    """Implementation of matrix products, such as cpu-tiles-32 or cublaslt-without-split-k."""
     attention: str
-    """Which attention kernel."""
+    """Attention kernel."""
     attention_splits: int
-    """Parts that the keys of one query are split into and added up from; 1: none."""
+    """Number of splits over the keys of one query; 1: no split."""
     norm: str
     activation: str
     logprob: str
-    """Which function of the logits gives the logprob of a label."""
+    """Implementation of the logprob of a label."""
     lm_head_dtype: str
     """Dtype of the head's matrix product."""
     logits_dtype: str
-    """Dtype that logits are rounded to, before the logprob function widens them to float32."""
+    """Dtype that logits are rounded to before the logprob is computed in float32."""
     collectives: str
-    """Sums over ranks inside of a forward; none where ranks only gather weights."""
+    """Sums over ranks within a forward; none if ranks only gather weights."""
     compile: str
     """How the decoder layers run: eager, or inductor with the settings of the mode."""
     dtype: str
-    """Of activations."""
+    """Dtype of activations."""
     weights_dtype: str
     device: str
     """Name of the GPU, or cpu with its instruction set."""
     torch: str
     threads: int
-    """CPU threads of torch; 0 on a GPU, where they decide nothing."""
+    """CPU threads of torch; 0 on a GPU, where they have no effect."""
     version: int = VERSION
 
     @property
@@ -65,7 +65,7 @@ class KernelContract:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def difference(self, other: KernelContract) -> list[str]:
-        """ "FIELD: OURS here, THEIRS there" for every field that differs; empty: they are equal."""
+        """Return "FIELD: OURS here, THEIRS there" for every field that differs; empty if all are equal."""
         ours, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         return [f"{k}: {v!r} here, {theirs[k]!r} there" for k, v in ours.items() if v != theirs[k]]
 
@@ -78,7 +78,7 @@ class KernelContract:
         """Read what `as_json` wrote.
 
         Raises:
-            ValueError: a field is missing, unknown or of another type, or the hash is of other fields.
+            ValueError: a field is missing, unknown or of another type, or the hash does not match.
         """
         types = {field.name: field.type for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in values.items() if name != "hash"}
@@ -89,7 +89,7 @@ class KernelContract:
             )
         for name, kind in types.items():
             if type(fields[name]).__name__ != kind:
-                raise ValueError(f"kernel contract: {name} = {fields[name]!r} is no {kind}")
+                raise ValueError(f"kernel contract: {name} = {fields[name]!r} is not {kind}")
         contract = cls(**fields)
         if values.get("hash", contract.hash) != contract.hash:
             raise ValueError(
@@ -98,7 +98,7 @@ class KernelContract:
         return contract
 
 
-# Counts of the work of compilers.
+# Counts of compiler work.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,4 +113,4 @@ class CompileReport:
     seconds: float
     """Wall time spent compiling."""
     reasons: tuple[str, ...]
-    """The reasons for further graphs, newest last; of the last 64 compilations at most."""
+    """Reasons for recompiles, newest last, of at most the last 64 compilations."""

@@ -8,19 +8,20 @@ from itertools import chain
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
-"""stop: an end-of-sequence token, a stop id or a stop string. length: max_tokens or the context ended."""
+"""stop: an end-of-sequence token, a stop id or a stop string. length: max_tokens or the context limit."""
 
 Author = Literal["prompt", "policy", "tool"]
-"""Who wrote a span; tool: anybody but the policy, after the prompt."""
+"""The writer of a span. tool: anything other than the policy, after the prompt."""
 
 LogprobKind = Literal["temperature_scaled"]
-"""The only kind that may be mixed with a trainer's: log_softmax(logits / temperature) in float32,
+"""The only kind that can be compared with a trainer's: log_softmax(logits / temperature) in float32,
 untruncated. At temperature 0 (greedy) the scale is 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample, every field explicit: no engine default and no generation_config is ever merged in."""
+    """Sampling parameters. Every field is explicit; engine defaults and generation_config are never merged
+    in."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -36,19 +37,20 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Stop strings, matched in the decoded completion."""
     stop_token_ids: tuple[int, ...] = ()
-    """Stop ids besides the end-of-sequence ids. A matched id stays in the completion, and so does an eos
-    id."""
+    """Stop ids besides the end-of-sequence ids. A matched stop or end-of-sequence id stays in the
+    completion."""
     keep_stop: bool = True
     """Whether the *text* keeps a matched stop string. Token ids always do: they are the policy's actions."""
     ignore_eos: bool = False
     skip_special_tokens: bool = False
-    """Whether the text leaves out all special tokens, and not the end of sequence alone."""
+    """Whether the text leaves out all special tokens, not only the end of sequence."""
     logprob_kind: LogprobKind = "temperature_scaled"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One prompt, n samples. Token ids in; text is never re-tokenised between engine and trainer."""
+    """One prompt and n samples of it, as token ids: text is never tokenised again between engine and
+    trainer."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -62,23 +64,22 @@ class Completion:
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """Completion only, including the end-of-sequence or stop id that ended it."""
+    """The completion, including the end-of-sequence or stop id that ended it."""
     logprobs: tuple[float, ...]
     """Nats, one per entry of token_ids, of the request's logprob_kind."""
     finish_reason: FinishReason
     stop_reason: int | str | None
-    """The id or the string that ended it; None when finish_reason is not "stop"."""
+    """The id or string that ended it. None unless finish_reason is "stop"."""
     text: str | None
-    """Decoded completion without the end of sequence, see SamplingParams.skip_special_tokens; None for a
-    model without a tokenizer."""
+    """Decoded completion without the end of sequence; see SamplingParams.skip_special_tokens. None without a
+    tokenizer."""
     seed: int
     engine: str
     policy_version: int
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were not computed for this sample (shared with its group, or
-    cached)."""
+    """Prompt tokens whose keys and values were shared with the group or cached."""
     attempt: int = 1
-    """How often the engine was asked for it: above 1 after its server died or a connection broke."""
+    """Attempts at this sample; above 1 after the server died or a connection broke."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,38 +87,38 @@ class Prompt:
     """One row of a prompt set, rendered and tokenised."""
 
     index: int
-    """Row number in its source, from 0: identifies the prompt across epochs and resumes."""
+    """Row number in the source, from 0; identifies the prompt across epochs and resumes."""
     token_ids: tuple[int, ...]
     text: str
     """The rendered prompt, chat template applied; for id-level sources a readable form of the ids."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The dataset row, for reward functions (answer, metadata, ...)."""
     conversation: str | Sequence[Mapping[str, Any]] | None = None
-    """The prompt before its chat template, which a reward model renders again in its own: text, or messages;
-    None for id-level sources."""
+    """The prompt before its chat template, as text or messages; a reward model renders it with its own
+    template. None for id-level sources."""
     where: str = ""
-    """Where the row stands, for messages: its source and its line or row there, from 1."""
+    """Location of the row for error messages: its source, and its line or row there, from 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Consecutive tokens of a trajectory that have one author."""
+    """Consecutive tokens of a trajectory with the same author."""
 
     author: Author
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
-    """Nats, one per token, of the policy's spans; empty for other authors."""
+    """Nats, one per token of a policy span; empty for other authors."""
     policy_version: int | None = None
-    """Of the policy that wrote it; None for other authors."""
+    """Version of the policy that wrote it. None for other authors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """One sample from its prompt to its end, whole or as far as it has come: the spans are laid end to end.
+    """One sample from its prompt to its end (or as far as it has come), as a sequence of spans.
 
-    One turn is [prompt, policy]. What a tool or an environment answers is a span of its own, and the next
-    turn follows it: [prompt, policy, tool, policy]. Two policy spans in a row are a turn that was
-    interrupted and continued, by another version of the policy perhaps.
+    A single turn is [prompt, policy]. The reply of a tool or environment is a span of its own, followed by
+    the next turn: [prompt, policy, tool, policy]. Two policy spans in a row are a turn that was interrupted
+    and continued, perhaps by another version of the policy.
 
     Example:
         >>> one = Trajectory.of(completion)
@@ -128,19 +129,19 @@ class Trajectory:
 
     spans: tuple[Span, ...]
     finish_reason: FinishReason
-    """Of the last turn, and so are the next two."""
+    """Of the last turn, like the next two fields."""
     stop_reason: int | str | None
     text: str | None
     seed: int
     engine: str
     cached_tokens: int = 0
-    """Completion.cached_tokens, added up over the turns."""
+    """Completion.cached_tokens, summed over the turns."""
     attempt: int = 1
-    """Of the turn that was asked for most often."""
+    """The largest Completion.attempt of its turns."""
 
     @classmethod
     def of(cls, completion: Completion) -> Trajectory:
-        """Return the trajectory of one turn."""
+        """Return the trajectory of a single turn."""
         prompt = Span(author="prompt", token_ids=completion.prompt_token_ids)
         answer = Span(
             author="policy",
@@ -160,11 +161,11 @@ class Trajectory:
         )
 
     def continued(self, token_ids: tuple[int, ...], completion: Completion) -> Trajectory:
-        """Return the trajectory with the next turn: `token_ids`, which the policy did not write, if any, and
+        """Return the trajectory with another turn: `token_ids` that the policy did not write, if any, and
         `completion`, whose prompt is everything before it.
 
         Raises:
-            ValueError: the completion continues something else.
+            ValueError: the completion does not continue this trajectory.
         """
         if completion.prompt_token_ids != self.token_ids + token_ids:
             raise ValueError(
@@ -181,27 +182,27 @@ class Trajectory:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens, the prompt's first."""
+        """All tokens, from the prompt on."""
         return tuple(chain.from_iterable(span.token_ids for span in self.spans))
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The tokens before the policy's first."""
+        """The tokens before the first policy token."""
         return self.spans[0].token_ids
 
     @property
     def policy_tokens(self) -> int:
-        """Tokens that the policy wrote."""
+        """Number of tokens that the policy wrote."""
         return sum(len(span.token_ids) for span in self.spans if span.author == "policy")
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """The policies that wrote a part of it, the oldest first."""
+        """Versions of the policy that wrote parts of it, oldest first."""
         return tuple(sorted({span.policy_version for span in self.spans if span.policy_version is not None}))
 
     @property
     def policy_version(self) -> int:
-        """The oldest policy that wrote a part of it."""
+        """The oldest version of the policy that wrote a part of it."""
         return self.policy_versions[0]
 
 
@@ -211,29 +212,30 @@ class Rollout:
 
     trajectory: Trajectory
     reward: float
-    """The total that the algorithm sees."""
+    """The total reward that the algorithm uses."""
     rewards: Mapping[str, float]
-    """By reward name, before weights; shaping terms (overlong, kl) are listed too."""
+    """Unweighted rewards by name, including shaping terms (overlong, kl)."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """By reward name, what it was multiplied by in the total; 1 where a name is missing (shaping terms)."""
+    """Weights of the rewards in the total, by name; 1 for missing names (shaping terms)."""
     sample: int = 0
-    """Its number among those that the step asked for of its prompt."""
+    """Index among the samples that the step requested for its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRecord:
-    """One sample that a step asked for, for the ledger of the run."""
+    """One sample that a step requested, for the ledger of the run."""
 
     prompt_index: int
     sample: int
-    """Its number among those of the prompt; rounds of dynamic sampling continue the count."""
+    """Index among the samples of the prompt, counted on through rounds of dynamic sampling."""
     seed: int
     policy_versions: tuple[int, ...]
-    """Those that wrote it, the oldest first."""
+    """Versions of the policy that wrote it, oldest first."""
     attempt: int
     dropped: Literal["reward", "group", "no-signal"] | None = None
-    """Why nothing is trained on it. reward: a reward with on_error = "drop" failed on it; group: on too many
-    others of its group; no-signal: dynamic sampling replaced its group. None: it goes into the update."""
+    """Why the sample is not trained on. reward: a reward with on_error = "drop" failed on it. group: rewards
+    failed on too many others of its group. no-signal: dynamic sampling replaced its group. None: it is
+    trained on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

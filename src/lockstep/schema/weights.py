@@ -1,4 +1,4 @@
-"""Weights on their way from a trainer to an engine."""
+"""Records of weights that are sent from a trainer to an engine."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class WeightUpdate:
     """
 
     policy_version: int
-    """Rollout batches that the policy has been trained on, as the loop counts its steps (a batch may be many
-    optimizer steps). Completions, samples and engines carry the same number."""
+    """Number of rollout batches that the policy has been trained on, which is the loop's step count (a batch
+    may be many optimizer steps). Completions, samples and engines carry the same number."""
     tensors: TensorSource
     shared_module: nn.Module | None = None
 
@@ -71,7 +71,8 @@ class WeightBucket:
     "address", "port", "world_size", "first_rank", "backend", "number"}, see lockstep.wire.receive."""
 
     def as_json(self) -> dict[str, Any]:
-        """Describe it for lockstep.wire.receive.Receiver in another process; its bytes take another way."""
+        """Describe the bucket for lockstep.wire.receive.Receiver in another process; its bytes are sent
+        separately."""
         return {
             "index": self.index,
             "specs": specs_to_json(self.specs),
