@@ -26,15 +26,15 @@ ALGORITHMS = Registry(
         "bradley_terry": "lockstep.algorithms.preferences:RewardModel",
     },
 )
-"""The classes behind `algorithm.name`. PolicyAlgorithm(config, max_tokens=...) and PPO likewise;
+"""The classes behind `algorithm.name`: PolicyAlgorithm(config, max_tokens=...), PPO(config, max_tokens=...),
 SFT(config), DPO(config) and RewardModel(config)."""
 
 ADVANTAGES = Registry(
     "advantage estimator",
     {name: f"lockstep.ops.advantages:{name}" for name in PER_GROUP},
 )
-"""The functions behind `algorithm.advantage` that see the rewards of a group: of rewards [G, n] float64 and
-mask [G, n] bool (a group that lost rollouts has False there), to advantages [G, n]."""
+"""The functions behind `algorithm.advantage` that compare rewards within a group: they map rewards [G, n]
+float64 and mask [G, n] bool (False for lost rollouts) to advantages [G, n]."""
 
 OBJECTIVES = Registry(
     "objective",
@@ -44,5 +44,5 @@ OBJECTIVES = Registry(
         "sapo": "lockstep.algorithms.policy_loss:sapo_objective",
     },
 )
-"""The functions behind `algorithm.objective`: of PolicyTerms and the resolved GRPOConfig, to the loss of each
-token, [R]. KL, entropy, rollout_is_weight and loss_weights are applied to what they return."""
+"""The functions behind `algorithm.objective`: they map PolicyTerms and the resolved GRPOConfig to the loss of
+each token, [R]. KL, entropy, rollout_is_weight and loss_weights are applied to the result."""

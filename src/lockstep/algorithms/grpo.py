@@ -24,8 +24,8 @@ class PolicyAlgorithm:
     """protocols.Algorithm over groups of rollouts.
 
     Args:
-        config: resolved or not.
-        max_tokens: completion tokens that sampling allows; overlong and the constant aggregation refer to it.
+        config: with or without published defaults filled in.
+        max_tokens: the sampling limit of a completion, used by overlong and the constant aggregation.
 
     Raises:
         ConfigError: when the overlong buffer is longer than max_tokens.
@@ -38,7 +38,7 @@ class PolicyAlgorithm:
         self._loss = PolicyLoss(self.config)
         self._kl_in_reward = self.needs_ref and self.config.kl.place == "reward"
         self.kl_coef = self.config.kl.coef
-        """In the reward: as it is now."""
+        """Current coefficient of a KL term in the reward."""
         assert self.config.advantage is not None
         self._per_group: Callable[[Tensor, Tensor], Tensor] | None = None
         if self.config.advantage not in (*PER_STEP, "gae"):
@@ -54,8 +54,8 @@ class PolicyAlgorithm:
             )
 
     def keep(self, group: RolloutGroup) -> bool:
-        """Return whether to keep the group: under dynamic sampling only if its rewards, before shaping, are
-        not all equal: their total, or any of them that counts, where each is normalised by itself."""
+        """Return whether to keep the group. Dynamic sampling keeps it only if its unshaped rewards are not
+        all equal: the totals, or any single weighted reward if each is normalised by itself."""
         if not self.config.dynamic_sampling:
             return True
         if self._each_by_itself:
@@ -72,8 +72,8 @@ class PolicyAlgorithm:
         *,
         ref_logprobs: Sequence[Tensor] | None = None,
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
-        """Return the groups with `overlong` and `kl` among their rewards, where the algorithm has them, and
-        their advantages; see protocols.Algorithm, and lockstep.ops.advantages for the formulas.
+        """Return the groups with the algorithm's `overlong` and `kl` rewards added, and their advantages. See
+        protocols.Algorithm, and lockstep.ops.advantages for the formulas.
 
         Raises:
             TrainError: the reward has a KL term, and ref_logprobs are missing; or an estimator of the user's
@@ -95,7 +95,8 @@ class PolicyAlgorithm:
         return groups, advantages
 
     def _group_advantages(self, groups: Sequence[RolloutGroup], rewards: Tensor, present: Tensor) -> Tensor:
-        """[G, n] of an estimator that sees the rewards of a group; where `present` is False anything."""
+        """Return [G, n] advantages of an estimator that compares rewards within a group; arbitrary where
+        `present` is False."""
         assert self._per_group is not None
         if not self._each_by_itself:
             return self._estimated(rewards, present)
@@ -113,8 +114,8 @@ class PolicyAlgorithm:
         samples: Sequence[RolloutSample],
         ref_logprobs: Sequence[Tensor] | None,
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
-        """Return the groups with the algorithm's own rewards among theirs, and per rollout the share of each
-        of the policy's tokens in them: [n], -coef * KL, 0 without KL in the reward."""
+        """Return the groups with the algorithm's own rewards added, and per rollout the KL penalty of each
+        policy token: [n], -coef * KL, or 0 without KL in the reward."""
         penalties = [torch.zeros(sample.num_trained) for sample in samples]
         if self._kl_in_reward:
             penalties = self._kl_penalties(samples, ref_logprobs)
@@ -125,7 +126,7 @@ class PolicyAlgorithm:
     def _shaped(
         self, groups: Sequence[RolloutGroup], samples: Sequence[RolloutSample], penalties: Sequence[Tensor]
     ) -> list[RolloutGroup]:
-        """The groups with the algorithm's own rewards."""
+        """Return the groups with the algorithm's own rewards added."""
         lengths = torch.tensor([sample.num_trained for sample in samples])
         limits = {"max_tokens": self.max_tokens, "buffer_tokens": self._buffer_tokens}
         overlong = overlong_penalty(lengths, penalty=self._overlong_penalty, **limits).tolist()
@@ -143,9 +144,9 @@ class PolicyAlgorithm:
     def _kl_penalties(
         self, samples: Sequence[RolloutSample], ref_logprobs: Sequence[Tensor] | None
     ) -> list[Tensor]:
-        """Per rollout, [n] of the policy's tokens: -coef * k1 of KL(rollout || ref).
+        """Return -coef * k1 of KL(rollout || ref) per rollout, [n] over the policy's tokens.
 
-        The engine's logprobs stand for the policy's, because the tokens were sampled from them."""
+        It uses the engine's logprobs, because the tokens were sampled from them."""
         if ref_logprobs is None or len(ref_logprobs) != len(samples):
             raise TrainError(
                 f"missing-values: algorithm.kl.place = 'reward' needs ref_logprobs of all {len(samples)} "
@@ -157,7 +158,7 @@ class PolicyAlgorithm:
         ]
 
     def _estimated(self, rewards: Tensor, mask: Tensor) -> Tensor:
-        """The advantages of one reward, by an estimator that may be the user's."""
+        """Return the advantages of one reward from an estimator, which may be user code."""
         assert self._per_group is not None
         try:
             advantages = self._per_group(rewards, mask)
@@ -188,8 +189,8 @@ class PolicyAlgorithm:
             )
 
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """See lockstep.ops.losses.loss_weights; `samples` are all of one optimizer step. Under mask_truncated
-        a completion that was cut off is one without a trained token."""
+        """See lockstep.ops.losses.loss_weights; `samples` are all those of one optimizer step. Under
+        mask_truncated, no token of a truncated completion is trained on."""
         assert self.config.aggregation is not None
         masks = [sample.loss_mask for sample in samples]
         if self.config.mask_truncated:
@@ -200,13 +201,13 @@ class PolicyAlgorithm:
         return loss_weights(masks, aggregation=self.config.aggregation, max_tokens=self.max_tokens)
 
     def loss(self) -> PolicyLoss:
-        """Return the loss. It is not separable with sequence-level ratios or corrections: a call must then
-        see whole documents."""
+        """Return the loss. With sequence-level ratios or corrections it is not separable: each call must
+        cover whole documents."""
         return self._loss
 
 
 def _reward_weights(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """The weight of every reward that counts, by name, in the order of their names."""
+    """Return the non-zero weights of rewards, by name, sorted by name."""
     weights: dict[str, float] = {}
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         for name in rollout.rewards:
@@ -215,10 +216,10 @@ def _reward_weights(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _reward_matrix(groups: Sequence[RolloutGroup], name: str | None = None) -> tuple[Tensor, Tensor]:
-    """Rewards [G, n] float64, and [G, n] bool, True where there is a rollout: some may be missing.
+    """Return rewards [G, n] float64 and [G, n] bool, False for missing rollouts.
 
     Args:
-        name: of one reward, which every rollout has; None: the total.
+        name: a reward that every rollout has; None: the total.
     """
     width = max((len(group.rollouts) for group in groups), default=0)
     rewards = torch.zeros(len(groups), width, dtype=torch.float64)
@@ -234,7 +235,7 @@ def _whitened_returns(rewards: Tensor, penalties: Sequence[Tensor]) -> list[Tens
     """REINFORCE++: reward - coef * (KL of this token and those after it), whitened over the step's tokens.
 
     Args:
-        rewards: [S], shaped: the KL of the whole completion is in them already.
+        rewards: [S], shaped: they already include the KL of the whole completion.
         penalties: [n_i] per sample, -coef * KL of each token.
 
     Returns:

@@ -1,5 +1,4 @@
-"""The token loss of the GRPO family, and its metrics: means and extremes over the trained tokens of the
-whole step."""
+"""The token loss of the GRPO family, and its metrics over the trained tokens of the whole step."""
 
 from __future__ import annotations
 
@@ -33,36 +32,36 @@ Rows = Tensor | slice
 
 
 class PolicyTerms(NamedTuple):
-    """The terms of the loss, [R] each; finite where mask is False, whatever the inputs hold there."""
+    """The terms of the loss, [R] each; finite where mask is False, even if the inputs are not."""
 
     mask: Tensor
     logprobs: Tensor
-    """Of the policy, nats; 0 where mask is False."""
+    """Logprobs of the policy, nats; 0 where mask is False."""
     advantages: Tensor
     token_log_ratio: Tensor
-    """log(policy / old) of the token."""
+    """log(policy / old) per token."""
     log_ratio: Tensor
-    """The same at the level of the algorithm, not bounded."""
+    """log(policy / old) at the level of the algorithm (token or sequence), unbounded."""
     ratio: Tensor
-    """importance_ratio at the level of the algorithm: exp of log_ratio, kept within 20 nats."""
+    """importance_ratio at the level of the algorithm: exp of log_ratio, clamped to 20 nats."""
     logprob_gap: Tensor
-    """old - rollout of the token, nats."""
+    """old - rollout per token, nats."""
     is_weight: Tensor
     """rollout_is_weight, after truncation or masking."""
     off_policy_mask: Tensor
-    """1, or 0 where off_policy_mask_threshold drops the token."""
+    """0 where off_policy_mask_threshold drops the token, else 1."""
 
 
 METRIC_TERMS = ("token_log_ratio", "log_ratio", "ratio", "logprob_gap", "is_weight")
-"""Fields of PolicyTerms that the metrics are computed from, whatever the options."""
+"""Fields of PolicyTerms from which metrics are always computed."""
 
 Objective = Callable[[PolicyTerms, GRPOConfig], Tensor]
 """See lockstep.algorithms.OBJECTIVES."""
 
 
 def zero_without_advantages(objective: Objective) -> Objective:
-    """Mark an objective whose loss of a token with advantage 0 has no gradient, whatever its ratio: groups
-    without a signal may be left out of forward and backward. Ours are marked; one that is not needs all."""
+    """Mark an objective in which a token with advantage 0 never has a gradient, so that groups without a
+    signal can be skipped. Lockstep's own objectives are marked; an unmarked objective gets every group."""
     objective.zero_without_advantages = True  # type: ignore[attr-defined]
     return objective
 
@@ -93,7 +92,7 @@ def sapo_objective(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
 class PolicyLoss:
     """A TokenLoss: clipped policy gradient x rollout_is_weight + KL to ref - entropy, times loss_weights.
 
-    Per-token inputs are ignored where loss_mask is False, NaN and inf included.
+    Per-token inputs are ignored where loss_mask is False, even NaN and inf.
 
     Args:
         config: resolved: no option that the algorithm reads is None.
@@ -120,7 +119,7 @@ class PolicyLoss:
         self.terms = self.names + (("kl_ref", "kl_clamped") if config.kl.coef > 0 else ())
 
     def _zero_without_advantages(self) -> bool:
-        """See protocols.TokenLoss. A class of somebody's on top of this one has to say it for itself."""
+        """See protocols.TokenLoss. A subclass must declare it itself."""
         kl_in_loss = self.config.kl.coef > 0 and self.config.kl.place == "loss"
         declared = bool(getattr(self.objective, "zero_without_advantages", False))
         return type(self) is PolicyLoss and declared and not kl_in_loss and not self.entropy_grad
@@ -150,8 +149,8 @@ class PolicyLoss:
         return LossOutput(weighted.sum(), torch.stack([value.detach() for value in values]))
 
     def kl(self, terms: PolicyTerms, batch: PackedBatch, rows: Rows) -> tuple[Tensor, Tensor]:
-        """[R]: the configured estimate of KL(policy || ref), nats, 0 where loss_mask is False; and [R] bool,
-        where k3 was bounded (config.kl.max_nats, or log ratios beyond MAX_LOG_RATIO)."""
+        """Return the configured estimate of KL(policy || ref), [R] nats, 0 where loss_mask is False; and [R]
+        bool, True where k3 was clamped (config.kl.max_nats, or log ratios beyond MAX_LOG_RATIO)."""
         config = self.config.kl
         assert config.estimator is not None
         batch = _policy_batch(batch)
@@ -166,7 +165,7 @@ class PolicyLoss:
         return estimate, (estimate.detach() >= config.max_nats) | far
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """Return the metrics of a step over all trained tokens of `batches`; empty when there is none.
+        """Return the metrics of a step over all trained tokens of `batches`; empty without trained tokens.
 
         entropy, logprob_gap_* and kl_* are in nats; clip_fraction_*, *_clamped and *_masked_share are
         shares of tokens.
@@ -219,8 +218,8 @@ class PolicyLoss:
         return dict(zip(metrics, values, strict=True))
 
     def _ratio_metrics(self, terms: Mapping[str, Tensor], advantages: Tensor) -> dict[str, Tensor]:
-        """A token counts as clipped where the objective's minimum takes the constant side; under cispo, where
-        its weight is bounded. sapo clips nothing."""
+        """Count a token as clipped if the objective's minimum takes the constant side, or, under cispo, if
+        its weight is bounded. sapo does not clip."""
         ratio, token_log_ratio, dual = terms["ratio"], terms["token_log_ratio"], self.config.dual_clip
         clipped: dict[str, Tensor] = {}
         if self.clip_low is not None and self.clip_high is not None:
@@ -242,8 +241,7 @@ class PolicyLoss:
         """Return the inputs of the objective. logprobs: [R], of `batch.labels[rows]`."""
         batch, correction = _policy_batch(batch), self.config.rollout_correction
         mask = batch.loss_mask[rows]
-        # None: nothing was updated since sampling, so the policy itself is `old`, with ratio 1 and a
-        # gradient.
+        # None: no update since sampling, so the policy itself is `old`: the ratio is 1 and has a gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows]
         token_log_ratio = importance_log_ratio(logprobs, old, mask)
         log_ratio = token_log_ratio
@@ -292,7 +290,7 @@ def _policy_batch(batch: PackedBatch) -> PolicyBatch:
 def _by_document(
     function: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, batch: PolicyBatch, rows: Rows
 ) -> Tensor:
-    """A per-document figure of x [R] at its rows; `rows` must hold every trained slot of the batch."""
+    """Apply a per-document function to x [R]; `rows` must contain every trained slot of the batch."""
     slots = x.new_zeros(batch.num_slots)
     slots[rows] = x
     return function(slots, batch.loss_mask, batch.cu_seqlens)[rows]

@@ -1,4 +1,4 @@
-"""PPO (arXiv 1707.06347): GRPO's policy loss on advantages that a value model makes."""
+"""PPO (arXiv 1707.06347): GRPO's policy loss with advantages from a value model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from lockstep.schema.batch import PackedBatch, RolloutSample, ValueBatch
 from lockstep.schema.rollout import Rollout, RolloutGroup
 
 WHITENING_EPS = 1e-8
-"""Added to the deviation of the advantages, in units of reward; verl's and TRL's, there under the root."""
+"""Added to the standard deviation of the advantages, in units of reward. verl and TRL add theirs under the
+root."""
 
 
 class PPO(PolicyAlgorithm):
     """protocols.ValueAlgorithm.
 
-    A token that the policy wrote is an action, and the state before it is what was written until then, by
-    whomever. Tokens of others are part of the next state: nothing is discounted, and no lambda applied, over
-    them. The reward of a rollout is earned by its last token, and KL by each token.
+    Each token of the policy is an action, and its state is everything before it, whoever wrote it. Tokens of
+    other authors belong to the next state: gamma and lambda are not applied over them. The reward of a
+    rollout goes to its last token, and the KL penalty to each token.
 
     Rewards are normalised, then bounded, then charged with a missing end, overlong punishment and KL.
     """
@@ -46,7 +47,7 @@ class PPO(PolicyAlgorithm):
         *,
         ref_logprobs: Sequence[Tensor] | None = None,
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
-        """Raise TrainError: there are none without values."""
+        """Raise TrainError: PPO needs values, see `estimates`."""
         raise TrainError(
             "missing-values: PPO has no advantages without values; give the loop a value model (parts.value)"
         )
@@ -59,8 +60,8 @@ class PPO(PolicyAlgorithm):
         values: Sequence[Tensor],
         ref_logprobs: Sequence[Tensor] | None = None,
     ) -> Estimates:
-        """See protocols.ValueAlgorithm. Counts the rewards, and adapts the coefficient of KL, for the next
-        rollout batch.
+        """See protocols.ValueAlgorithm. Also updates the reward statistics and the KL coefficient for the
+        next rollout batch.
 
         Raises:
             TrainError: the reward has a KL term, and ref_logprobs are missing; or there are not values of all
@@ -107,7 +108,7 @@ class PPO(PolicyAlgorithm):
         self._seen = RunningMoments.of(state)
 
     def _scaled(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups with their rewards normalised, bounded and charged with a missing end."""
+        """Return the groups with rewards normalised, clipped and penalised for a missing end."""
         options = self.options
         if options.normalize_rewards:
             self._seen.add([rollout.reward for group in groups for rollout in group.rollouts])
@@ -128,7 +129,7 @@ class PPO(PolicyAlgorithm):
         return dataclasses.replace(rollout, reward=reward, rewards={**rollout.rewards, **extra})
 
     def _final_values(self, groups: Sequence[RolloutGroup], values: Sequence[Tensor]) -> Tensor | None:
-        """[S] the value after the last token of each rollout; None: 0 for all."""
+        """Return [S], the value after the last token of each rollout. None: 0 for all."""
         if not self.options.bootstrap_truncated:
             return None
         ends = [each.trajectory.finish_reason == "length" for group in groups for each in group.rollouts]
@@ -138,7 +139,7 @@ class PPO(PolicyAlgorithm):
         )
 
     def _lambda(self, lengths: Sequence[int]) -> float | Tensor:
-        """Of the advantages: of all rollouts, or [S]."""
+        """Return lambda of the advantages, for all rollouts or as [S]."""
         alpha = self.options.lam_length_alpha
         if alpha is None:
             return self.options.lam
@@ -146,8 +147,8 @@ class PPO(PolicyAlgorithm):
         return (1.0 - 1.0 / (alpha * tokens)).clamp(min=0.0)
 
     def _adapt_kl(self, penalties: Sequence[Tensor]) -> dict[str, float]:
-        """Move the coefficient of KL for the next rollout batch (arXiv 1909.08593, section 2.2); the metrics
-        are of this one."""
+        """Adapt the KL coefficient for the next rollout batch (arXiv 1909.08593, section 2.2), and return the
+        metrics of this one."""
         rollout_nats = -float(_flat(penalties).sum()) / self.kl_coef / max(1, len(penalties))
         metrics = {"kl_coef": self.kl_coef, "kl_rollout": rollout_nats}
         target, horizon = self.options.kl.target, self.options.kl.horizon
@@ -159,7 +160,7 @@ class PPO(PolicyAlgorithm):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scan:
-    """The arguments of `gae` but lambda; float64."""
+    """The arguments of `gae` except lambda; float64."""
 
     token_rewards: Tensor
     values: Tensor
@@ -180,12 +181,12 @@ class _Scan:
 
 @dataclass(kw_only=True, slots=True)
 class RunningMoments:
-    """Mean and deviation of all numbers so far (the update of Chan et al., 1979)."""
+    """Running mean and standard deviation (the update of Chan et al., 1979)."""
 
     count: float = 0.0
     mean: float = 0.0
     squares: float = 0.0
-    """Sum of the squared distances from the mean."""
+    """Sum of squared deviations from the mean."""
 
     @classmethod
     def of(cls, state: Mapping[str, float]) -> RunningMoments:
@@ -197,7 +198,7 @@ class RunningMoments:
         return {"reward_count": self.count, "reward_mean": self.mean, "reward_squares": self.squares}
 
     def add(self, numbers: Sequence[float]) -> None:
-        """Count more numbers."""
+        """Add numbers."""
         if not numbers:
             return
         mean = statistics.fmean(numbers)
@@ -208,14 +209,14 @@ class RunningMoments:
         self.count = total
 
     def normalized(self, number: float) -> float:
-        """(number - mean) / (deviation + 1e-8), with n in the variance."""
+        """Return (number - mean) / (deviation + 1e-8), with the population variance."""
         deviation = math.sqrt(self.squares / self.count) if self.count else 0.0
         return (number - self.mean) / (deviation + WHITENING_EPS)
 
 
 def _token_rewards(groups: Sequence[RolloutGroup], penalties: Sequence[Tensor]) -> Tensor:
-    """[N] float64 over the tokens of all rollouts: the KL of each, and at the last one of a rollout the rest
-    of its reward."""
+    """Return [N] float64 over the tokens of all rollouts: the KL penalty of each token, and the rest of the
+    reward at the last token of a rollout."""
     rewards = [penalty.double().clone() for penalty in penalties]
     totals = [rollout.reward for group in groups for rollout in group.rollouts]
     for tokens, total in zip(rewards, totals, strict=True):
@@ -229,7 +230,7 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _by_slot(flat: Tensor, samples: Sequence[RolloutSample], lengths: Sequence[int]) -> list[Tensor]:
-    """[N] of all trained tokens -> [L] float32 per sample, 0 in the other slots."""
+    """Place [N] values of all trained tokens in [L] float32 per sample, 0 in the other slots."""
     placed = []
     for sample, part in zip(samples, flat.split(list(lengths)), strict=True):
         placed.append(torch.zeros(len(sample)))
@@ -241,10 +242,10 @@ def _by_slot(flat: Tensor, samples: Sequence[RolloutSample], lengths: Sequence[i
 
 
 class ValueLoss:
-    """A TokenLoss of a model with a scalar head: see lockstep.ops.advantages.value_loss, times loss_weights.
+    """A TokenLoss for a model with a scalar head: lockstep.ops.advantages.value_loss times loss_weights.
 
     Raises:
-        TrainError: from a call: the batch is of another kind.
+        TrainError: on a call with another kind of batch.
     """
 
     separable = True
@@ -273,7 +274,7 @@ class ValueLoss:
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
         """Return error, the mean of |value - return| before the update, and clip_fraction, a share of tokens;
-        empty when there is none."""
+        empty without trained tokens."""
         masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
         errors = torch.cat(
             [

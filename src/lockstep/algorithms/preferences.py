@@ -1,4 +1,4 @@
-"""Losses on preferences: DPO and its family, reward models, and KTO, which takes answers one by one."""
+"""Losses on preferences: DPO and its family, reward models, and KTO, which takes single answers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Rows = Tensor | slice
 
 
 class PairLoss(ABC):
-    """A TokenLoss over pairs; not separable, since a token's gradient depends on all of both answers.
+    """A TokenLoss over pairs. Not separable: the gradient of a token depends on all tokens of both answers.
 
     The *score* of an answer is the sum of the model's outputs over its trained slots, see
-    lockstep.ops.losses: logprobs, or the one number of a scalar head.
+    lockstep.ops.losses: logprobs, or the single output of a scalar head.
 
     Args:
         needs_ref: outputs count less the reference's logprobs.
@@ -47,10 +47,10 @@ class PairLoss(ABC):
 
     @abstractmethod
     def pair_losses(self, chosen: Tensor, rejected: Tensor, batch: PreferenceBatch) -> Tensor:
-        """[P]: the loss of each pair, by the scores of its answers, [P] each."""
+        """Return the loss of each pair, [P], from the scores of its answers, [P] each."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
-        """See protocols.TokenLoss; rows must hold every trained slot of the batch."""
+        """See protocols.TokenLoss; `rows` must contain every trained slot of the batch."""
         batch = _preferences(batch)
         slots = logprobs.new_zeros(batch.num_slots)
         slots[rows] = logprobs
@@ -62,7 +62,7 @@ class PairLoss(ABC):
         return LossOutput((losses * of_pairs(documents, batch).amax(1)).sum())
 
     def scores(self, outputs: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-        """[P] each: the scores of the chosen and of the rejected answers. outputs: [T]."""
+        """Return the scores of the chosen and the rejected answers, [P] each. outputs: [T]."""
         scores = masked(outputs, batch.loss_mask)
         if self.needs_ref:
             if batch.ref_logprobs is None:
@@ -80,7 +80,7 @@ class PairLoss(ABC):
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
         """Return means over the step's pairs: rewards of chosen and rejected answers, their margin, and the
-        share of pairs whose chosen answer has the higher one."""
+        share of pairs whose chosen answer has the higher reward."""
         chosen, rejected = (
             torch.cat(column) * self.beta
             for column in zip(
@@ -112,8 +112,8 @@ def pair_weights(samples: Sequence[TrainSample]) -> list[Tensor]:
 
 
 def of_pairs(documents: Tensor, batch: PreferenceBatch) -> Tensor:
-    """[P, 2]: a figure of each document [D] as (chosen, rejected)."""
-    # The rest are pad documents.
+    """Reshape a value per document, [D], to [P, 2]: (chosen, rejected)."""
+    # The remaining documents are padding.
     return documents[: len(batch.sample_ids)].view(-1, 2)
 
 
@@ -136,11 +136,11 @@ _LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "simpo": (simpo, ("beta", "margin")),
     "orpo": (orpo, ("beta",)),
 }
-"""name -> the loss of a pair, and which options it takes."""
+"""Name -> the loss of a pair, and the options it takes."""
 
 
 class DPOLoss(PairLoss):
-    """The loss that `config.name` names."""
+    """The pair loss named by `config.name`."""
 
     def __init__(self, config: DPOConfig) -> None:
         config = config.resolved()
@@ -155,7 +155,7 @@ class DPOLoss(PairLoss):
 
 
 class DPO:
-    """Preference pairs, with ref_logprobs where the loss needs them. Shares loss_weights and loss with
+    """Preference pairs, with ref_logprobs if the loss needs them. Implements loss_weights and loss of
     Algorithm."""
 
     def __init__(self, config: DPOConfig) -> None:
@@ -174,10 +174,10 @@ class DPO:
 
 
 class RewardModelLoss(PairLoss):
-    """Of a model with a scalar head, whose output at a document's one trained slot is the document's score.
+    """The loss of a model with a scalar head, whose output at a document's only trained slot is its score.
 
     Raises:
-        TrainError: from a call: the batch has no margins.
+        TrainError: on a call, if the batch has no margins.
     """
 
     def __init__(self, config: RewardModelLossConfig) -> None:
@@ -197,7 +197,7 @@ class RewardModelLoss(PairLoss):
 
 
 class RewardModel:
-    """Pairs for a reward model. Shares loss_weights and loss with Algorithm."""
+    """Pairs for a reward model. Implements loss_weights and loss of Algorithm."""
 
     def __init__(self, config: RewardModelLossConfig) -> None:
         self.config = config
@@ -211,7 +211,7 @@ class RewardModel:
         return RewardModelLoss(self.config)
 
 
-# Kahneman-Tversky optimisation (arXiv 2402.01306): answers that each have a label, no pairs.
+# Kahneman-Tversky optimisation (arXiv 2402.01306): labelled answers instead of pairs.
 #
 # Its baseline z0 is an estimate of KL(policy || ref): the mean of log(policy / ref) over the prompts of the
 # optimizer step, each with the answer to another one, at least 0 and without gradient. It is computed before
@@ -220,10 +220,10 @@ class RewardModel:
 
 
 class KTOLoss:
-    """A TokenLoss over answers; not separable, since a token's gradient depends on all of its answer.
+    """A TokenLoss over answers. Not separable: the gradient of a token depends on its whole answer.
 
     Raises:
-        TrainError: from a call, when the batch holds no labels, no ref_logprobs or no kl_baseline.
+        TrainError: on a call, if the batch lacks labels, ref_logprobs or kl_baseline.
     """
 
     separable = False
@@ -234,7 +234,7 @@ class KTOLoss:
         self.config = config.resolved()
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
-        """See protocols.TokenLoss; rows must hold every trained slot of the batch."""
+        """See protocols.TokenLoss; `rows` must contain every trained slot of the batch."""
         batch = _unpaired(batch)
         if batch.kl_baseline is None:
             raise TrainError(
@@ -257,8 +257,7 @@ class KTOLoss:
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
         """Return means over the step's answers: rewards (beta log(policy / ref), nats) of desirable and of
-        undesirable ones, where there are any, and their margin; kl, the baseline; and accuracy: see
-        `pair_accuracy`."""
+        undesirable answers, if any, and their margin; kl, the baseline; and accuracy, see `pair_accuracy`."""
         assert self.config.beta is not None, "resolved"
         answers = [_unpaired(batch) for batch in batches]
         rewards, desirable = [], []
@@ -282,7 +281,7 @@ class KTOLoss:
 
 
 class KTO:
-    """Answers with labels, with ref_logprobs and a baseline. Shares loss_weights and loss with Algorithm."""
+    """Labelled answers with ref_logprobs and a baseline. Implements loss_weights and loss of Algorithm."""
 
     def __init__(self, config: DPOConfig) -> None:
         self.config = config
@@ -298,11 +297,11 @@ class KTO:
 
 
 def mismatched(batches: Sequence[PackedBatch], *, max_length: int) -> list[TrainSample]:
-    """Return each prompt of the step with the nearest answer before it that is to another prompt, by
-    sample_id; before the first come the last ones. Cut at max_length, and left out where no answer remains.
+    """Pair each prompt of the step with the nearest preceding answer (by sample_id, cyclically) that belongs
+    to another prompt. Documents are cut at max_length and skipped if no answer remains.
 
     Raises:
-        TrainError: all answers are to one prompt.
+        TrainError: all answers belong to one prompt.
     """
     documents: dict[int, tuple[Tensor, Tensor]] = {}
     for batch in batches:
@@ -330,8 +329,8 @@ def mismatched(batches: Sequence[PackedBatch], *, max_length: int) -> list[Train
 
 
 def baseline(batches: Sequence[PackedBatch], policy: Sequence[Tensor], ref: Sequence[Tensor]) -> float:
-    """Return z0, nats, at least 0, of packed `mismatched` samples and their logprobs, [T] each; 0 without
-    any."""
+    """Return z0, nats, at least 0, from packed `mismatched` samples and their logprobs, [T] each; 0 without
+    samples."""
     ratios = [
         document_sums(
             masked(ours - theirs, batch.loss_mask.to(ours.device)), batch.cu_seqlens.to(ours.device)
@@ -349,7 +348,7 @@ def with_baseline(batch: PackedBatch, z0: float) -> UnpairedBatch:
 
 
 def log_ratios(logprobs: Tensor, batch: UnpairedBatch) -> Tensor:
-    """[D]: log(policy / ref) of each answer, nats; differentiable. logprobs: [T].
+    """Return log(policy / ref) of each answer, [D] nats; differentiable. logprobs: [T].
 
     Raises:
         TrainError: the batch has no ref_logprobs.
@@ -366,8 +365,9 @@ def log_ratios(logprobs: Tensor, batch: UnpairedBatch) -> Tensor:
 def pair_accuracy(
     rewards: Sequence[float], desirable: Sequence[bool], prompts: Sequence[tuple[int, ...]]
 ) -> float:
-    """Return the share of pairs of a desirable and an undesirable answer to one prompt in which the former
-    has the higher reward; where no prompt has both, of all such pairs. There is at least one of each.
+    """Return the share of (desirable, undesirable) pairs of answers to one prompt in which the desirable
+    answer has the higher reward; if no prompt has both kinds, the share over all such pairs. Needs one answer
+    of each kind.
 
     Example:
         >>> pair_accuracy([1.0, 0.5, 2.0, 3.0], [True, False, True, False], [(1,), (1,), (2,), (2,)])
@@ -385,15 +385,16 @@ def pair_accuracy(
 
 
 def _documents(batch: PackedBatch) -> list[tuple[Tensor, Tensor]]:
-    """(ids, mask) of each document, [L] each."""
+    """Return (ids, mask) of each document, [L] each."""
     return list(zip(batch.split(batch.token_ids), batch.split(batch.loss_mask), strict=True))
 
 
 def _of_documents(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[D]: the one value that a document has at its trained slots; 0 without any."""
+    """Return the value at a document's trained slots, which is the same in all of them, [D]; 0 without
+    any."""
     kept = masked(values, batch.loss_mask)
     offsets = batch.cu_seqlens.long()
-    # A document has one value: maximum or minimum is it, and the other one is 0, whatever its sign.
+    # The other slots are 0, so the value is either the maximum or the minimum, depending on its sign.
     high = torch.segment_reduce(kept, "max", offsets=offsets, initial=0.0)
     return high + torch.segment_reduce(kept, "min", offsets=offsets, initial=0.0)
 
