@@ -1,11 +1,11 @@
-"""The streaming form of an engine, and `generate` over it: one implementation for all engines.
+"""The streaming interface of an engine, and `generate` on top of it: one implementation for all engines.
 
     submit ────┐                                           ┌──► Finished ──► consumer
                ├──► _check ──► _inbox ──► _advance, again ──┤                    │
     continue_ ─┘     any thread           one thread        └──► _end            │
         └───────────────── the whole context as a prompt, the same seed ◄────────┘
 
-A continued sample is a request like any other, so an engine has nothing to keep between turns.
+A continued sample is an ordinary request, so an engine keeps no state between turns.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ from lockstep.schema.weights import UpdateSession
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
-    """What an engine is to sample: a submitted request, or the next turn of one of its samples."""
+    """A unit of sampling: a submitted request, or the next turn of one of its samples."""
 
     handle: Handle
     request: GenerationRequest
-    """Of a next turn: one sample, the whole context as its prompt."""
+    """In a later turn: a single sample whose prompt is the whole context."""
     samples: tuple[int, ...]
     """The index in `handle.request` of each sample of `request`."""
     after: Finished | None = None
-    """The turn before; None: it is the first."""
+    """The previous turn. None in the first turn."""
 
     @property
     def index(self) -> int:
-        """The number of the request in messages. Engines outside of this tree read it, too."""
+        """Number of the request in error messages. Third-party engines use it, too."""
         return self.handle.index
 
     def drawn_seed(self, sample: int) -> int:
-        """The seed of sample number `sample` of `request` for an engine whose noise does not know positions:
-        the sample's own in its first turn, another one in each later turn."""
+        """Return the seed of a sample for an engine whose noise does not depend on positions: the sample's
+        own seed in the first turn, another one in each later turn."""
         seed = self.request.seeds[sample]
         return seed if self.after is None else turn_seed(seed, len(self.request.prompt_token_ids))
 
 
 def turn_seed(seed: int, position: int) -> int:
-    """The 63-bit seed of a turn that begins at `position` of its trajectory: the first 8 bytes of BLAKE2b
-    over both numbers, without the top bit."""
-    # A hash and not a sum: seed + position would be the seed of another sample of the batch.
+    """Return the 63-bit seed of a turn that starts at `position` of its trajectory: the first 8 bytes of
+    BLAKE2b over both numbers, without the top bit."""
+    # A hash instead of a sum: seed + position would be the seed of another sample in the batch.
     digest = hashlib.blake2b(f"lockstep turn {seed} {position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 OnToken = Callable[[int, int, Sequence[int]], None]
-"""Called after each token with (number of the request, sample index, token ids of the turn so far)."""
+"""Called after each token with (request number, sample index, token ids of the turn so far)."""
 Ended = tuple[Turn, int, Completion]
-"""A turn, the index of a sample in its request, and the sample."""
+"""A turn, the index of a sample in its request, and the completion."""
 
 
 class Streaming:
-    """Base of an engine, which says how to run:
+    """Base class of engines. A subclass implements:
 
-        _require_ready()    raises EngineError unless it can sample now
-        _check(turn)        raises EngineError for a turn that it cannot sample; called from any thread
-        _advance()          takes the turns of `_inbox` and works until something has ended, which it returns;
-                            when `_abort` is set, everything ends
-        _end()              nothing is left, or what is left is dropped: caches may go
+        _require_ready()    raise EngineError unless the engine can sample now _check(turn)        raise
+        EngineError for a turn that it cannot sample; called from any thread _advance()          take the
+        turns of `_inbox`, work until samples have ended, and return them; end all
+                            samples if `_abort` is set
+        _end()              all samples have ended or were dropped: free caches
 
     `_advance` is called in the thread that iterates `finished`. It is free to look into `_inbox` only when it
     is called: turns that come while it works then wait until something ends. An engine that can only sample
@@ -82,24 +82,24 @@ class Streaming:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """What messages call the engine."""
+        """Name of the engine in messages."""
         self._turn = threading.Condition()
-        """Guards what follows; notified when the engine becomes idle."""
+        """Guards the fields below; notified when the engine becomes idle."""
         self._inbox: deque[Turn] = deque()
         self._ended: deque[Ended] = deque()
         self._open = 0
-        """Samples that were submitted and not yielded."""
+        """Number of samples that were submitted and not yet yielded."""
         self._running = False
-        """Whether a generator of `finished` has begun and not ended."""
+        """Whether a generator of `finished` is active."""
         self._consumer: int | None = None
-        """The thread in which it began."""
+        """The thread of that generator."""
         self._in_generate = False
         self._submitted = 0
-        """Requests since it was idle."""
+        """Number of requests since the engine was last idle."""
         self._abort = threading.Event()
         self._requests = 0
         self._seconds = 0.0
-        """Inside of `_advance`."""
+        """Seconds spent in `_advance`."""
 
     # what an engine implements
 
@@ -147,14 +147,15 @@ class Streaming:
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
     ) -> list[list[Completion]]:
-        """Sample every request; one list per request, in request order, its samples in seed order.
+        """Sample every request. Returns one list per request, in request order, with samples in seed order.
 
         Args:
             on_completion: called in this thread as soon as a sample finishes.
 
         Raises:
-            EngineError: a request is impossible, the engine is not ready or does something else, or a reason
-                of `finished`. Nothing of the call is left.
+            EngineError: a request is invalid, the engine is not ready or busy, or as `finished`. The call
+            then
+                leaves nothing behind.
         """
         self._require_ready()
         with self._turn:
@@ -178,7 +179,7 @@ class Streaming:
                 self._in_generate = False
 
     def abort(self) -> None:
-        """See lockstep.protocols.SamplesTokens; no effect when nothing is submitted."""
+        """See lockstep.protocols.SamplesTokens; no effect if nothing is submitted."""
         self._abort.set()
 
     # for the engines
@@ -198,7 +199,7 @@ class Streaming:
         return handle
 
     def _queue(self, turn: Turn) -> None:
-        """Accept a turn, or raise; `_turn` is held."""
+        """Accept a turn, or raise. The caller holds `_turn`."""
         if self._is_idle():
             self._abort.clear()
         self._accept(turn)
@@ -213,7 +214,7 @@ class Streaming:
         return not self._open and not self._running
 
     def _require_idle(self, what: str) -> None:
-        """Raises EngineError while samples are submitted and not yielded, or a stream has not ended."""
+        """Raise EngineError while samples are submitted and not yielded, or a stream is active."""
         if not self._is_idle():
             raise EngineError(
                 f"wrong-state: engine {self.name} generates already, and {self._open} samples have not been "
@@ -221,13 +222,13 @@ class Streaming:
             )
 
     def _wait_until_idle(self, what: str, *, deadline: float) -> None:
-        """Wait until the stream of another thread has ended; `_turn` is held.
+        """Wait until the stream of another thread has ended. The caller holds `_turn`.
 
         Args:
             deadline: time.monotonic().
 
         Raises:
-            EngineError: it did not end in time, or is this thread's own.
+            EngineError: the stream did not end in time, or belongs to this thread.
         """
         while not self._is_idle():
             if self._consumer in (None, threading.get_ident()):  # nobody else would end it
@@ -266,7 +267,7 @@ class Streaming:
                 self._drop()
 
     def _next(self) -> Finished | None:
-        """The next sample; None when nothing is left."""
+        """Return the next sample. None if none are left."""
         while True:
             with self._turn:
                 if self._ended:
@@ -292,7 +293,7 @@ class Streaming:
                     self._abort.clear()
 
     def _drop(self) -> None:
-        """Drop everything that was not yielded, and become idle."""
+        """Drop every sample that was not yielded, and become idle."""
         with self._turn:
             if not self._is_idle():
                 self._inbox.clear()
@@ -301,7 +302,7 @@ class Streaming:
                 self._become_idle()
 
     def _close_stream(self) -> None:
-        """Drop what was not yielded, unless another thread runs it."""
+        """Drop samples that were not yielded, unless another thread runs them."""
         if self._consumer in (None, threading.get_ident()):
             self._drop()
 
@@ -318,11 +319,12 @@ class Streaming:
 
 
 Ending = tuple[FinishReason, int | str | None]
-"""Why a sample ended, and the stop token or string that ended it."""
+"""Finish reason of a sample, and the stop token or string that ended it."""
 
 
 class ModelEngine(Streaming):
-    """An engine of one model: awake, asleep, closed or broken; it checks requests and counts tokens."""
+    """Base of engines for one model: tracks its state (awake, asleep, closed, broken), checks requests and
+    counts tokens."""
 
     def __init__(
         self,
@@ -345,7 +347,7 @@ class ModelEngine(Streaming):
         self._policy_version = 0
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
         self._kv_bytes = 0
-        """Of the KV cache, at most so far."""
+        """High-water mark of the KV cache, in bytes."""
         self._kv_use: float | None = None
         self._restarts = 0
 
@@ -370,7 +372,7 @@ class ModelEngine(Streaming):
             self._require_awake("generate")
 
     def decoding(self, sampling: SamplingParams) -> Decoding | None:
-        """How completions sampled with `sampling` become text; None for a model without a tokenizer."""
+        """Return how completions sampled with `sampling` are decoded. None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return Decoding.of(self._tokenizer, sampling, eos_token_ids=self._eos_token_ids)
@@ -385,7 +387,7 @@ class ModelEngine(Streaming):
         ending: Ending,
         cached_tokens: int,
     ) -> Completion:
-        """Count a sample that has ended; returns it."""
+        """Count a finished sample and return its completion."""
         reason, stop = ending
         self._prompt_tokens += len(request.prompt_token_ids)
         self._cached_tokens += cached_tokens

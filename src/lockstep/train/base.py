@@ -1,4 +1,4 @@
-"""What the train backends of this tree have in common: errors, the frame of a step, saves and loads."""
+"""The common part of Lockstep's train backends: errors, the frame of a step, saves and loads."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ from lockstep.train.state.save_load import load_state, save_state
 
 
 class Backend:
-    """Base of all of them. See lockstep.protocols.TrainBackend for what their methods promise."""
+    """Base of all train backends. lockstep.protocols.TrainBackend documents the methods."""
 
     _layout: Layout
     _outer: Any
     """The policy with its loss."""
     _ref: Any = None
-    """The reference with its loss; None: there is none, or it is the policy without its adapters."""
+    """The reference with its loss. None if there is no reference, or it is the policy without its
+    adapters."""
     _compile_watch: CompileWatch | None = None
 
     def __init__(
@@ -68,9 +69,10 @@ class Backend:
         self._copies = CopySpace()
 
     def _copied(self, ref: bool) -> nn.Module | None:
-        """A copy of the policy as frozen reference; None: there is none, or it is the policy without its
-        adapters. Made before the policy is checkpointed, compiled and sharded: a copy needs no recomputation,
-        is compiled by itself, and could not be made any more."""
+        """Return a frozen copy of the policy as reference. None if no reference is needed, or it is the
+        policy without its adapters. Call it before activation checkpointing, compilation and sharding are
+        applied to the policy: a copy does not need the first, is compiled separately, and cannot be made
+        after the third."""
         return copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
 
     @contextlib.contextmanager
@@ -91,18 +93,18 @@ class Backend:
         return contextlib.nullcontext() if self._compile_watch is None else self._compile_watch.counting()
 
     def compile_report(self) -> CompileReport | None:
-        """Report what torch.compile did so far on this rank; None in eager mode."""
+        """Return what torch.compile has done so far on this rank. None in eager mode."""
         return None if self._compile_watch is None else self._compile_watch.report()
 
     @contextlib.contextmanager
     def _memory_errors_explained(
         self, index: int | None, batch: PackedBatch, *, count: int
     ) -> Iterator[None]:
-        """Raises TrainError for memory that ran out; index None: of an empty micro-batch."""
+        """Raise TrainError if memory runs out in the block; index None: in an empty micro-batch."""
         try:
             yield
         except RuntimeError as error:
-            # RuntimeError, because torch's allocator for CPUs raises nothing else: the text tells.
+            # RuntimeError, because torch's CPU allocator raises nothing more specific: the text tells.
             if not is_out_of_memory(error):
                 raise
             what = "an empty micro-batch" if index is None else f"micro-batch {index}"
@@ -114,7 +116,7 @@ class Backend:
             ) from error
 
     def _memory_advice(self, tokens: int, micro_batches: int) -> str:
-        """What to do about a lack of memory."""
+        """Return advice on how to save memory."""
         raise NotImplementedError
 
     def _step_is_done(self) -> None:
@@ -125,14 +127,14 @@ class Backend:
             self._compile_watch.mark_warm()
 
     def drop_gradients(self) -> None:
-        """Forget every gradient since the last optimizer step."""
+        """Drop all gradients since the last optimizer step."""
         raise NotImplementedError
 
     # --- state ----------------------------------------------------------------------------------------------
 
     @property
     def _amid_step(self) -> bool:
-        """Whether there are gradients that no optimizer step has used."""
+        """Whether there are gradients that no optimizer step has applied."""
         raise NotImplementedError
 
     def _parts(self) -> TensorParts:
@@ -140,10 +142,10 @@ class Backend:
         raise NotImplementedError
 
     def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
-        """Save everything that decides how training goes on into an existing empty directory (see
-        train/state/save_load.py); on several ranks every tensor whole, written by one of them. With
-        `background` all of it is copied into host memory, by a thread where it is there already (the next
-        `optimizer_step` and `load` wait for that), and written by the function that is returned.
+        """Save everything that determines how training continues into an existing empty directory (see
+        train/state/save_load.py). With several ranks, each tensor is written whole by one of them. With
+        `background` the state is copied to host memory, in a thread if it is there already (the next
+        `optimizer_step` and `load` wait for it), and the returned function writes it.
 
         Returns:
             A function that finishes the save and returns the sha256 of each file written, by name.
@@ -168,19 +170,19 @@ class Backend:
         return finish
 
     def _saved(self) -> None:
-        """Called when the copies of a save have been begun."""
+        """Hook: the copies of a save have started."""
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """Load what `save` (bitwise, on the same ranks) or any backend on any number of ranks saved.
 
         Args:
-            verified: the caller has compared the files' hashes already.
+            verified: the caller has already compared the files' hashes.
 
         Raises:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed. On every
                 rank.
         """
-        # The copy of an earlier save may still read what is about to be overwritten.
+        # The copy of an earlier save may still read the state that is about to be overwritten.
         self._copies.wait()
         with self._on_device("weights", "states"):
             parts, progress = self._parts(), self._progress()
@@ -192,7 +194,7 @@ class Backend:
         self.steps_done = restored["step"]
 
     def _loaded(self, parts: Any) -> None:
-        """Called when the parts have the values of a save."""
+        """Hook: the parts have been restored from a save."""
 
     def _progress(self) -> dict[str, Any]:
         return train_progress(
@@ -208,7 +210,7 @@ class MasterBackend(Offloadable, Backend):
     """Base of the backends that use Lockstep's optimizers. Their state can be offloaded to the host."""
 
     _names: list[str]
-    """Of the Parameters that are trained, in the optimizer's order."""
+    """Names of the trained Parameters, in the optimizer's order."""
     _optimizer: MasterOptimizer | None
 
     def __init__(self, config: TrainConfig, **parts: Any) -> None:
@@ -220,12 +222,13 @@ class MasterBackend(Offloadable, Backend):
         """Add the gradients of all micro-batches of one optimizer step.
 
         Raises:
-            TrainError: a loss is not finite, or the ranks were not given the same batches, on every rank; or
-                memory ran out, where it did. All gradients of the step are dropped.
+            TrainError: a loss is not finite or the ranks got different batches (on every rank), or memory ran
+            out
+                (on the rank where it did). All gradients of the step are dropped.
         """
         try:
             stats = self._accumulate(batches, loss)
-            # Once per step, not per micro-batch: looking at a loss waits for the device.
+            # Once per step, not per micro-batch: reading a loss waits for the device.
             require_finite(stats.losses, batches, step=self.steps_done)  # each rank has the losses of all
         except BaseException:  # half a step's gradients must not leak into the next one
             self._recover()
@@ -236,7 +239,7 @@ class MasterBackend(Offloadable, Backend):
 
     @abstractmethod
     def _accumulate(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Forward and backward of this rank's share; returns the results of all ranks."""
+        """Run forward and backward of this rank's share; return the results of all ranks."""
 
     def _recover(self) -> None:
         """Clean up after a forward or backward that raised."""
@@ -253,23 +256,24 @@ class MasterBackend(Offloadable, Backend):
 
     @abstractmethod
     def _here(self) -> dict[str, Tensor]:
-        """The gradients since the last optimizer step, or this rank's shards of them, by Parameter name."""
+        """Return the gradients since the last optimizer step, or this rank's shards of them, by Parameter
+        name."""
 
     @abstractmethod
     def _norm(self, gradients: dict[str, Tensor]) -> float:
-        """Their Euclidean norm, of all ranks."""
+        """Return the Euclidean norm of the gradients over all ranks."""
 
     @abstractmethod
     def _not_finite(self) -> list[str]:
-        """Names of the Parameters whose gradient is not finite, the same on every rank."""
+        """Return the names of Parameters with non-finite gradients, the same on every rank."""
 
     def gradient_norm(self) -> float:
-        """Euclidean norm over all gradients, before clipping; 0 when there are none."""
+        """Return the Euclidean norm over all gradients, before clipping; 0 without gradients."""
         return self._norm(self._here())
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before
-        clipping) and lr.
+        """Clip, step, advance the schedule, cast to the compute dtype, zero the gradients. Returns grad_norm
+        (before clipping) and lr.
 
         Raises:
             ConfigError: the backend was made with total_steps = 0.
@@ -305,8 +309,8 @@ class MasterBackend(Offloadable, Backend):
         return {"grad_norm": norm, "lr": lr}
 
     def _blame(self) -> dict[str, Any]:
-        """Find the micro-batch whose gradients are not finite: each is run once more, alone, because only
-        sums of gradients are kept."""
+        """Find the micro-batch with non-finite gradients by running each one alone again, because only sums
+        of gradients are kept."""
         pending = list(self._pending)
         self.drop_gradients()
         for index, (batch, loss) in enumerate(pending):
@@ -318,24 +322,24 @@ class MasterBackend(Offloadable, Backend):
         return bad_step([batch.sample_ids for batch, _ in pending])
 
     def close(self) -> None:
-        """Drop gradients; the module stays usable, and a process group stays."""
+        """Drop gradients. The module and the process group stay usable."""
         self.drop_gradients()
 
 
-# The kernel contract that a train backend keeps.
+# The kernel contract of a train backend.
 
 
 def compile_options(module: nn.Module) -> dict[str, Any] | None:
-    """Options that torch.compile needs for this module; None unless it is batch-invariant. An engine that
-    computes the same bits passes the same options."""
+    """Return the options that torch.compile needs for this module. None unless it is batch-invariant. An
+    engine that must compute the same bits passes the same options."""
     return invariant.inductor_options() if invariant.is_converted(module) else None
 
 
 def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -> KernelContract | None:
-    """Return the kernel contract of a batch-invariant model; None when `config.batch_invariant` is off.
+    """Return the kernel contract of a batch-invariant model. None if `config.batch_invariant` is off.
 
     Raises:
-        ConfigError: it is on, and the model's modules were not converted for it.
+        ConfigError: it is on, but the model's modules were not converted.
     """
     if not config.batch_invariant:
         return None
@@ -364,10 +368,10 @@ def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -
 def compile_module(
     module: nn.Module, config: TrainConfig, *, like: nn.Module | None = None
 ) -> CompileWatch | None:
-    """Make a causal LM run as `config.execution` says, in place. None: eager.
+    """Compile a causal LM in place as `config.execution` says. Returns None for eager.
 
-    Wrappers that shard its weights or add up its gradients come after this: no graph holds their hooks. A
-    joint graph has no modules inside whose hooks could run, so they wrap it as a whole.
+    Wrappers that shard weights or accumulate gradients must be applied afterwards, because graphs do not
+    contain their hooks. A joint graph has no inner modules whose hooks could run, so they wrap it as a whole.
 
     Args:
         like: a module of the same architecture that this function has prepared; the two share their joint
@@ -393,8 +397,8 @@ def compile_module(
 
 
 def norm_not_finite(norm: float, *, step: int, reason: str = "", **blamed: Any) -> TrainError:
-    """The error for a gradient norm that is not finite; reason: the micro-batch that it came from, if known,
-    and blamed: its number and its samples."""
+    """Return the error for a non-finite gradient norm. reason: the micro-batch that caused it, if known.
+    blamed: its number and samples."""
     because = f": {reason}" if reason else ""
     return TrainError(
         f"step {step}: the gradient norm is {norm}{because}. No weight was changed. Lower train.lr or set "
@@ -405,7 +409,8 @@ def norm_not_finite(norm: float, *, step: int, reason: str = "", **blamed: Any) 
 
 
 def bad_micro_batch(index: int, count: int, sample_ids: Sequence[int], bad: Sequence[str]) -> dict[str, Any]:
-    """Arguments of `norm_not_finite` for micro-batch `index` of `count` with such gradients of `bad`."""
+    """Return arguments of `norm_not_finite` for micro-batch `index` of `count`; bad: the affected
+    Parameters."""
     samples = list(sample_ids)
     reason = (
         f"micro-batch {index} of {count} has gradients that are not finite in {len(bad)} parameters "
@@ -415,14 +420,14 @@ def bad_micro_batch(index: int, count: int, sample_ids: Sequence[int], bad: Sequ
 
 
 def bad_step(sample_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Arguments of `norm_not_finite` where each of these micro-batches alone is finite."""
+    """Return arguments of `norm_not_finite` if each micro-batch alone is finite."""
     samples = [list(ids) for ids in sample_ids]
     reason = f"each micro-batch alone is finite, their sum is not; the samples by micro-batch are {samples}"
     return {"reason": reason, "samples": samples}
 
 
 def no_gradients(*, step: int) -> TrainError:
-    """The error of an optimizer step before any backward, or after one of masked tokens only."""
+    """Return the error for an optimizer step before any backward, or after one without trained tokens."""
     return TrainError(
         f"no-gradients: step {step}: there are no gradients; call forward_backward with at least one "
         "trained token before optimizer_step"
@@ -430,7 +435,7 @@ def no_gradients(*, step: int) -> TrainError:
 
 
 def no_optimizer() -> ConfigError:
-    """The error of an optimizer step of a backend that was made for none."""
+    """Return the error for an optimizer step of a backend that was made without an optimizer."""
     return ConfigError(
         "missing-setting: this backend was made with total_steps = 0, which leaves the optimizer out; give "
         "at least 1"
@@ -438,7 +443,7 @@ def no_optimizer() -> ConfigError:
 
 
 def save_amid_step() -> TrainError:
-    """The error of a save between backward and optimizer step."""
+    """Return the error for a save between backward and optimizer step."""
     return TrainError(
         "wrong-state: save in the middle of an optimizer step would lose its gradients; step first"
     )
@@ -448,8 +453,8 @@ def save_amid_step() -> TrainError:
 
 
 def assigned_indices(count: int, *, parts: int) -> list[list[int | None]]:
-    """Indices of the micro-batches of each part, the same number for every part, because collectives inside
-    forward and backward must pair. None: the part runs an empty micro-batch (`lockstep.packing.empty_batch`).
+    """Assign micro-batch indices to parts, the same number to every part, because collectives inside forward
+    and backward must match. None: the part runs an empty micro-batch (`lockstep.packing.empty_batch`).
 
     Example:
         >>> assigned_indices(5, parts=2)
@@ -462,8 +467,8 @@ def assigned_indices(count: int, *, parts: int) -> list[list[int | None]]:
 def assign_batches(
     batches: Sequence[PackedBatch], *, part: int, parts: int
 ) -> list[tuple[int | None, PackedBatch]]:
-    """The micro-batches of a step that one part runs, each with its index; None with an empty one, made from
-    the smallest, which costs least."""
+    """Return the micro-batches of a step that one part runs, with their indices. An index of None marks an
+    empty micro-batch, made from the smallest one, which is the cheapest."""
     mine = assigned_indices(len(batches), parts=parts)[part]
     smallest = min(batches, key=lambda batch: batch.num_slots, default=None)
     assigned: list[tuple[int | None, PackedBatch]] = []
@@ -476,18 +481,18 @@ def assign_batches(
 def require_same_batches(
     batches: Sequence[PackedBatch], *, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Refuse a call whose ranks got different micro-batches: their collectives would not pair, and would wait
-    for each other until the deadline. One small collective, on the host where the group can.
+    """Refuse a call in which ranks got different micro-batches: their collectives would not match and would
+    hang until the deadline. Costs one small collective, on the host if the group supports it.
 
     Raises:
-        TrainError: on every rank; lists what each rank got.
+        TrainError: on every rank; lists the micro-batches of each rank.
     """
     if group.size() == 1:
         return
-    # Not hash(): Python salts that of strings in each process.
+    # Not hash(): Python salts string hashes in each process.
     digest = zlib.crc32(repr([(batch.lengths, batch.sample_ids) for batch in batches]).encode())
     own = torch.tensor([len(batches), sum(batch.num_slots for batch in batches), digest])
-    # On a GPU the gather would queue behind the kernels of earlier work, and reading it would wait for them.
+    # On a GPU the gather would queue behind earlier kernels, and reading the result would wait for them.
     gather_device = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
     gathered = [torch.empty_like(own, device=gather_device) for _ in range(group.size())]
     dist.all_gather(gathered, own.to(gather_device), group=group)
@@ -509,13 +514,14 @@ def share_stats(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> StepStats:
-    """Share the results of all ranks of `group` with every rank, in micro-batch order: one all-reduce for the
-    whole step.
+    """Share the results of all ranks of `group` with every rank, in micro-batch order, in one all-reduce for
+    the whole step.
 
     Args:
-        outputs: this rank's, by index into `batches`. Each slot of each micro-batch belongs to exactly one
-            rank: the others have 0 there (x + 0 = x bitwise, NaN stays NaN).
-        terms: how many the loss has.
+        outputs: this rank's results, by index into `batches`. Each slot of each micro-batch belongs to
+        exactly one
+            rank; the others have 0 there (x + 0 = x bitwise, NaN stays NaN).
+        terms: number of terms of the loss.
     """
     rows, slots = 2 + terms, [batch.num_slots for batch in batches]
     flat = torch.zeros(len(batches) + rows * sum(slots), dtype=torch.float32, device=device)
@@ -538,7 +544,7 @@ def share_logprobs(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Tensor]:
-    """Logprobs, [T] float32 per micro-batch, on every rank: like `share_stats`, for logprobs only."""
+    """Share logprobs, [T] float32 per micro-batch, with every rank: like `share_stats`, for logprobs only."""
     slots = [batch.num_slots for batch in batches]
     flat = torch.zeros(sum(slots), dtype=torch.float32, device=device)
     parts = list(flat.split(slots))
