@@ -67,17 +67,17 @@ Ended = tuple[Turn, int, Completion]
 class Streaming:
     """Base class of engines. A subclass implements:
 
-        _require_ready()    raise EngineError unless the engine can sample now _check(turn)        raise
-        EngineError for a turn that it cannot sample; called from any thread _advance()          take the
-        turns of `_inbox`, work until samples have ended, and return them; end all
-                            samples if `_abort` is set
+        _require_ready()    raise EngineError unless the engine can sample now
+        _check(turn)        raise EngineError for a turn that it cannot sample; any thread calls it
+        _advance()          take the turns of `_inbox`, work until samples have ended, return them;
+                            end all samples if `_abort` is set
         _end()              all samples have ended or were dropped: free caches
 
-    `_advance` is called in the thread that iterates `finished`. It is free to look into `_inbox` only when it
-    is called: turns that come while it works then wait until something ends. An engine that can only sample
-    whole batches takes all of `_inbox`, samples it, and returns it.
+    `_advance` is called in the thread that iterates `finished`. It may read `_inbox` only at its start; turns
+    that arrive while it works then wait until something ends. An engine that can only sample whole batches
+    takes all of `_inbox`, samples it, and returns it.
 
-    `sleep` and `update_weights` begin with `_require_idle`, `close` with `_close_stream`.
+    `sleep` and `update_weights` must start with `_require_idle`, and `close` with `_close_stream`.
     """
 
     def __init__(self, name: str) -> None:
