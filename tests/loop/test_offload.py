@@ -91,7 +91,7 @@ def test_a_run_whose_roles_sleep_has_the_same_bits(dtype: str, tmp_path: Path) -
         parts.roles.load(folder)
         value = parts.value
         assert value is not None
-        with value.backend._awake("weights"):
+        with value.backend._on_device("weights"):
             seen.append((steps, weights_hash(parts.backend), weights_hash(value.backend), hashes.keys()))
         parts.close()
     assert seen[0] == seen[1]

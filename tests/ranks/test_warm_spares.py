@@ -84,7 +84,7 @@ def test_who_waits_takes_the_place_of_a_rank_with_its_environment_and_its_log(tm
 def test_why_one_that_waited_has_failed_is_kept(tmp_path: Path) -> None:
     seen = heal(tmp_path, "fails")
     assert [line["waited"] for line in seen] == [False] * 4
-    kept = tmp_path / "logs" / "first-restart-1" / "spares-rank-1.err.log"
+    kept = tmp_path / "logs" / "first-restart-1" / "spare-rank-1.err.log"
     assert kept.read_text() == "it cannot be imported\n"
     assert not (tmp_path / "logs" / "spares").exists()
 
@@ -140,7 +140,7 @@ def test_one_that_has_ended_is_left_out(tmp_path: Path, capfd: pytest.CaptureFix
         programs[0].kill()
         assert children[1].wait(60) == -signal.SIGKILL
         assert [*spares.promote([{}, {}])] == [0]
-    assert "take the place of rank 1 was killed by SIGKILL" in capfd.readouterr().err
+    assert "the spare of rank 1 was killed by SIGKILL" in capfd.readouterr().err
 
 
 def test_the_end_ends_who_waits(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ _GRACE_SECONDS = 12.0
 _CLOSE_SECONDS = 8.0
 """Then the time between SIGTERM and SIGKILL."""
 _TRACEBACK_LINES = 40
-SPARE_LOGS = "reserve"
+SPARE_LOGS = "spares"
 """Folder beside the ranks' logs: the logs of warm spares."""
 HANG_FILE = "hang.json"
 """In the folder of the ranks' logs: the report of a hang (lockstep.ranks.hang.HangReport)."""
@@ -266,7 +266,7 @@ class Launch:
                 self._children.append(promoted[rank])
             else:
                 for path in filter(Path.exists, _logs(apart, rank)):  # the log of a spare that has failed
-                    path.replace(self.log_dir / f"reserve-{path.name}")
+                    path.replace(self.log_dir / f"spare-{path.name}")
                 self._children.append(self._spawn(self.log_dir, rank, environment))
             if rank == 0:
                 self.show(*_logs(self.log_dir, rank))
