@@ -1,4 +1,5 @@
-"""Documents into packs: balanced by token count, padded to static capacities, plain tensors out."""
+"""Pack documents into micro-batches: balanced by token count, padded to static capacities, as plain
+tensors."""
 
 from lockstep.packing.balance import balance
 from lockstep.packing.packs import (

@@ -1,8 +1,8 @@
 """Assign documents to packs: as few packs as the budget allows, as equal as possible.
 
-Balancing k packs is multiway number partitioning. Three heuristics, then a bounded search where they leave a
-gap: Karmarkar and Karp's largest differencing method (1982), MULTIFIT (Coffman, Garey and Johnson 1978: a
-binary search over the capacity of first-fit decreasing), moves and swaps out of the heaviest pack.
+Balancing k packs is multiway number partitioning. Three heuristics are followed by a bounded search if they
+leave a gap: Karmarkar and Karp's largest differencing method (1982), MULTIFIT (Coffman, Garey and Johnson
+1978: a binary search over the capacity of first-fit decreasing), moves and swaps out of the heaviest pack.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Packs = list[list[int]]
 _EXACT_DOCUMENTS = 16
 _EXACT_NODES = 20_000
 _GOOD_ENOUGH = 2e-4
-"""Share by which the largest pack may exceed the mean: below it the search stops."""
+"""Relative excess of the largest pack over the mean at which the search stops."""
 
 
 def balance(
@@ -61,7 +61,7 @@ def balance(
 
 
 def _split(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> Packs | None:
-    """The best split into exactly `num_packs` packs, or None when none was found that fits."""
+    """Return the best split into exactly `num_packs` packs. None if no split was found that fits."""
     if num_packs == len(lengths):
         return [[i] for i in range(len(lengths))]
     if num_packs == 1:  # `balance` begins with as many packs as tokens and documents need at least
@@ -88,8 +88,8 @@ def _heaviest(lengths: Sequence[int], packs: Packs) -> int:
 
 
 def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> Packs | None:
-    """Merge the two partial splits with the largest spread, heavy parts onto light ones, until one is
-    left."""
+    """Merge the two partial splits with the largest spread, heavy parts onto light ones, until one
+    remains."""
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, length in enumerate(lengths):
         parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_packs - 1)]
@@ -137,8 +137,7 @@ def _first_fit(lengths: Sequence[int], num_packs: int, capacity: int, limit: int
 
 
 def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
-    """Move or swap documents out of the heaviest pack while that lowers the heavier of the two packs
-    touched."""
+    """Move or swap documents out of the heaviest pack while this lowers the heavier of the two packs."""
     packs = [sorted(pack, key=lambda i: (lengths[i], i)) for pack in packs]
     weights = [sum(lengths[i] for i in pack) for pack in packs]
     # Bounded, because a step is good for the two packs that it touches, which does not prove that steps end.
@@ -160,8 +159,8 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
 def _best_step(
     lengths: Sequence[int], packs: Packs, weights: list[int], heavy: int, limit: int
 ) -> tuple[int, int, int | None] | None:
-    """The (other pack, document to move there, document to take back or None) that lowers the maximum of the
-    two packs the most."""
+    """Return the (other pack, document to move there, document to take back or None) that lowers the maximum
+    of the two packs most."""
     best: tuple[int, int, int, int | None] | None = None
     too_many = len(packs[heavy]) > limit
     for light in range(len(packs)):
@@ -188,7 +187,7 @@ def _best_step(
 def _search(lengths: Sequence[int], num_packs: int, bound: int, limit: int) -> Packs | None:
     """Depth-first over the documents, longest first, for the best split with a maximum of at most `bound`.
 
-    Exact unless it runs out of nodes; equal weights are tried once.
+    Exact unless it runs out of nodes. Equal weights are tried once.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     ideal = -(-sum(lengths) // num_packs)

@@ -1,4 +1,4 @@
-"""Packs of documents, with a static capacity where one graph must serve many packs."""
+"""Packs of documents, with static capacities if one graph must serve many packs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FLOATS = (
     *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "returns", "old_values"),
     *("margins", "desirability", "kl_baseline"),
 )
-"""Per-token floats that some types of batch have."""
+"""Optional per-token floats of batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +52,14 @@ class Bucket:
     documents: int
     """D_cap of the pack: real documents and pad documents in the padded tail."""
     max_seqlen: int
-    """Longest document, real or pad; part of the graph."""
+    """Longest document, including pad documents; part of the graph."""
 
 
 def buckets_for(*, token_budget: int, max_seqlen: int, max_documents: int) -> tuple[Bucket, ...]:
     """Return the buckets of a run, smallest first: quarters of the token budget, rounded up to 64 slots.
 
     They make at most 4 graphs. Every bucket has room for `max_documents` real documents and for a tail of any
-    size; `max_seqlen` is the same in all. Bucketing below max_seqlen are left out.
+    size; `max_seqlen` is the same in all. Buckets below max_seqlen are left out.
     """
     return tuple(
         Bucket(tokens=size, documents=max_documents + -(-size // max_seqlen), max_seqlen=max_seqlen)
@@ -78,11 +78,11 @@ def _sizes(token_budget: int, max_seqlen: int) -> list[int]:
 def pack(
     samples: Sequence[TrainSample], loss_weights: Sequence[Tensor], *, bucket: Bucket | None = None
 ) -> PackedBatch:
-    """Lay documents end to end, in the order given; the type of the batch follows that of the samples.
+    """Concatenate documents in the given order. The type of the batch follows that of the samples.
 
     Args:
         loss_weights: [L] float32 per sample, see PackedBatch.loss_weights; ignored where loss_mask is False.
-        bucket: the capacity to pad to. None: exactly the documents, no tail.
+        bucket: the capacity to pad to. None: no padding.
 
     Raises:
         DataError: no sample, an empty one, samples of several types, or more than the bucket holds.
@@ -151,11 +151,11 @@ def pack(
 
 
 def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
-    """Return the same documents with another padded tail, in a batch of the same type.
+    """Return the same documents with different padding, in a batch of the same type.
 
     Args:
-        batch: on the host.
-        bucket: the capacity to pad to. None: exactly the documents, no tail.
+        batch: with tensors on the host.
+        bucket: the capacity to pad to. None: no padding.
 
     Raises:
         DataError: more than the bucket holds.
@@ -202,13 +202,13 @@ class PackLimits:
     token_budget: int
     """Most slots of one micro-batch."""
     static_capacity: bool = False
-    """Pad every pack to one of few buckets (`buckets_for`). Otherwise packs are exact."""
+    """Pad every pack to one of a few buckets (`buckets_for`). Otherwise packs have no padding."""
     layout: Literal["packed", "padded", "shared"] = "packed"
-    """padded: rows x longest row stays within the budget; documents of similar length share a batch. shared:
-    rows that are computed do; samples of one prompt, side by side, share a batch."""
+    """The budget limits rows x longest row under padded, where documents of similar length share a batch, and
+    the computed rows under shared, where samples of one prompt are side by side in a batch."""
     max_seqlen: int | None = None
-    """Longest document of the whole run. None: that of the samples at hand, rounded up to a power of two
-    under static_capacity, which may change from step to step and then makes a new graph."""
+    """Longest document of the whole run. None: the longest of these samples, rounded up to a power of two
+    under static_capacity; it may change from step to step, which needs a new graph."""
     max_documents: int | None = None
     """Most documents of one pack; None: as many as fit. Under static_capacity the packs' largest number of
     documents is rounded up to a power of four, because empty documents cost a flash kernel time."""
@@ -226,8 +226,9 @@ def plan_micro_batches(
     """Pack all samples of an optimizer step into micro-batches.
 
     Args:
-        whole: the samples of the step, of which only `samples` are packed. Static capacities are then those
-            of packs of all, so that fewer documents alone need no graph of their own.
+        whole: all samples of the step, of which only `samples` are packed. Static capacities are then those
+        of
+            packs of all samples, so that fewer documents need no new graph.
 
     Raises:
         DataError: a sample is empty or longer than the budget or than max_seqlen.

@@ -1,6 +1,6 @@
-"""Call a user's function or class, in the run's process or in one of its own.
+"""Call a user's function or class, in the run's process or in a separate one.
 
-Imports nothing large: every reward's process loads it.
+Imports nothing large, because every reward process loads it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
     import asyncio
 
 LARGEST_REWARD = 1e30
-"""In size, of a reward and of a total: sums and squares of larger ones overflow."""
+"""Largest magnitude of a reward and of a total: sums and squares of larger numbers overflow."""
 TEXT_LENGTH = 2000
-"""Most characters of a user's text in an error."""
+"""Most characters of user text in an error."""
 MATCHES = f"{__name__}:matches"
 
 
 def matches(*, prompt: str, completion: str, row: Mapping[str, Any], pattern: str) -> float:
-    """The reward `format`: 1 where the regular expression matches."""
+    """The reward `format`: 1 if the regular expression matches, else 0."""
     return float(re.search(pattern, completion, re.DOTALL) is not None)
 
 
 def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardInput], Any]:
-    """Return a callable of one RewardInput: a class's instance gets the record, a function keyword arguments.
+    """Return a callable of one RewardInput: an instance of a class gets the record, a function keyword
+    arguments.
 
     Raises:
         ConfigError: the value cannot be called like this.
@@ -112,8 +113,8 @@ def own_row(sample: RewardInput) -> RewardInput:
 
 
 def score_of(value: Any) -> float | str:
-    """Return a number (bool, int, float, numpy or torch scalar) as a finite float, or a message about what is
-    wrong with the value."""
+    """Return a number (bool, int, float, numpy or torch scalar) as a finite float, or a message that says why
+    the value is wrong."""
     try:
         plain = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
         if isinstance(plain, int | float) and math.isfinite(number := float(plain)):
@@ -139,7 +140,7 @@ def short_repr(value: Any) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return str(value) or, where that raises, the type: one line that a terminal may see."""
+    """Return str(value), or its type if that raises, as one line that is safe for a terminal."""
     try:
         return printable(str(value)[:TEXT_LENGTH])
     except Exception as error:
@@ -160,11 +161,11 @@ T = TypeVar("T")
 Call = Callable[[], Any]
 
 LOOP_GRACE_SECONDS = 5.0
-"""Time of a batch of async calls beyond its calls' own limits before the loop counts as blocked."""
+"""Grace period beyond the limits of a batch of async calls, after which the loop counts as blocked."""
 
 
 STEP_SECONDS = 0.5
-"""Longest single wait: a signal that comes right before a wait begins is only seen at its end."""
+"""Longest single wait: a signal right before a wait is only noticed at its end."""
 
 
 def _in_steps(
@@ -173,8 +174,9 @@ def _in_steps(
     seconds: float,
     done: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Return what `wait(timeout)` gives within `seconds`, waiting in steps, so that Ctrl-C works. Raises
-    `expired` after them. done: whether there is an outcome; an `expired` that `wait` raises is then that."""
+    """Return the result of `wait(timeout)` within `seconds`, waiting in steps, so that Ctrl-C works; then
+    raise `expired`. done: whether the outcome exists, so that an `expired` raised by `wait` is the outcome
+    itself."""
     until = time.monotonic() + seconds
     while True:
         left = until - time.monotonic()

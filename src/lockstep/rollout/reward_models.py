@@ -1,4 +1,4 @@
-"""Reward models of an RL run: they score each rollout once the samples of the call are there.
+"""Reward models of an RL run, which score the rollouts of a batch once all samples have finished.
 
     rollouts ──► the conversation in the model's own template ──► batches by length ──► one score per rollout
 
@@ -22,7 +22,7 @@ from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.rewards import Scored, check_total
 
 MODEL = "model"
-"""The reward model's name in `Rollout.rewards`; an ensemble's members are numbered beside it: model#1."""
+"""Name of the reward model in `Rollout.rewards`; members of an ensemble are numbered: model#1."""
 AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda scores: math.fsum(scores) / len(scores),
     "min": min,
@@ -33,7 +33,7 @@ class RewardModels:
     """The reward model of a run, or an ensemble of them.
 
     Raises:
-        ModelError: one of the models cannot be loaded or is no reward model; see lockstep.models.reward.
+        ModelError: a model cannot be loaded or is not a reward model; see lockstep.models.reward.
     """
 
     def __init__(self, config: RewardRoleConfig, *, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class RewardModels:
             for name, revision in config.sources
         ]
         self.truncated = 0
-        """Documents that lost their beginning since `pop_counts`."""
+        """Documents truncated on the left since the last `pop_counts`."""
 
     def offload(self) -> None:
         """From now on keep the models in host memory, each except while it scores."""
@@ -65,11 +65,11 @@ class RewardModels:
         ]
 
     def score(self, inputs: Sequence[RewardInput]) -> list[dict[str, float]]:
-        """Return the scores of each input by name, before the weight: MODEL, and of an ensemble every model's
-        own, MODEL#1 and so on.
+        """Return the unweighted scores of each input by name: MODEL, and for an ensemble also MODEL#1 and so
+        on.
 
         Raises:
-            RewardError: a score is not finite, or a document cannot be read; names model and row.
+            RewardError: a score is not finite, or a document cannot be scored; names model and row.
         """
         if not inputs:
             return []
@@ -84,8 +84,7 @@ class RewardModels:
         ]
 
     def added(self, score: Scored, by_name: Mapping[str, float]) -> Scored:
-        """Return the score of a rollout with one entry of `score` added to it. 0.0 is a score like any
-        other.
+        """Return the score of a rollout with one entry of `score` added. A score of 0.0 is valid.
 
         Raises:
             ConfigError: a reward function has the same name.

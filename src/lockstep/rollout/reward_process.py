@@ -1,7 +1,7 @@
 """A user's reward in its own process: a crash, exit or endless loop is only an error.
 
-The process is trusted: it has the run's environment, rights and working directory. It ends, with everything
-that it started, when a call takes too long, when the rewards are closed and when the run is gone.
+The process is trusted: it has the run's environment, permissions and working directory. It ends, together
+with everything that it started, when a call times out, when the rewards are closed, and when the run ends.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ START_SECONDS = 600.0
 """Deadline of the user's imports, and of a class that loads a model."""
 END_SECONDS = 5.0
 """Deadline of the module's exit handlers when the rewards are closed."""
-_LAST_WORDS_SECONDS = 1.0
+_LAST_OUTPUT_SECONDS = 1.0
 _LINE_BYTES = 1 << 16
 
 
 class RewardFailure(RuntimeError):
-    """An error in a reward's process; its text follows the reward's name, its note is the traceback."""
+    """An error in a reward's process. Its text follows the name of the reward, and its note is the
+    traceback."""
 
 
 class RewardWorker:
-    """The process of one reward, started now, and again after an end.
+    """The process of one reward; it is started at once, and restarted after it ends.
 
     Args:
         target: `module:attribute`.
-        path: folders, besides ours, in which the module is looked for.
+        path: additional folders to search for the module.
 
     Raises:
         ConfigError: the module cannot be imported, or its attribute cannot be called as a reward.
@@ -69,8 +70,8 @@ class RewardWorker:
         """Score one sample.
 
         Raises:
-            TimeoutError: it took longer than `timeout_seconds`; the process was ended.
-            RewardFailure: the reward raised, gave no number, or its process died.
+            TimeoutError: the call took longer than `timeout_seconds`, and the process was killed.
+            RewardFailure: the reward raised, did not return a number, or its process died.
         """
         (outcome,) = self._scores([sample], seconds=self._config.timeout_seconds)
         if isinstance(outcome, Exception):
@@ -90,8 +91,8 @@ class RewardWorker:
             return [error] * len(inputs)
 
     def close(self) -> None:
-        """Let the process run its exit handlers and end, with every process that it started. A later call
-        starts another."""
+        """Let the process run its exit handlers and end, together with every process that it started. A later
+        call starts a new one."""
         close_all([self])
 
     def _scores(self, samples: Sequence[RewardInput], *, seconds: float, **more: Any) -> list[Any]:
@@ -156,8 +157,8 @@ class RewardWorker:
         self.asynchronous = bool(first.get("asynchronous"))
         return process
 
-    def _ended(self, seconds: float = _LAST_WORDS_SECONDS) -> None:
-        """End the process, and wait until its last output is shown."""
+    def _ended(self, seconds: float = _LAST_OUTPUT_SECONDS) -> None:
+        """End the process and wait until its last output is shown."""
         if self._process is not None:
             self._process.end()
         if self._output is not None:
@@ -166,13 +167,13 @@ class RewardWorker:
 
 
 def close_all(workers: Sequence[RewardWorker]) -> None:
-    """Close all workers together, which takes no longer than closing one."""
+    """Close all workers in parallel."""
     with contextlib.ExitStack() as locks:
         for worker in workers:
             locks.enter_context(worker._lock)
         running = [worker._process for worker in workers if worker._process is not None]
         end_jobs(running, last={"end": True}, seconds=END_SECONDS)
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = time.monotonic() + _LAST_OUTPUT_SECONDS
         for worker in workers:
             worker._ended(max(0.0, deadline - time.monotonic()))
 
@@ -264,7 +265,8 @@ class Worker:
         return [self._failure(o) if isinstance(o, BaseException) else _outcome(o) for o in outcomes]
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run it in the one event loop of this process, to which clients that a reward keeps are bound."""
+        """Run a coroutine in the single event loop of this process, to which the clients of a reward are
+        bound."""
         import asyncio
 
         if self._loop is None:
@@ -283,7 +285,7 @@ class Worker:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of `random`, and those of numpy and torch where the reward has loaded them."""
+    """Seed `random`, and the generators of numpy and torch if the reward has imported them."""
     random.seed(seed)
     # Never imported just for this: torch alone takes seconds.
     if "numpy" in sys.modules:

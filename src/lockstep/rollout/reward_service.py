@@ -33,7 +33,7 @@ from lockstep.rollout.reward_process import RewardFailure, sent
 
 PROTOCOL = "lockstep-reward-1"
 RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
-"""Answers after which the same request may succeed."""
+"""Statuses after which a retry may succeed."""
 _WAIT_SECONDS = 0.25
 """Before the first retry; doubled for each further one."""
 _REPLY_BYTES = 1 << 16
@@ -45,15 +45,15 @@ _LOOKED_AT = _PREVIEW + 4096
 
 
 class _Retriable(RewardFailure):
-    """A failure after which the request is sent again."""
+    """A failure after which the request is retried."""
 
 
 class RewardService:
-    """The client of one reward service. A request without samples is made at once, so that an address that is
-    no such service is known before the first step.
+    """The client of one reward service. It sends a request without samples at once, so that a wrong address
+    is found before the first step.
 
     Raises:
-        ConfigError: nothing answers there, it speaks another protocol, or refuses the token; or the variable
+        ConfigError: no service responds, it uses another protocol, or it refuses the token; or the variable
             of the token is not set.
     """
 
@@ -112,7 +112,7 @@ class RewardService:
         return outcomes, sum(retried for _, retried in replies)
 
     def close(self) -> None:
-        """Break off every request that is under way; a later call makes new ones."""
+        """Cancel every request in progress; a later call sends new ones."""
         self._stop.set()
         self._stop = threading.Event()
         with self._lock:
@@ -121,7 +121,7 @@ class RewardService:
             attempt.cut()
 
     def _ask(self, samples: Sequence[dict[str, Any]], stop: threading.Event) -> tuple[list[Any], int]:
-        """(outcomes, retries). Raises RewardFailure, with the number as `retried`."""
+        """Return (outcomes, retries). Raises RewardFailure, with the number of retries as `retried`."""
         request_id, body = request_of(samples)
         for retried in range(self._config.retries + 1):
             try:
@@ -136,7 +136,7 @@ class RewardService:
         raise AssertionError("the last attempt returns or raises")
 
     def _post(self, body: bytes, request_id: str) -> bytes:
-        """The body of a 2xx answer. Raises RewardFailure; _Retriable where another attempt may succeed."""
+        """Return the body of a 2xx response. Raises RewardFailure; _Retriable if a retry may succeed."""
         limit = _REPLY_BYTES + _SCORE_BYTES * body.count(b'"completion"')
         seconds, url = self._config.timeout_seconds, printable(str(self._config.url))
         attempt = _Attempt(self._connection(seconds), seconds)
@@ -182,8 +182,8 @@ class RewardService:
 
 
 class _Attempt:
-    """One request over its own connection, which is cut when its time is over: a socket's own timeout begins
-    anew with every byte."""
+    """One request on its own connection, which is closed at its deadline: a socket's own timeout restarts
+    with every byte."""
 
     def __init__(self, connection: http.client.HTTPConnection, seconds: float) -> None:
         self._connection = connection
@@ -194,7 +194,7 @@ class _Attempt:
 
     @property
     def overdue(self) -> bool:
-        """Whether its time is over."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self._until
 
     def post(self, target: str, body: bytes, headers: dict[str, str]) -> http.client.HTTPResponse:
@@ -208,7 +208,7 @@ class _Attempt:
         return self._connection.getresponse()
 
     def cut(self) -> None:
-        """End what the request waits for."""
+        """Interrupt the request."""
         if (sock := self._socket or self._connection.sock) is not None:
             with contextlib.suppress(OSError):  # it has ended by itself
                 sock.shutdown(socket.SHUT_RDWR)
@@ -229,7 +229,7 @@ def read_reply(body: bytes, request_id: str, count: int) -> list[float | RewardF
     """Return a finite score or a failure for each of `count` samples.
 
     Raises:
-        RewardFailure: the answer as a whole is of no use: no JSON object, of another request, or with another
+        RewardFailure: the whole response is invalid: not a JSON object, for another request, or with a wrong
             number of scores.
     """
     try:
@@ -276,5 +276,5 @@ def _preview(content: bytes) -> str:
 
 
 def short(text: str) -> str:
-    """Return the beginning of a text of the service, which may have our token in it."""
+    """Return the redacted beginning of a response, which may contain our token."""
     return redacted(text)[:_PREVIEW]

@@ -1,9 +1,8 @@
-"""Rewards: map completions to finite numbers, with nothing silently turned into 0.
+"""Rewards: map completions to finite numbers; no failure silently becomes 0.
 
-An error, which `on_error` handles, is a reward that raises, times out, or returns anything but a finite
-number (bool, int, float and 0-d arrays are numbers). A completion without the configured part (`no_answer`)
-and an answer that a verifier cannot parse (`junk`) score 0 and are counted, see
-VerifierProcess.reasoning_gym.
+`on_error` handles rewards that raise, time out, or return anything but a finite number (bool, int, float and
+0-d arrays are numbers). A completion without the configured part (`no_answer`) and an answer that a verifier
+cannot parse (`junk`) score 0 and are counted, see VerifierProcess.reasoning_gym.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from lockstep.rollout.verifiers import VerifierProcess, check_row, require_packa
 from lockstep.schema.rollout import Prompt
 
 CORRECT = 1.0 - 1e-6
-"""The verifier's score from which an answer counts as correct; many give partial credit below."""
+"""Least verifier score of a correct answer; many verifiers give partial credit below it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +51,9 @@ class Scored:
     total: float
     """Sum of weight * reward."""
     by_name: Mapping[str, float]
-    """Before weights. A name that occurs twice is numbered: format, format#2."""
+    """Unweighted rewards by name. Repeated names are numbered: format, format#2."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """By the same names."""
+    """Weights by the same names."""
 
 
 class Scorer(Protocol):
@@ -75,10 +74,10 @@ def check_total(total: float, by_name: Mapping[str, float]) -> None:
 class RewardSet:
     """All rewards of a run.
 
-    `search_paths`: folders, besides the working directory, in which `module:attribute` is looked for.
-    `functions`: callables that take the place of `configs` altogether, each with the settings of a default
-    RewardConfig. They run in this process, as they cannot be sent to another; rewards named
-    `module:attribute` have processes of their own, so that close() should be called.
+    `search_paths`: folders, besides the working directory, that are searched for `module:attribute`.
+    `functions`: callables that replace `configs`, each with the settings of a default RewardConfig. They run
+    in this process, as they cannot be sent to another; rewards named `module:attribute` have processes of
+    their own, so that close() should be called.
 
     Raises:
         ConfigError: an unknown name, wrong kwargs, a module that does not import, a package that is not
@@ -99,7 +98,7 @@ class RewardSet:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._scoring = threading.Lock()
-        """Held by `score`: a call that was left behind by an abort may still run."""
+        """Held by `score`: a call may still be running after an abort."""
         self._process = VerifierProcess()
         self._workers: list[RewardWorker] = []
         self._services: list[RewardService] = []
@@ -121,7 +120,7 @@ class RewardSet:
             raise
 
     def score(self, inputs: Sequence[RewardInput]) -> list[Scored | None]:
-        """Return one entry per input, in order; None where a reward failed under on_error = drop.
+        """Return one entry per input, in order; None if a reward failed under on_error = drop.
 
         Raises:
             RewardError: a reward failed under on_error = fail; names reward and row. Its __cause__ is the
@@ -153,11 +152,11 @@ class RewardSet:
         return scored
 
     def check_rows(self, prompts: Iterable[Prompt]) -> None:
-        """Check, before a run, the answers that `math` will compare with.
+        """Check the reference answers of `math` before a run.
 
         Raises:
             ConfigError: the rows have no answers.
-            DataError: an answer is neither text nor a number, and on_error = fail would end the run there.
+            DataError: an answer is neither text nor a number, and on_error = fail would end the run on it.
         """
         if not any(config.name == "math" and config.on_error == "fail" for config in self._configs):
             return
@@ -172,7 +171,7 @@ class RewardSet:
         """Return whether the first `verifier` or `math` reward gives full marks to its configured part of the
         completion.
 
-        None: no such reward in the set, or it failed under on_error = drop (counted).
+        Return None without such a reward, or if it failed under on_error = drop (counted).
         """
         for config, name, scorer in zip(self._configs, self._names, self._scorers, strict=True):
             if config.name in ("verifier", "math"):
@@ -182,7 +181,7 @@ class RewardSet:
         return None
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Check that a row has what the rewards need, see reward_rows. Raises ConfigError."""
+        """Check that a row has the columns that the rewards need, see reward_rows. Raises ConfigError."""
         for config in () if self._functions else self._configs:
             check_row(config, row)
 

@@ -1,8 +1,8 @@
 """Files of samples: rows are appended atomically, and a later command can continue the file.
 
-    F               the rows, one JSON object per line, in the order in which they were finished
-    F.meta.json     the settings that made the rows, and whether all are there; written before the first row
-    F.part.jsonl    of a Parquet F: its rows until all are there; then F is written from it, sorted, at once
+    F               the rows, one JSON object per line, in order of completion F.meta.json     the settings of
+    the rows, and whether they are complete; written before the first row F.part.jsonl    rows of a Parquet
+    file F until they are complete; then F is written from it, sorted, at once
 
 A row is named by (index, sample): the number of its prompt in the data, and of the sample among the prompt's.
 """
@@ -51,14 +51,13 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
 
 
 class RowFile:
-    """Appends rows to `path`, also to a file of an earlier, equal command. One process at a time.
+    """Appends rows to `path`, which may be the file of an earlier, equal command. One process at a time.
 
     Args:
-        command: the writing command, for messages: "generate".
-        identity: JSON values that decide every row; an earlier file's must be equal, except `may_differ`.
-        expected: rows of the whole file.
-        overwrite: begin anew, even if there is a file.
-        may_differ: dotted names in `identity` that do not change the rows.
+        command: the writing command, for messages: "generate". identity: JSON values that determine every
+        row; those of an earlier file must be equal, except `may_differ`. expected: rows of the whole file.
+        overwrite: begin anew, even if there is a file. may_differ: dotted names in `identity` that do not
+        change the rows.
 
     Raises:
         ConfigError: `path` cannot be written, another process writes it, it was made with other settings or
@@ -83,7 +82,7 @@ class RowFile:
         self.done: set[Key] = set()
         """Rows in the file."""
         self.complete = False
-        """Whether all rows are there, and `path` is in its final form."""
+        """Whether all rows are written and `path` is in its final form."""
         self._identity = _plain(identity)
         self._journal = path if path.suffix == ".jsonl" else path.with_name(path.name + ".part.jsonl")
         self._writing = threading.Lock()
@@ -109,7 +108,7 @@ class RowFile:
         """Append rows, each atomically; may be called from several threads.
 
         Raises:
-            DataError: the disk is full, or the file cannot be written; what was there stays.
+            DataError: the disk is full, or the file cannot be written. Existing rows stay.
         """
         lines = [(_key(row, str(self.path)), _line(row)) for row in rows]
         with self._writing:
@@ -131,14 +130,14 @@ class RowFile:
                 size += len(line)
 
     def sync(self) -> None:
-        """Make what was appended survive a power cut."""
+        """Flush appended rows to disk, so that they survive a power cut."""
         os.fsync(self._fd)
 
     def finish(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Finish the file, which has all its rows; writes a Parquet file now.
+        """Finish a file that has all its rows; a Parquet file is written now.
 
         Raises:
-            DataError: rows are missing (a mistake of the caller), or the file cannot be written.
+            DataError: rows are missing (a bug in the caller), or the file cannot be written.
         """
         if len(self.done) != self.expected:
             raise DataError(f"incomplete: {self.path}: {len(self.done)} rows, expected {self.expected}")
@@ -165,7 +164,7 @@ class RowFile:
         self.close()
 
     def _clear(self) -> None:
-        """Remove what an earlier command wrote."""
+        """Remove the files of an earlier command."""
         os.ftruncate(self._fd, 0)
         meta_path(self.path).unlink(missing_ok=True)
         if self._journal != self.path:
@@ -230,10 +229,10 @@ class RowFile:
 
 
 def read_meta(path: Path) -> dict[str, Any] | None:
-    """Read the description beside `path`; None: there is none.
+    """Read the description beside `path`. None if it does not exist.
 
     Raises:
-        ConfigError: it is damaged, or of a later version.
+        ConfigError: it is damaged, or from a later version.
     """
     file = meta_path(path)
     if not os.path.lexists(file):
@@ -261,11 +260,11 @@ def read_meta(path: Path) -> dict[str, Any] | None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the rows of a .jsonl or .parquet file, ours or not.
+    """Read the rows of any .jsonl or .parquet file.
 
     Raises:
         ConfigError: a file of another kind.
-        DataError: there is no such file, it is damaged, or a command has not finished it.
+        DataError: the file does not exist, is damaged, or is not finished.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(
@@ -291,7 +290,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _scan(fd: int, path: Path) -> dict[Key, int]:
-    """The offset of each row in the journal. A truncated last line is removed."""
+    """Return the offset of each row in the journal. A truncated last line is removed."""
     offsets: dict[Key, int] = {}
     end = 0
     with path.open("rb") as lines:
@@ -346,7 +345,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The value as it will be read again from JSON."""
+    """Return the value as it will be read back from JSON."""
     plain: dict[str, Any] = json.loads(json.dumps(value, default=str))
     return plain
 

@@ -1,5 +1,5 @@
-"""Sample prompts into scored groups of rollouts, in prompt order. Rewards are scored in a thread of their own
-while other groups are still sampled."""
+"""Sample prompts into scored groups of rollouts, in prompt order. Rewards are scored in a separate thread
+while other groups are still being sampled."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from lockstep.schema.rollout import (
 )
 
 OnProgress = Callable[[int, int], None]
-"""Called with (samples finished, samples in all)."""
+"""Called with (finished samples, all samples)."""
 Keep = Callable[[RolloutGroup], bool]
 Score = Callable[[Sequence[RewardInput]], list[Scored | None]]
 STEP_SECONDS = 0.5
-"""Longest single wait of `ScoreStream.results`, so that Ctrl-C is seen."""
+"""Longest single wait of `ScoreStream.results`, so that Ctrl-C is noticed."""
 _ROUND_PROMPTS = -1
 """Used in place of the prompt index to seed the prompt order of a resampling round."""
 
@@ -67,27 +67,28 @@ class SampledStep:
     """The groups and counts of one step."""
 
     groups: tuple[RolloutGroup, ...]
-    """In prompt order; empty when generation was aborted."""
+    """Groups in prompt order; empty if generation was aborted."""
     asked: tuple[SampleRecord, ...] = ()
-    """Every sample that was asked for, in prompt order, also those that are in no group."""
+    """Every requested sample, in prompt order, including those that are in no group."""
     counts: dict[str, float]
-    """By name. rollout/dropped_rollouts, rollout/dropped_groups: lost to a reward's on_error = "drop".
-    rollout/cached_tokens: prompt tokens that were shared. Of dynamic sampling: rollout/resample_rounds and
-    rollout/rejected_groups (groups that carried no signal). And what RewardSet counted."""
+    """Counts by name. rollout/dropped_rollouts, rollout/dropped_groups: dropped by a reward's on_error =
+    "drop". rollout/cached_tokens: prompt tokens that were shared. With dynamic sampling,
+    rollout/resample_rounds and rollout/rejected_groups (groups without a signal). Also the counts of
+    RewardSet."""
     aborted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleKey:
-    """The key of a run's samples: what their seeds depend on, besides the prompt and the sample's number."""
+    """The key from which seeds of samples are derived, together with prompt and sample index."""
 
     run_seed: int
     step: int
     sampling_round: int = 0
-    """Rounds after the first are dynamic sampling's."""
+    """Rounds after the first belong to dynamic sampling."""
 
     def seeds(self, prompt_index: int, group_size: int) -> tuple[int, ...]:
-        """Return the seeds of one group; a later round continues the count of the earlier one."""
+        """Return the seeds of one group; a later round continues the sample index of the earlier one."""
         first = self.sampling_round * group_size
         return tuple(
             sample_seed(self.run_seed, self.step, prompt_index, first + i) for i in range(group_size)
@@ -96,19 +97,20 @@ class SampleKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resampling:
-    """Dynamic sampling (DAPO, arXiv 2503.14476): groups without a signal are replaced by other prompts'."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476): groups without a signal are replaced by groups of other
+    prompts."""
 
     keep: Keep
     max_rounds: int
-    """Rounds in all, the first one included."""
+    """Most rounds, including the first."""
 
 
 class ScoreStream:
-    """Calls `score` with what has come until then: one call at a time, so that a slow reward that scores many
-    at once gets many at once.
+    """Calls `score` with all samples that have arrived, one call at a time, so that a slow reward gets large
+    batches.
 
     Args:
-        score: one result per input, in order. It has its own time limits; they bound `results`.
+        score: returns one result per input, in order. Its own time limits bound `results`.
         on_failure: called in the thread when `score` raises: nothing more is scored.
 
     Example:
@@ -129,7 +131,7 @@ class ScoreStream:
         self._thread.start()
 
     def add(self, group: int, inputs: Sequence[RewardInput]) -> None:
-        """Have a group scored; returns at once."""
+        """Queue a group for scoring; return at once."""
         self._added.put((group, inputs))
 
     def results(self) -> dict[int, list[Scored | None]]:

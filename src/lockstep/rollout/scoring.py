@@ -34,10 +34,10 @@ _KEY = ("index", "sample")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToScore:
-    """One sample, and the row that it is from."""
+    """One sample and its row."""
 
     row: Mapping[str, Any]
-    """The row as it is written again, with a reward."""
+    """The row, to be written with a reward."""
     prompt: Any
     """Text or messages."""
     reward_input: RewardInput
@@ -46,11 +46,11 @@ class ToScore:
 
 @dataclass(kw_only=True, slots=True)
 class ScoreTotals:
-    """Totals of the rows that this call added."""
+    """Totals over the rows that this call added."""
 
     rows: int = 0
     failed: int = 0
-    """Rows whose reward failed under on_error = "drop": their reward is null."""
+    """Rows whose reward failed under on_error = "drop"; their reward is null."""
     truncated: int = 0
     sum: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
     and `completion`. Rows without `index` and `sample` are numbered by their prompts, in order.
 
     Raises:
-        DataError: a column is missing or of the wrong kind, or a sample is there twice.
+        DataError: a column is missing or of the wrong kind, or a sample occurs twice.
     """
     numbers: dict[str, int] = {}
     counts: Counter[int] = Counter()
@@ -174,7 +174,7 @@ def score_rows(
     """Write every row that `sink` lacks, with `reward` and `rewards` added.
 
     Raises:
-        RewardError: a reward failed under on_error = "fail". What was written before stays.
+        RewardError: a reward failed under on_error = "fail". Rows written before stay.
         DataError: a row cannot be scored or written.
     """
     totals = ScoreTotals()
@@ -250,14 +250,14 @@ class SampleWork:
     step: int
     columns: tuple[Column, ...]
     conversation: Callable[[Prompt], Any]
-    """The prompt before its chat template, which SFT renders again."""
+    """The prompt before its chat template, for SFT to render."""
     whole_batches: bool
-    """Whether a sample's rounding depends on its batch."""
+    """Whether rounding in a sample depends on its batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hooks:
-    """Callbacks by which a caller follows and stops the work."""
+    """Callbacks for progress and cancellation."""
 
     on_row: Callable[[int, int], None] = lambda done, expected: None
     """Called with (rows in the file, rows of the whole file)."""
@@ -267,7 +267,7 @@ class Hooks:
 
 @dataclass(kw_only=True, slots=True)
 class Totals:
-    """Totals of the rows that this call added."""
+    """Totals over the rows that this call added."""
 
     rows: int = 0
     tokens: int = 0

@@ -1,5 +1,5 @@
-"""Rejection sampling and best-of-n: select the scored samples that become training documents. And what
-lockstep.rollout.select shares with it: checked samples, by prompt."""
+"""Rejection sampling and best-of-n: select scored samples as training documents. Also selects preference
+pairs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Which samples are kept: first `min_reward` and unusable ones are left out, then the best of each prompt
-    are kept."""
+    """Which samples to keep: first unusable samples and those below `min_reward` are dropped, then the best
+    of each prompt are kept."""
 
     top_k: int | None = None
-    """Samples of each prompt, the best ones; 1 is best-of-n. None: all that are left."""
+    """Number of best samples per prompt; 1 is best-of-n. None: all remaining samples."""
     min_reward: float | None = None
-    """Samples below it are left out (rejection sampling)."""
+    """Drop samples below it (rejection sampling)."""
     finished: bool = False
-    """Leave out samples that max_tokens or the context cut off."""
+    """Drop samples that max_tokens or the context length cut off."""
     unique: bool = False
-    """Of samples of a prompt with the same completion, only the first."""
+    """Keep only the first of equal completions of a prompt."""
 
     def __post_init__(self) -> None:
         if self.top_k is None and self.min_reward is None:
@@ -41,17 +41,17 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What is chosen, prompts in order of their index."""
+    """The selected samples, by prompt index."""
 
     rows: tuple[dict[str, Any], ...]
     """Checked samples, best first within a prompt; or pairs, see `lockstep.rollout.select.pair_row`."""
     prompts: int
-    """Prompts of the scored file."""
+    """Number of prompts in the scored file."""
     chosen_prompts: int
-    """Prompts of which something is chosen."""
+    """Number of prompts with a selected sample."""
     left_out: Mapping[str, int]
-    """Samples by the first reason: failed (no reward), empty, cut_off; below_min_reward, duplicate, not_best;
-    of pairs no_number, duplicate, unpaired."""
+    """Number of dropped samples by their first reason: failed (no reward), empty, cut_off; below_min_reward,
+    duplicate, not_best; for pairs no_number, duplicate, unpaired."""
 
 
 def select(rows: Iterable[Row], choice: Choice, *, source: str) -> Selection:
@@ -106,8 +106,8 @@ def by_prompt(
     """Group samples by the index of their prompt.
 
     Args:
-        check: of a row and where it stands, to its `checked_sample`.
-        unusable: of a sample and those of its prompt before it, to the reason to leave it out, or None.
+        check: maps a row and its location to its `checked_sample`.
+        unusable: maps a sample and the earlier samples of its prompt to the reason to drop it, or None.
 
     Returns:
         The samples of each prompt, and the numbers of those left out, by reason.
@@ -125,12 +125,12 @@ def by_prompt(
 
 
 def counted(left_out: Counter[str]) -> dict[str, int]:
-    """The reasons that occurred, by name."""
+    """Return the reasons that occurred, sorted by name."""
     return {reason: count for reason, count in sorted(left_out.items()) if count}
 
 
 def no_answer(sample: Row, *, finished: bool) -> str | None:
-    """Why nothing can be made of a sample, whatever its reward; None: something can."""
+    """Return why a sample is unusable, whatever its reward. None if it is usable."""
     if sample["reward"] is None:
         return "failed"
     if not sample["completion"].strip():
@@ -139,11 +139,11 @@ def no_answer(sample: Row, *, finished: bool) -> str | None:
 
 
 def checked_sample(row: Row, where: str, *, index: Any, reward: Any, use: str) -> dict[str, Any]:
-    """Return index, sample, reward, prompt, completion and finish_reason of a scored row, and what it has for
-    its chat template (`tools`, ...).
+    """Return index, sample, reward, prompt, completion and finish_reason of a scored row, and its arguments
+    for the chat template (`tools`, ...).
 
     Args:
-        index, reward: those of the row that count.
+        index, reward: the values to use for this row.
         use: what trains on it, for the message.
 
     Raises:
@@ -204,7 +204,7 @@ class PairChoice:
     ends_in_number: bool = False
     """Leave out answers that do not end in a number (`ends_in_number`)."""
     finished: bool = False
-    """Leave out samples that max_tokens or the context cut off."""
+    """Drop samples that max_tokens or the context length cut off."""
 
     def __post_init__(self) -> None:
         if self.per_prompt < 1:

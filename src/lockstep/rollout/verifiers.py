@@ -1,4 +1,4 @@
-"""Verifiers of packages, in a sandbox: jobs can come from any thread, end in time and cannot reach the
+"""Third-party verifiers in a sandbox: jobs may come from any thread, have a deadline, and cannot access the
 system.
 
 Some reasoning_gym tasks evaluate text of the model, and math-verify's own timeout works by SIGALRM and only
@@ -44,15 +44,15 @@ _START_SECONDS = 180.0
 _GRACE_SECONDS = 30.0
 """Time of the process beyond the runs of a job, whose limits it keeps itself."""
 _RUNS = 4
-"""On the answer, on the row's own answer, and to make the task's data set twice."""
+"""Runs per job: on the answer, on the row's own answer, and twice to make the task's data set."""
 PACKAGES = {"reasoning_gym": "reasoning-gym", "math_verify": "math-verify"}
 
 Score = tuple[float, str | None]
-"""A score, and the reason why the answer counts as junk, or None."""
+"""A score, and the reason why the answer is junk, or None."""
 
 
 class VerifierFailure(RuntimeError):
-    """A verifier fails on the row itself, or its process does."""
+    """A verifier fails on the row's own answer, or its process fails."""
 
 
 class VerifierProcess:
@@ -65,7 +65,7 @@ class VerifierProcess:
     def reasoning_gym(
         self, row: Mapping[str, Any], answer: str, *, timeout: float, allowed: Sequence[str] = ()
     ) -> Score:
-        """Score an answer by the score_answer of the task that `row["verifier"]` names.
+        """Score an answer with score_answer of the task in `row["verifier"]`.
 
         An exception, a time-out or a crash over the answer is junk, score 0, if the verifier takes the row's
         own answer.
@@ -90,10 +90,10 @@ class VerifierProcess:
         return self._score("reasoning_gym", job, timeout)
 
     def math(self, gold: str, answer: str, *, timeout: float) -> Score:
-        """Score `answer` against `gold` by math-verify, 1.0 or 0.0; junk as above.
+        """Score `answer` against `gold` with math-verify, 1.0 or 0.0; junk as above.
 
         Raises:
-            VerifierFailure: `gold` holds no expression, or math-verify fails on it.
+            VerifierFailure: `gold` contains no expression, or math-verify fails on it.
         """
         own = gold.rpartition("####")[2].strip()
         own = own if "$" in own or "\\boxed" in own else f"${own}$"
@@ -172,11 +172,11 @@ def require_package(module: str, *, needed_by: str) -> None:
 
 
 REPLY_BYTES = 4096
-"""Largest reply that is read from an evaluator."""
+"""Largest reply of an evaluator."""
 EVALUATING = {"eval", "exec", "parse_expr", "sympify", "create_dataset"}
-"""Calls by which a task evaluates text, or leaves it to another task."""
+"""Calls with which a task evaluates text, or delegates to another task."""
 NAMELESS = re.compile(r"[0-9+\-*/%().,\[\]\s]*", re.ASCII)
-"""An answer that can name nothing, whatever evaluates it: no letter, no underscore, no quote."""
+"""An answer that cannot name anything, whatever evaluates it: no letters, underscores or quotes."""
 
 
 class Ended(Exception):
@@ -229,7 +229,7 @@ def _math(job: Message) -> float:
 
 @lru_cache(maxsize=1)
 def _warm_up() -> None:
-    """Fill sympy's caches, so that not every evaluator has to."""
+    """Fill sympy's caches once, for all evaluators."""
     import sympy
 
     x = sympy.Symbol("x")
@@ -260,7 +260,7 @@ def _evaluate(score: Callable[[Message], float], jobs: int, replies: int) -> NoR
 
 
 class Judge:
-    """Hands jobs to evaluators and keeps the time."""
+    """Passes jobs to evaluators and enforces deadlines."""
 
     def __init__(self, package: str) -> None:
         self._score = SCORES[package]
@@ -268,7 +268,7 @@ class Judge:
         self._built: set[tuple[str, str]] = set()
 
     def build(self, job: Message) -> Message | None:
-        """Make the task's data set here, so that every later evaluator has it; None, or {error}.
+        """Make the task's data set here, so that every later evaluator inherits it; return None, or {error}.
 
         An evaluator makes it first, as that can be ended: a data set is made by a package and settings of the
         row, and some take for ever.
