@@ -105,7 +105,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_draws_the_models_that_a_rank_holds() -> None:
     example = Path(__file__).parents[2] / "examples" / "ppo_ray" / "run.toml"
     run, _ = plan.parse([str(example)])
-    assert plan._roles(run) == ("policy", "ref", "reward_model", "value")
+    assert run.roles == ("policy", "ref", "reward_model", "value")
 
 
 def test_it_draws_the_worlds_of_any_number_of_ranks() -> None:
@@ -115,7 +115,7 @@ def test_it_draws_the_worlds_of_any_number_of_ranks() -> None:
     together = run.cluster.model_copy(update={"colocate": ()})
     assert plan._placed(run.model_copy(update={"cluster": together}), 3, gpus=False) is None
     placed = plan._placed(run, 3, gpus=True)
-    assert placed is not None and placed.draw(plan._roles(run)) == [
+    assert placed is not None and placed.draw(run.roles) == [
         "node 0: [gpu 0: rank 0] [gpu 1: rank 1] [gpu 2: rank 2]  each: policy + ref",
         "  remote group 1: [gpu 0: beside rank 0] [gpu 1: beside rank 1] [gpu 2: beside rank 2]  "
         "each: value + reward_model",

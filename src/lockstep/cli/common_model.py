@@ -11,7 +11,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.load import saved_run
 from lockstep.config.model import Dtype, ModelConfig
 from lockstep.config.rollout import SamplingConfig
-from lockstep.config.run import GRPORun, RunConfig
+from lockstep.config.run import RunConfig
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.observe.files import read_json
 
@@ -43,7 +43,8 @@ class OpenModel:
     @property
     def sampling(self) -> SamplingConfig:
         """How the run samples; the defaults for a bare model."""
-        return self.run.rollout.sampling if isinstance(self.run, GRPORun) else SamplingConfig(max_tokens=256)
+        own = None if self.run is None else self.run.sampling
+        return own or SamplingConfig(max_tokens=256)
 
     def chat_format(self) -> ChatFormat:
         """Raises ConfigError for a model without a tokenizer."""

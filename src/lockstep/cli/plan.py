@@ -20,7 +20,7 @@ from lockstep.cli.common_model import check_heads
 from lockstep.cli.flags import named_run, parse_flags
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import override, recipes
-from lockstep.config.run import DPORun, GRPORun, RunConfig, check_ranks
+from lockstep.config.run import RunConfig, check_ranks
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     check_heads(run)
     device = torch.device(_device(run, cuda=torch.cuda.is_available()))
     if (placed := _placed(run, ranks, gpus=device.type == "cuda")) is not None:
-        echo("\n".join(placed.draw(_roles(run))))
+        echo("\n".join(placed.draw(run.roles)))
         if device.type == "cuda" and general["memory_gib"] is None:  # else another machine is planned for
             otherwise = "; --memory-gib N plans for another machine, whose GPUs have so much memory"
             placed.check_devices(placed.layout(), there=torch.cuda.device_count(), otherwise=otherwise)
@@ -121,13 +121,6 @@ def _placed(run: RunConfig, ranks: int, *, gpus: bool) -> ClusterConfig | None:
         return None
     sizes = {"nodes": 1, "gpus": ranks, "slots": 1} if gpus else {"nodes": 1, "gpus": 0, "slots": ranks}
     return run.cluster.model_copy(update=sizes)
-
-
-def _roles(run: RunConfig) -> Sequence[str]:
-    """The models that every rank holds, each in memory of its own."""
-    if isinstance(run, GRPORun):
-        return run.roles
-    return ["policy", "ref"] if isinstance(run, DPORun) and run.algorithm.needs_ref else ["policy"]
 
 
 def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
 
@@ -114,12 +114,15 @@ def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
             chat.with_system([{"role": "user", "content": args.prompt}]), generate=True, where="--prompt"
         )
         return [Prompt(index=0, token_ids=tuple(chat.encode(text)), text=text, where="--prompt")]
-    if not isinstance(opened.run, GRPORun):
+    run = opened.run
+    if run is None or not run.online:
         raise ConfigError(
             f"missing-setting: {opened.source} comes with no held-out prompts; give --prompt TEXT"
         )
     vocab_size = text_config(opened.model.module).vocab_size
-    held_out = load_train_and_held_out(opened.run, tokenizer=opened.model.tokenizer, vocab_size=vocab_size)[1]
+    held_out = load_train_and_held_out(
+        cast(GRPORun, run), tokenizer=opened.model.tokenizer, vocab_size=vocab_size
+    )[1]
     return [held_out[i] for i in range(min(args.num_prompts, len(held_out)))]
 
 

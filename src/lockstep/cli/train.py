@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, cast
 
 import tyro
 
@@ -368,7 +368,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
 def _import_loop(run: RunConfig) -> None:
     with gc_paused():
         importlib.import_module("lockstep.loop.distributed")
-        importlib.import_module(f"lockstep.loop.{'online' if isinstance(run, GRPORun) else 'offline'}")
+        importlib.import_module(f"lockstep.loop.{'online' if run.online else 'offline'}")
     # Imported modules live until the end: the garbage collector need not visit them again.
     gc.freeze()
 
@@ -378,14 +378,13 @@ def _train(command: TrainCommand, ranks: RankContext) -> Mapping[str, Any]:
         command.run,
         Start(resume=command.resume, checkpoint=command.checkpoint, restart=command.restart, ranks=ranks),
     )
-    if isinstance(run, GRPORun):
+    if run.online:
         from lockstep.loop.online import train_online
 
-        return train_online(run, **how)
+        return train_online(cast(GRPORun, run), **how)
     from lockstep.loop.offline import train_offline
 
-    assert isinstance(run, OfflineRun)
-    return train_offline(run, **how)
+    return train_offline(cast(OfflineRun, run), **how)
 
 
 def verdict(summary: Mapping[str, Any]) -> str:

@@ -144,10 +144,7 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
     differences = list(_differences(old, new))
     single = {f"train.{name}" for name in PARALLELISM} | {f"engine.{name}" for name in ENGINE_SIZES}
     refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE and d[0] not in single]
-    schedules = {run.train.schedule}
-    if isinstance(run, PPORun):
-        schedules.add(run.value.train(run.train).schedule)
-    if schedules != {"constant"}:
+    if run.schedules != {"constant"}:
         refused += [d for d in differences if d[0] == "steps"]
     if refused:
         lines = [f"  {path}: the run has {_show(old)}, now {_show(new)}" for path, old, new in refused]

@@ -101,6 +101,22 @@ class PPORun(GRPORun):
         return (*super().roles, "value")
 
     @property
+    def model_names(self) -> dict[str, str]:
+        """See RunConfig."""
+        own = {} if self.value.name == POLICY else {"value.name": self.value.name}
+        return super().model_names | own
+
+    @property
+    def policy_steps(self) -> int:
+        """See RunConfig: all but those of the value model's warm-up."""
+        return self.steps - self.value.warmup_batches
+
+    @property
+    def schedules(self) -> frozenset[str]:
+        """See RunConfig."""
+        return super().schedules | {self.value.train(self.train).schedule}
+
+    @property
     def critic(self) -> ValueConfig:
         """See RunConfig."""
         return self.value

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from lockstep.config.algorithm import PER_GROUP, DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
-from lockstep.config.base import Config, NonNegativeInt, PositiveInt, check
+from lockstep.config.base import NonNegativeInt, PositiveInt, check
 from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import ClusterConfig, _check_engine_gpus
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
 from lockstep.config.engine import EngineConfig, has_own_weights, resolved
-from lockstep.config.rollout import RewardConfig, RolloutConfig
+from lockstep.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
 from lockstep.config.run_config import RunConfig as RunConfig
 from lockstep.config.run_config import check_ranks as check_ranks
 from lockstep.config.support import check_support
@@ -64,10 +64,55 @@ class GRPORun(RunConfig):
     engine.offload."""
     eval: EvalConfig = EvalConfig()
 
+    online: ClassVar[bool] = True
+
+    @property
+    def algorithm_options(self) -> GRPOConfig:
+        """See RunConfig."""
+        return self.algorithm.resolved()
+
+    @property
+    def has_ref(self) -> bool:
+        """See RunConfig."""
+        return self.algorithm.kl.coef > 0
+
+    @property
+    def offloaded(self) -> tuple[Role, ...]:
+        """See RunConfig."""
+        return self.offload
+
+    def columns_read(self, config: DataConfig, row: Mapping[str, Any]) -> list[str]:
+        """See RunConfig."""
+        return [] if config.messages_column in row else ["prompt_column"]
+
+    @property
+    def reward_functions(self) -> tuple[RewardConfig, ...]:
+        """See RunConfig."""
+        return self.rewards
+
+    def without_rewards(self) -> Self:
+        """See RunConfig."""
+        return self.model_copy(update={"rewards": ()})
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """See RunConfig."""
+        return self.rollout.sampling
+
+    @property
+    def keeps_rollouts(self) -> bool:
+        """See RunConfig."""
+        return self.rollout.save
+
+    @property
+    def longest_document(self) -> int:
+        """See RunConfig."""
+        return self.longest_unit
+
     @property
     def roles(self) -> tuple[Role, ...]:
         """The models of the run that hold memory of their own."""
-        ref = self.algorithm.kl.coef > 0 and self.model.lora is None
+        ref = self.has_ref and self.model.lora is None
         own: tuple[Role, ...] = ("policy", "ref") if ref else ("policy",)
         return own if self.reward_model is None else (*own, "reward_model")
 
@@ -291,8 +336,6 @@ class OfflineRun(RunConfig):
     """Documents (DPO: pairs, but for kto) per optimizer step."""
     eval_every: NonNegativeInt = 0
     """Steps between held-out losses; 0: before and after only, when there is eval_data."""
-    if TYPE_CHECKING:
-        algorithm: Config
 
     @property
     def unit(self) -> int:
@@ -309,10 +352,9 @@ class OfflineRun(RunConfig):
         return 1
 
     @property
-    def sets(self) -> dict[str, DataConfig]:
-        """The documents of training, and of evaluations if there are any, by the name of their table."""
-        sets = {"data": self.data, "eval_data": self.eval_data}
-        return {name: data for name, data in sets.items() if data is not None}
+    def longest_document(self) -> int:
+        """See RunConfig."""
+        return self.data.max_length
 
     @property
     def documents_per_update(self) -> int:
@@ -327,12 +369,12 @@ class OfflineRun(RunConfig):
     @property
     def tokens_per_step(self) -> int:
         """See RunConfig."""
-        return self.documents_per_update * self.data.max_length
+        return self.documents_per_update * self.longest_document
 
     @property
     def longest_unit(self) -> int:
         """The documents of a unit, in training or evaluation."""
-        return self.unit * max(data.max_length for data in self.sets.values())
+        return self.unit * max(data.max_length for data in self.data_sections.values())
 
     @check
     def _check(self) -> OfflineRun:
@@ -351,7 +393,7 @@ class OfflineRun(RunConfig):
                     f"missing-setting: {setting} = {value} needs documents to evaluate on; set eval_data",
                     setting="eval_data",
                 )
-        for name, data in self.sets.items():
+        for name, data in self.data_sections.items():
             self._check_set(name, data)
         most = None if self.data.size is None else self.data.size * self.documents_of(None)
         if most is not None and most < self.batch_size:
@@ -392,7 +434,7 @@ class PairRun(OfflineRun):
 
     @check
     def _check_trained(self) -> PairRun:
-        for name, data in self.sets.items():
+        for name, data in self.data_sections.items():
             if data.train_on == "all":
                 raise ConfigError(
                     f"unsupported-combination: {name}.train_on = 'all' with kind = {self.kind!r}, which "
@@ -404,6 +446,11 @@ class PairRun(OfflineRun):
     def unit(self) -> int:
         """Both answers of a pair."""
         return 2
+
+    def columns_read(self, config: DataConfig, row: Mapping[str, Any]) -> list[str]:
+        """See RunConfig."""
+        kinds = [type(row.get(column)) for column in (config.chosen_column, config.rejected_column)]
+        return ["chosen_column", "rejected_column", *(["prompt_column"] if str in kinds else [])]
 
     @property
     def has_groups(self) -> bool:
@@ -421,6 +468,22 @@ class DPORun(PairRun):
 
     kind: Literal["dpo"] = "dpo"
     algorithm: DPOConfig = DPOConfig()
+
+    @property
+    def algorithm_options(self) -> DPOConfig:
+        """See RunConfig."""
+        return self.algorithm.resolved()
+
+    @property
+    def has_ref(self) -> bool:
+        """See RunConfig."""
+        return self.algorithm.needs_ref
+
+    def columns_read(self, config: DataConfig, row: Mapping[str, Any]) -> list[str]:
+        """See RunConfig: under kto a row may be one answer with a label."""
+        if not self.algorithm.paired and config.label_column in row:
+            return ["prompt_column", "completion_column"]
+        return super().columns_read(config, row)
 
     @property
     def unit(self) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import field_validator
 
 from lockstep.config.base import Config, FilePath, Name, PositiveInt, Seed, check
 from lockstep.config.cluster import ClusterConfig
+from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends
 from lockstep.config.model import ModelConfig
 from lockstep.config.record import RecordConfig, record_refusal
+from lockstep.config.rollout import RewardConfig, SamplingConfig
 from lockstep.config.support import check_backend, check_support, shards_weights
 from lockstep.config.train import CheckpointConfig, LogConfig, TrainConfig
 from lockstep.config.value import ValueConfig
@@ -37,6 +40,84 @@ class RunConfig(Config):
     log: LogConfig = LogConfig()
     cluster: ClusterConfig | None = None
 
+    if TYPE_CHECKING:
+        # Each kind of run declares its own; here they would come before `model` and the like in a dump.
+        kind: str
+
+        @property
+        def algorithm(self) -> Config: ...
+        @property
+        def data(self) -> DataConfig: ...
+        @property
+        def eval_data(self) -> DataConfig | None: ...
+
+    online: ClassVar[bool] = False
+    """Whether the run samples what it trains on."""
+
+    @property
+    def algorithm_options(self) -> Config:
+        """The options of the algorithm, with published values filled in."""
+        return self.algorithm
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The models of the run that have memory of their own."""
+        return ("policy", "ref") if self.has_ref else ("policy",)
+
+    @property
+    def has_ref(self) -> bool:
+        """Whether the loss compares with the policy as it was loaded."""
+        return False
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The roles that are in host memory while they do not work."""
+        return ()
+
+    @property
+    def model_names(self) -> dict[str, str]:
+        """The models that the run trains, by their settings."""
+        return {"model.name": self.model.name}
+
+    @property
+    def data_sections(self) -> dict[str, DataConfig]:
+        """The data of training, and of evaluations if they have their own, by the name of the table."""
+        sections = {"data": self.data, "eval_data": self.eval_data}
+        return {name: data for name, data in sections.items() if data is not None}
+
+    def columns_read(self, config: DataConfig, row: Mapping[str, Any]) -> list[str]:
+        """Return the settings of `config` that name columns which `row` must have."""
+        return []
+
+    @property
+    def reward_functions(self) -> tuple[RewardConfig, ...]:
+        """What scores samples, beside reward models."""
+        return ()
+
+    def without_rewards(self) -> Self:
+        """Return the run without them."""
+        return self
+
+    @property
+    def sampling(self) -> SamplingConfig | None:
+        """How training samples; None: it does not."""
+        return None
+
+    @property
+    def keeps_rollouts(self) -> bool:
+        """Whether samples are written to rollouts/."""
+        return False
+
+    @property
+    def policy_steps(self) -> int:
+        """The steps that train the policy."""
+        return self.steps
+
+    @property
+    def schedules(self) -> frozenset[str]:
+        """The schedules of the learning rates."""
+        return frozenset({self.train.schedule})
+
     @property
     def documents_per_update(self) -> int:
         """Documents of one optimizer step."""
@@ -45,6 +126,11 @@ class RunConfig(Config):
     @property
     def documents_setting(self) -> str:
         """Which settings decide that."""
+        raise NotImplementedError
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document of training."""
         raise NotImplementedError
 
     @property
@@ -101,10 +187,6 @@ class RunConfig(Config):
             ConfigError: a setting of the engine has no effect with it.
         """
         return self
-
-    if TYPE_CHECKING:
-        # Each kind of run declares its own; here it would come before `algorithm` and the like in a dump.
-        kind: str
 
     @field_validator("name")
     @classmethod

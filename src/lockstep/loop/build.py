@@ -19,9 +19,8 @@ import torch
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
-from lockstep.config.base import Config
 from lockstep.config.engine import kind
-from lockstep.config.run import DPORun, GRPORun, OfflineRun, Role, RunConfig
+from lockstep.config.run import GRPORun, Role, RunConfig
 from lockstep.data.prompts import FixedPrompts, PromptSet, evaluates, load_train_and_held_out
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError, together
@@ -449,10 +448,8 @@ def recording_header(
     """Build the header that all inputs of this run's recording share. contract: the train backend's, if it
     has one."""
     run = resolved.run
-    assert isinstance(run, GRPORun | OfflineRun)
     folder, axes = Path(run.model.name), resolved.axes
     settings = {"name": str(folder.resolve())} if folder.is_dir() else {}
-    algorithm: Config = run.algorithm.resolved() if isinstance(run, GRPORun | DPORun) else run.algorithm
     cuda = resolved.device.startswith("cuda")
     return RecordingHeader(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -460,9 +457,9 @@ def recording_header(
         versions=library_versions(),
         model=run.model.model_copy(update=settings).model_dump(mode="json"),
         vocab_size=text_config(model.module).vocab_size,
-        algorithm=algorithm.model_dump(mode="json"),
+        algorithm=run.algorithm_options.model_dump(mode="json"),
         temperature=temperature,
-        max_tokens=run.rollout.sampling.max_tokens if isinstance(run, GRPORun) else None,
+        max_tokens=None if run.sampling is None else run.sampling.max_tokens,
         axes={
             **{name: axes[name] for name in ("backend", "engine", "attention", "execution", "layout")},
             "padding_side": run.train.padding_side,

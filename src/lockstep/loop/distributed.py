@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config.load import check_resumable, dump_toml, override, to_values
-from lockstep.config.run import GRPORun, RunConfig, check_ranks
+from lockstep.config.run import RunConfig, check_ranks
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import file_errors, write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
@@ -147,11 +147,10 @@ def _read_by_all(folder: RunDir) -> dict[str, str]:
 
 
 def _create(run: RunConfig, ranks: RankContext, *, restart: bool) -> RunDir:
-    online = isinstance(run, GRPORun)
     return RunDir.create(
         run.run_dir or new_path(run.name),
         config_toml=dump_toml(run),
-        manifest=manifest() | {FLAGS: resume_flags(ranks)} | ({LEDGER_SINCE: 0} if online else {}),
+        manifest=manifest() | {FLAGS: resume_flags(ranks)} | ({LEDGER_SINCE: 0} if run.online else {}),
         restart=restart,
     )
 

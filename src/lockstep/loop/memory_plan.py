@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import remote_name
 from lockstep.config.declarations import backends, engines
 from lockstep.config.ppo import PPORun, ValueConfig
-from lockstep.config.run import DPORun, GRPORun, OfflineRun, Role, RunConfig
+from lockstep.config.run import GRPORun, Role, RunConfig
 from lockstep.config.support import shards_weights
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
@@ -108,7 +108,7 @@ def plan_memory(
     """
     dtype = resolve_dtype(run.model.dtype, device)
     shape = planned_shape(run.model, dtype=dtype) if shape is None else shape
-    documents, longest = _documents(run)
+    documents, longest = run.documents_per_update, run.longest_document
     budget = token_slots(run.train)
     per_pack = max(1, budget // longest)
     micro_batches = math.ceil(documents / per_pack)
@@ -120,12 +120,10 @@ def plan_memory(
         MemoryPart(name=_RUNTIME, bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
         *_remote_parts(run, kind),
         *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
-        *(_value_parts(run, tokens, device=device, ranks=ranks) if isinstance(run, PPORun) else ()),
-        *(generate_parts(shape, run, device=kind) if isinstance(run, GRPORun) else ()),
-        *(_reward_parts(run.reward_model, device) if isinstance(run, GRPORun) and run.reward_model else ()),
+        *_OF_KIND[run.kind](shape, run, tokens=tokens, device=device, ranks=ranks),
         _copy_part(shape, run, run.train, size=(kind, ranks)),
     ]
-    if kind == "cuda" and isinstance(run, GRPORun):
+    if kind == "cuda" and run.online:
         parts += _scoring_parts(shape, run, step=(tokens, micro_batches), ranks=ranks)
         parts = _placed(list(offloaded_parts(parts, run)), run)
     return MemoryPlan(
@@ -141,7 +139,38 @@ def plan_memory(
     )
 
 
-def _placed(parts: Sequence[MemoryPart], run: GRPORun) -> list[MemoryPart]:
+def _of_documents(shape: ModelShape, run: RunConfig, **size: Any) -> list[MemoryPart]:
+    """Return nothing: runs on documents have no other models."""
+    return []
+
+
+def _of_rollouts(
+    shape: ModelShape, run: GRPORun, *, tokens: int, device: torch.device, ranks: int
+) -> list[MemoryPart]:
+    """Return what the engine and reward models need."""
+    parts = generate_parts(shape, run, device="cuda" if device.type == "cuda" else "cpu")
+    return parts if run.reward_model is None else [*parts, *_reward_parts(run.reward_model, device)]
+
+
+def _of_ppo(
+    shape: ModelShape, run: PPORun, *, tokens: int, device: torch.device, ranks: int
+) -> list[MemoryPart]:
+    """Return what the value model needs, too."""
+    value = _value_parts(run, tokens, device=device, ranks=ranks)
+    return [*value, *_of_rollouts(shape, run, tokens=tokens, device=device, ranks=ranks)]
+
+
+_OF_KIND: Mapping[str, Callable[..., list[MemoryPart]]] = {
+    "grpo": _of_rollouts,
+    "ppo": _of_ppo,
+    "sft": _of_documents,
+    "dpo": _of_documents,
+    "rm": _of_documents,
+}
+"""What each kind of run needs beside its policy."""
+
+
+def _placed(parts: Sequence[MemoryPart], run: RunConfig) -> list[MemoryPart]:
     """Return the parts with their places: remote roles and engines share the GPU of the rank or have their
     own."""
     if run.cluster is None:
@@ -163,7 +192,9 @@ def _placed(parts: Sequence[MemoryPart], run: GRPORun) -> list[MemoryPart]:
     return [dataclasses.replace(part, place=place(part)) for part in parts]
 
 
-def _scoring_parts(shape: ModelShape, run: GRPORun, *, step: tuple[int, int], ranks: int) -> list[MemoryPart]:
+def _scoring_parts(
+    shape: ModelShape, run: RunConfig, *, step: tuple[int, int], ranks: int
+) -> list[MemoryPart]:
     """What a reference needs to score a micro-batch on a GPU where nothing larger is computed. Nothing of a
     layer is kept for a backward, so this is what checkpointing keeps, and less.
 
@@ -212,7 +243,7 @@ def _train_parts(
         micro_batches=step[1],
         device=device,
         parallelism=Parallelism(ranks=ranks, ring=train.ring, tp=train.tp),
-        ref=_has_ref(run),
+        ref=run.has_ref,
     )
     return memory_parts_of(train.backend)(shape, train, size)
 
@@ -347,21 +378,6 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[Memo
     ]
 
 
-def _documents(run: RunConfig) -> tuple[int, int]:
-    """Documents of one optimizer step and the tokens of the longest."""
-    if isinstance(run, GRPORun):
-        samples = run.rollout.prompts_per_step * run.rollout.group_size
-        return samples // run.train.minibatches, run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
-    assert isinstance(run, OfflineRun)
-    return run.documents_per_update, run.data.max_length
-
-
-def _has_ref(run: RunConfig) -> bool:
-    if isinstance(run, DPORun):
-        return run.algorithm.needs_ref
-    return isinstance(run, GRPORun) and run.algorithm.kl.coef > 0
-
-
 def _is_static(train: TrainConfig) -> bool:
     return (
         outside_of_runs(train).execution != "eager"
@@ -413,7 +429,7 @@ def start_offloading(run: GRPORun, *roles: Role, backend: TrainBackend) -> None:
         cast(OffloadableBackend, backend).offload(*parts)
 
 
-def offloaded_parts(parts: Sequence[MemoryPart], run: GRPORun) -> Iterator[MemoryPart]:
+def offloaded_parts(parts: Sequence[MemoryPart], run: RunConfig) -> Iterator[MemoryPart]:
     """Yield the parts of a plan for a GPU: an offloaded part counts in the phases that use it, and in host
     memory."""
     for part in parts:
@@ -422,7 +438,7 @@ def offloaded_parts(parts: Sequence[MemoryPart], run: GRPORun) -> Iterator[Memor
         phases = ON_DEVICE.get((role, kind)) if kind is not None and part.phase == "always" else None
         if phases is None:
             yield part
-        elif role not in run.offload:
+        elif role not in run.offloaded:
             yield dataclasses.replace(part, setting=f"{part.setting} or offload = ['{role}', ...]")
         else:
             for phase in phases:

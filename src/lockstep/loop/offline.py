@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lockstep.algorithms.preferences import DPO, KTO, RewardModel, baseline, mismatched, with_baseline
 from lockstep.algorithms.sft import SFT
+from lockstep.config.algorithm import DPOConfig
 from lockstep.config.data import DataConfig
-from lockstep.config.run import DPORun, OfflineRun, RewardModelRun, SFTRun
+from lockstep.config.run import OfflineRun
 from lockstep.data.preferences import UnpairedSet, load_preferences, load_scored_pairs, load_unpaired
 from lockstep.data.sft import load_sft
 from lockstep.errors import DataError, together
@@ -171,7 +172,7 @@ def _load(
             )
         task.check(documents, steps=1 if held_out else run.steps, n=n, seed=run.seed)
 
-    if found := faults(partial(load, name, config) for name, config in run.sets.items()):
+    if found := faults(partial(load, name, config) for name, config in run.data_sections.items()):
         raise together(found)
     display.notes(*(each.notes for each in sets.values()))
     return sets["data"], sets.get("eval_data")
@@ -312,12 +313,19 @@ class RewardModelTask(RewardModel, OfflineTask):
 
 def offline_task(run: OfflineRun) -> OfflineTask:
     """The task of a run."""
-    if isinstance(run, DPORun):
-        return DPOTask(run.algorithm) if run.algorithm.paired else KTOTask(run.algorithm)
-    if isinstance(run, RewardModelRun):
-        return RewardModelTask(run.algorithm)
-    assert isinstance(run, SFTRun)
-    return SFTTask(run.algorithm)
+    return TASKS[run.kind](run.algorithm)
+
+
+def _preferences(config: DPOConfig) -> OfflineTask:
+    return DPOTask(config) if config.paired else KTOTask(config)
+
+
+TASKS: Mapping[str, Callable[..., OfflineTask]] = {
+    "sft": SFTTask,
+    "dpo": _preferences,
+    "rm": RewardModelTask,
+}
+"""By kind of run."""
 
 
 def _vocab_size(model: OpenedModel) -> int:

@@ -177,8 +177,7 @@ def _holds_out(session: Session) -> bool:
     Raises:
         ConfigError: an evaluation is asked for, and the run has trained on all prompts.
     """
-    run, then = session.run, session.dir.read_manifest()
-    assert isinstance(run, GRPORun)
+    run, then = cast(GRPORun, session.run), session.dir.read_manifest()
     held_out = holds_out(run, then)
     if evaluates(run) and not held_out:
         raise ConfigError(

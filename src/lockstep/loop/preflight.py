@@ -11,15 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import Entry, backends, own_rows
-from lockstep.config.ppo import POLICY, PPORun
 from lockstep.config.record import record_refusal
 from lockstep.config.rollout import BUILTIN_REWARDS, RewardConfig
-from lockstep.config.run import DPORun, GRPORun, OfflineRun, PairRun, RunConfig
+from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.config.support import SETTINGS, check_own_settings
 from lockstep.data.chat import fill_template
 from lockstep.data.generated import IdRows, reasoning_gym_dataset
@@ -74,9 +73,7 @@ def preflight(
         done = finished(resume, steps=run.steps)
         if done is not None:
             return done
-    if own_rewards and isinstance(run, GRPORun):
-        run = run.model_copy(update={"rewards": ()})
-    found = faults(_checks(run))
+    found = faults(_checks(run.without_rewards() if own_rewards else run))
     if found:
         raise together(found)
     return None
@@ -84,21 +81,25 @@ def preflight(
 
 def _checks(run: RunConfig) -> Iterator[Check]:
     """Every fault that can be known by now has a check of its own: all are reported together."""
-    yield partial(check_model, run.model.name)
-    if isinstance(run, PPORun) and run.value.name != POLICY:
-        yield partial(check_model, run.value.name, setting="value.name")
-    if isinstance(run, GRPORun):
-        yield partial(_check_engine, run)
-        yield partial(check_own_algorithm, run)
-        if run.reward_model is not None:
-            yield partial(_check_reward_models, run, run.reward_model)
-        yield from reward_checks(run)
+    for setting, name in run.model_names.items():
+        yield partial(check_model, name, setting=setting)
+    if run.online:
+        yield from _rollout_checks(cast(GRPORun, run))
     yield partial(check_own_attention, run.train.attention)
     yield partial(_check_backend, run)
     yield partial(_check_packages, run)
-    for section, config in _data(run):
+    for section, config in run.data_sections.items():
         yield partial(_check_data, section, config, run)
     yield from row_checks(run)
+
+
+def _rollout_checks(run: GRPORun) -> Iterator[Check]:
+    """Yield the checks of what samples and scores."""
+    yield partial(_check_engine, run)
+    yield partial(check_own_algorithm, run)
+    if run.reward_model is not None:
+        yield partial(_check_reward_models, run, run.reward_model)
+    yield from reward_checks(run)
 
 
 def _check_engine(run: GRPORun) -> None:
@@ -117,7 +118,7 @@ def _check_engine(run: GRPORun) -> None:
 def _check_backend(run: RunConfig) -> None:
     if ":" in run.train.backend:
         what = f"train.backend = {run.train.backend!r}"
-        members = [*BACKEND_CLASS_MEMBERS, *(["offload"] if isinstance(run, GRPORun) and run.offload else [])]
+        members = [*BACKEND_CLASS_MEMBERS, *(["offload"] if run.offloaded else [])]
         backend = load_object(run.train.backend, what=what)
         require_members(backend, members, what=what)
         require_call(backend, "config", named=BACKEND_ARGUMENTS, what=what)
@@ -142,13 +143,6 @@ def _check_packages(run: RunConfig) -> None:
                 f"missing-package: {setting} needs the package {package}, which is not installed: {fix}",
                 setting=setting,
             )
-
-
-def _data(run: RunConfig) -> Iterable[tuple[str, DataConfig]]:
-    assert isinstance(run, GRPORun | OfflineRun)
-    yield "data", run.data
-    if run.eval_data is not None:
-        yield "eval_data", run.eval_data
 
 
 def check_model(name: str, *, setting: str = "model.name") -> None:
@@ -219,7 +213,7 @@ def _check_data(section: str, config: DataConfig, run: RunConfig) -> None:
             reasoning_gym_dataset(task, config.task, seed=config.seed, size=1)
     except (ConfigError, DataError) as error:
         raise error.with_message(f"{section}: {error}") from error
-    if isinstance(run, OfflineRun) and config.generated:
+    if config.generated and not run.online:
         raise ConfigError(
             f"unsupported-combination: {section}.source = {config.source!r} has prompts only; "
             f"{run.kind.upper()} needs a file, a folder or a hub set",
@@ -260,13 +254,13 @@ def reward_checks(run: GRPORun) -> Iterator[Check]:
 def row_checks(run: RunConfig) -> Iterator[Check]:
     """Return the checks of the rows of files: whether there are enough, and whether the first one has the
     columns that are read."""
-    assert isinstance(run, GRPORun | OfflineRun)
-    for section, config in {"data": run.data, "eval_data": run.eval_data}.items():
-        if config is not None and _is_file(config):
-            yield partial(_check_count, run, section, config)
+    for section, config in run.data_sections.items():
+        if _is_file(config):
+            if section == "data":
+                yield partial(_ROW_COUNTS[run.kind], run, config)
             yield from _column_checks(run, section, config)
-        elif isinstance(run, GRPORun) and config is not None and config.source == "ids":
-            for reward in run.rewards:
+        elif config.source == "ids":
+            for reward in run.reward_functions:
                 yield partial(check_row, reward, {"token_ids": []})
 
 
@@ -360,32 +354,17 @@ def _is_file(config: DataConfig) -> bool:
     return not config.generated and path.suffix in FILE_SUFFIXES and path.is_file()
 
 
-def _check_count(run: GRPORun | OfflineRun, section: str, config: DataConfig) -> None:
-    """Check that a file has enough rows for a step. How many of them are too long is only known with the
-    tokenizer."""
-    if section == "eval_data":
+def _check_prompts(run: GRPORun, config: DataConfig) -> None:
+    """Check that a file has enough rows for a step and the evaluations. How many of them are too long is only
+    known with the tokenizer."""
+    needed = run.rollout.prompts_per_step
+    if evaluates(run) and holds_out_rows(run):
+        held_out_size(run, len(load_rows(_raw(config, size=needed_rows(run)))))
         return
-    if isinstance(run, GRPORun):
-        setting, needed = "rollout.prompts_per_step", run.rollout.prompts_per_step
-        if evaluates(run) and holds_out_rows(run):
-            held_out_size(run, len(load_rows(_raw(config, size=needed_rows(run)))))
-            return
-    else:
-        setting, needed = "batch_size", run.batch_size
-    after = config.size if isinstance(run, GRPORun) and run.eval_data is None and evaluates(run) else None
-    found = load_rows(_raw(config, size=after + 1 if after else config.size or needed))
-    rows, answers = len(found), ""
-    count = sum(map(run.documents_of, found)) if isinstance(run, OfflineRun) else rows
-    if isinstance(run, OfflineRun) and count != rows:
-        answers = f", which are {count} {run.documents_name}"
-    if count < needed:
-        raise ConfigError(
-            f"not-enough: {setting} = {needed} is more than data.source = {config.source!r} has: {rows} "
-            f"rows{answers}; lower {setting}, or give more data",
-            setting=setting,
-            rows=rows,
-            held_out=0,
-        )
+    after = config.size if run.eval_data is None and evaluates(run) else None
+    rows = len(load_rows(_raw(config, size=after + 1 if after else config.size or needed)))
+    if rows < needed:
+        raise _too_few("rollout.prompts_per_step", needed, config, rows=rows)
     if after and rows <= after:
         raise ConfigError(
             f"not-enough: data.size = {after} takes all {rows} rows of data.source = {config.source!r} to "
@@ -396,12 +375,41 @@ def _check_count(run: GRPORun | OfflineRun, section: str, config: DataConfig) ->
         )
 
 
+def _check_documents(run: OfflineRun, config: DataConfig) -> None:
+    """Check that a file has enough documents for a step; see `_check_prompts`."""
+    found = load_rows(_raw(config, size=config.size or run.batch_size))
+    count = sum(map(run.documents_of, found))
+    answers = "" if count == len(found) else f", which are {count} {run.documents_name}"
+    if count < run.batch_size:
+        raise _too_few("batch_size", run.batch_size, config, rows=len(found), answers=answers)
+
+
+def _too_few(setting: str, needed: int, config: DataConfig, *, rows: int, answers: str = "") -> ConfigError:
+    return ConfigError(
+        f"not-enough: {setting} = {needed} is more than data.source = {config.source!r} has: {rows} "
+        f"rows{answers}; lower {setting}, or give more data",
+        setting=setting,
+        rows=rows,
+        held_out=0,
+    )
+
+
+_ROW_COUNTS: Mapping[str, Callable[[Any, DataConfig], None]] = {
+    "grpo": _check_prompts,
+    "ppo": _check_prompts,
+    "sft": _check_documents,
+    "dpo": _check_documents,
+    "rm": _check_documents,
+}
+"""By kind of run."""
+
+
 def _raw(config: DataConfig, *, size: int) -> DataConfig:
     """The same rows with the columns that are in the file."""
     return config.model_copy(update={"size": size, "columns": {}, "answer_column": "answer"})
 
 
-def _column_checks(run: GRPORun | OfflineRun, section: str, config: DataConfig) -> Iterator[Check]:
+def _column_checks(run: RunConfig, section: str, config: DataConfig) -> Iterator[Check]:
     try:
         row = load_rows(_raw(config, size=1))[0]
     except LockstepError:  # told by the count
@@ -422,24 +430,12 @@ def _column_checks(run: GRPORun | OfflineRun, section: str, config: DataConfig) 
     if config.answer_column != "answer":
         yield need(config.answer_column, f"{section}.answer_column", renamed)
         renamed["answer"] = renamed.get(config.answer_column, "")
-    for setting in _read_columns(run, config, renamed):
+    for setting in run.columns_read(config, renamed):
         yield need(getattr(config, setting), f"{section}.{setting}", renamed)
-    if isinstance(run, GRPORun):
-        for reward in run.rewards:
-            yield partial(check_row, reward, renamed)
+    for reward in run.reward_functions:
+        yield partial(check_row, reward, renamed)
+    if run.online:
         yield partial(fill_template, config.prompt_template, {**renamed, "prompt": ""}, where=where)
-
-
-def _read_columns(run: GRPORun | OfflineRun, config: DataConfig, row: Mapping[str, Any]) -> list[str]:
-    """The settings that name a column which a row of this kind must have."""
-    if isinstance(run, GRPORun):
-        return [] if config.messages_column in row else ["prompt_column"]
-    if isinstance(run, DPORun) and not run.algorithm.paired and config.label_column in row:
-        return ["prompt_column", "completion_column"]
-    if isinstance(run, PairRun):
-        kinds = [row.get(config.chosen_column), row.get(config.rejected_column)]
-        return ["chosen_column", "rejected_column", *(["prompt_column"] if str in map(type, kinds) else [])]
-    return []
 
 
 # What parts of the user's, named as `module:attribute`, declare about themselves.
@@ -455,10 +451,9 @@ def own_support(run: RunConfig, *, attention: str) -> list[Entry]:
     Raises:
         ConfigError: there is no such part, or its attribute holds no rows.
     """
-    engine = getattr(run, "engine", None)
     chosen = {
         "backend": run.train.backend,
-        "engine": "" if engine is None else engine.name,
+        "engine": run.engine_name or "",
         "attention": "" if attention.startswith("hf:") else attention,
     }
     rows = []

@@ -150,7 +150,7 @@ class Resolved(Generic[Run]):
         run = _with_train(given, **{name: axes[name] for name in (*chosen, "token_budget")})
         run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": axes["dtype"]})})
         why = ("support", "support_note", "auto_execution", "auto_token_budget")
-        return cls(
+        return Resolved(
             run=run.with_engine(name=axes["engine"]), given=given, **{name: axes[name] for name in why}
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.algorithms.ppo import ValueLoss
 from lockstep.config.model import ModelConfig
-from lockstep.config.ppo import POLICY, PPORun, ValueConfig
+from lockstep.config.ppo import POLICY, ValueConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, ModelError
 from lockstep.loop.metrics import combine, split_samples
@@ -151,7 +151,7 @@ class ValueRole:
 
 def policy_steps(run: GRPORun) -> int:
     """Return the rollout batches that train the policy: all but those of the value model's warm-up."""
-    return run.steps - (run.value.warmup_batches if isinstance(run, PPORun) else 0)
+    return run.policy_steps
 
 
 def build_value(

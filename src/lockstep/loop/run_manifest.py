@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep import attention
-from lockstep.config.run import GRPORun, RunConfig
+from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.loop.checkpoint_files import algorithm_notes
 from lockstep.loop.distributed import manifest, mesh_coordinates, resume_flags
@@ -108,9 +108,7 @@ class RunManifest:
 
     def _algorithm(self) -> dict[str, Any] | None:
         """The options of the algorithm with every published value filled in; None for other kinds of run."""
-        return (
-            self.run.algorithm.resolved().model_dump(mode="json") if isinstance(self.run, GRPORun) else None
-        )
+        return self.run.algorithm_options.model_dump(mode="json") if self.run.online else None
 
     def _parallel_layout(self) -> dict[str, Any]:
         """The backend and the number of ranks along each mesh axis."""
@@ -151,10 +149,10 @@ class RunManifest:
         }
         known = self.dir.check_history(done, evaluations=evaluations, saved=saved)
         gaps: list[str] = []
-        if isinstance(self.run, GRPORun):
+        if self.run.online:
             since = check_against_ledger(self.dir.path, done=done, saved=saved)
             self.dir.update_manifest({LEDGER_SINCE: since} | self.dir.read_manifest())
-            gaps = rollout_gaps(self.dir.path, range(since, done), saves=self.run.rollout.save)[:1]
+            gaps = rollout_gaps(self.dir.path, range(since, done), saves=self.run.keeps_rollouts)[:1]
         return sorted(map(list, known)), gaps
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.run import GRPORun, RunConfig
+from lockstep.config.run import RunConfig
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.checkpoint_files import Boundary, checked_run_state, seen_field
@@ -439,8 +439,8 @@ class Session:
     def begin_rollouts(self, step: int, groups: Sequence[RolloutGroup], *, save: bool) -> None:
         """Begin to write the rollouts of a step, under `save`: in a thread, since a GPU leaves the processor
         idle in forward and backward. `log_rollouts` waits for it."""
-        assert isinstance(self.run, GRPORun)
-        skip = self.run.rollout.sampling.skip_special_tokens
+        assert self.run.sampling is not None, "runs on documents have no rollouts"
+        skip = self.run.sampling.skip_special_tokens
         self._rollouts.begin(step, groups, save=save, skip_special_tokens=skip)
 
     def log_rollouts(self, step: int, asked: Sequence[SampleRecord], groups: Sequence[RolloutGroup]) -> None:

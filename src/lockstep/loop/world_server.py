@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -224,8 +224,9 @@ class RoleHost:
             ConfigError, ModelError: what the trainer's process would raise.
         """
         torch.set_num_threads(threads)
-        made = saved_values(parse_toml(run.encode(), origin="the trainer's run"), origin="the trainer's run")
-        assert isinstance(made, GRPORun) and made.cluster is not None
+        values, origin = parse_toml(run.encode(), origin="the trainer's run"), "the trainer's run"
+        made = cast(GRPORun, saved_values(values, origin=origin))  # no other kind has remote roles
+        assert made.cluster is not None
         self._open.enter_context(deterministic(made.train))
         resolved, ranks = Resolved.from_axes(made, axes), RankContext.alone(axes["device"])
         if meeting is not None:

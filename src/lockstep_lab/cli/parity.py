@@ -309,7 +309,6 @@ def _data(args: argparse.Namespace) -> Any:
         ConfigError: one of them is wrong, or would not be read.
     """
     from lockstep.config.load import load_run, parse_value
-    from lockstep.config.run import SFTRun
 
     _check_read(args)
     if args.dataset is None:
@@ -322,9 +321,7 @@ def _data(args: argparse.Namespace) -> Any:
         from lockstep.config.data import DataConfig
 
         return DataConfig(source=args.dataset)
-    run = load_run(kind="sft", overrides=overrides)
-    assert isinstance(run, SFTRun)
-    return run.data
+    return load_run(kind="sft", overrides=overrides).data
 
 
 def _check_read(args: argparse.Namespace) -> None:

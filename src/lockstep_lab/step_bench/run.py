@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field
 
@@ -289,8 +289,8 @@ def _job(cell: BenchCell, options: BenchOptions) -> BenchJob | str:
     """Make the cell's job, or say why its settings are refused."""
     ranks = options.ranks if backends()[cell.backend].spans_ranks else 1
     try:
-        run = override(options.run, {**options.overrides, **cell.settings()}, origin=cell.name)
-        assert isinstance(run, GRPORun)
+        changed = override(options.run, {**options.overrides, **cell.settings()}, origin=cell.name)
+        run = cast(GRPORun, changed)  # of the kind of options.run
         check_ranks(run, ranks)
     except LockstepError as error:
         return " ".join(str(error).split()).removeprefix(f"{cell.name}: 1 problem ")
