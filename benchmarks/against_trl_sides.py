@@ -63,8 +63,7 @@ class Channel:
 
 def lockstep_grpo(settings: dict[str, Any], channel: Channel) -> None:
     from lockstep.config.run import GRPORun
-    from lockstep.loop.build import build_online
-    from lockstep.loop.online import OnlineTrainer
+    from lockstep.loops.online import OnlineTrainer, build_online
 
     run = GRPORun.model_validate(
         {

@@ -32,7 +32,7 @@ from torch import Tensor
 from lockstep.config.engine import EngineConfig
 from lockstep.config.load import load_run
 from lockstep.engine.build import make_engine
-from lockstep.loop.build import OnlineParts, build_online
+from lockstep.loops.online import OnlineParts, build_online
 from lockstep.models.architectures import text_config
 from lockstep.models.shapes import peak_flops, training_flops
 from lockstep.packing import PackLimits, plan_micro_batches

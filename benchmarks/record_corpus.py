@@ -36,8 +36,8 @@ from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.run import GRPORun
 from lockstep.config.train import TrainConfig
-from lockstep.loop.build import OnlineParts, build_online, recording_header
-from lockstep.loop.online import OnlineTrainer
+from lockstep.loop.run_recorders import recording_header
+from lockstep.loops.online import OnlineParts, OnlineTrainer, build_online
 from lockstep.models.load import load_model
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats, TokenLoss

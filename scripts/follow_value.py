@@ -42,7 +42,7 @@ from pathlib import Path
 
 WALKS = {
     "config": ("lockstep.cli.train:start:command", "lockstep.models.load:load_model"),
-    "groups": ("lockstep.loop.online:train_online:sampled", None),
+    "groups": ("lockstep.loops.rl:train:sampled", None),
 }
 """Name -> where the value starts, and the function that ends the walk when it is called."""
 

@@ -22,7 +22,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 import lockstep
-from lockstep import GRPORun, OnlineTrainer, build_online, load_run
+from lockstep import Builder, GRPORun, load_run
+from lockstep.loop.metrics import rollout_metrics
+from lockstep.loop.policy import estimate
+from lockstep.schema.batch import rollout_samples
 
 OVERRIDES = {
     "algorithm.kl.coef": 0.01,
@@ -58,21 +61,29 @@ def step_functions(root: Path) -> set[CodeType]:
     run = load_run("tiny", overrides=OVERRIDES)
     assert isinstance(run, GRPORun)
     entered = Entered(root)
-    parts = build_online(run)
-    try:
-        trainer = OnlineTrainer(parts)
-        trainer.push(policy_version=0)
-        take_step(trainer, 0)
-        return entered.by(lambda: take_step(trainer, 1))
-    finally:
-        parts.close()
+    with Builder(run) as build:
+        environment, algorithm = build.environment(), build.algorithm()
+        policy = build.policy(algorithm)
+        reference, _ = build.roles(policy, environment, algorithm)
+        engine = build.engine(policy)
+        rollouts = build.rollouts(engine, environment, algorithm)
+        assert reference is not None
 
+        def take_step(step: int) -> None:
+            """The lines of lockstep.loops.rl that take a step."""
+            groups = rollouts.sample(step).groups
+            samples = rollout_samples(r.trajectory for group in groups for r in group.rollouts)
+            ref_logprobs = reference.logprobs(samples)
+            estimates = estimate(algorithm, groups, samples, ref_logprobs=ref_logprobs)
+            batches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
+            updates = [policy.update(micro_batches, batches.loss) for micro_batches in batches]
+            rollout_metrics(estimates.groups)
+            policy.metrics(batches, updates)
+            engine.load(policy, version=step + 1)
 
-def take_step(trainer: OnlineTrainer, step: int) -> None:
-    """Rollouts, update, weights to the engine."""
-    sampled = trainer.sample(step)
-    trainer.update(sampled.groups, step=step)
-    trainer.push(policy_version=step + 1)
+        engine.load(policy, version=0)
+        take_step(0)
+        return entered.by(lambda: take_step(1))
 
 
 class Entered:

@@ -2,18 +2,29 @@
 # Pages: docs/how-to/own-loop.md
 set -eu
 cat > loop.py <<'END'
-from lockstep import OnlineTrainer, build_online, load_run
+from lockstep import Builder, load_run
+from lockstep.loop.policy import estimate
+from lockstep.schema.batch import rollout_samples
 
-parts = build_online(load_run("tiny"))
-trainer = OnlineTrainer(parts)
-trainer.push(policy_version=0)  # the engine samples from the trainer's weights
-for step in range(3):
-    groups = trainer.sample(step).groups  # prompts -> completions -> rewards
-    hard = [g for g in groups if min(r.reward for r in g.rollouts) < 0.9]
-    result = trainer.update(hard, step=step)  # advantages -> packs -> loss, backward, optimizer
-    trainer.push(policy_version=step + 1)
-    print(step, result.metrics["reward/mean"], result.metrics["grad_norm"])
-parts.backend.export("export")
-parts.close()
+with Builder(load_run("tiny")) as build:
+    environment = build.environment()
+    algorithm = build.algorithm()
+    policy = build.policy(algorithm)
+    build.roles(policy, environment, algorithm)  # reference and critic, where the algorithm has them
+    engine = build.engine(policy)
+    rollouts = build.rollouts(engine, environment, algorithm)
+
+    engine.load(policy, version=0)  # the engine samples from the policy's weights
+    for step in range(3):
+        groups = rollouts.sample(step).groups  # tasks -> trajectories -> rewards
+        hard = [g for g in groups if min(r.reward for r in g.rollouts) < 0.9]
+        samples = rollout_samples(r.trajectory for g in hard for r in g.rollouts)
+        estimates = estimate(algorithm, hard, samples)  # advantages
+        batches = policy.pack(step, samples, estimates, algorithm)  # micro-batches of each optimizer step
+        updates = [policy.update(batch, batches.loss) for batch in batches]
+        engine.load(policy, version=step + 1)
+        rewards = [r.reward for g in groups for r in g.rollouts]
+        print(step, sum(rewards) / len(rewards), updates[-1]["grad_norm"])
+    policy.backend.export("export")
 END
 python loop.py

@@ -11,6 +11,7 @@ Public names are imported on first use: `import lockstep` itself does not load t
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from lockstep.version import __version__
@@ -21,30 +22,43 @@ if TYPE_CHECKING:
     from lockstep.config.run import DPORun as DPORun
     from lockstep.config.run import GRPORun as GRPORun
     from lockstep.config.run import SFTRun as SFTRun
-    from lockstep.loop.build import OnlineParts as OnlineParts
-    from lockstep.loop.build import build_online as build_online
-    from lockstep.loop.offline import train_offline as train_offline
-    from lockstep.loop.online import OnlineTrainer as OnlineTrainer
-    from lockstep.loop.online import train_online as train_online
+    from lockstep.loop.build import Builder as Builder
+    from lockstep.loops import train_offline as train_offline
+    from lockstep.loops import train_online as train_online
+    from lockstep.loops.online import OnlineParts as OnlineParts
+    from lockstep.loops.online import OnlineTrainer as OnlineTrainer
+    from lockstep.loops.online import build_online as build_online
     from lockstep.recording.hooks.record import record as record
+    from lockstep.rollout.environment import Environment as Environment
 
 _HOMES = {
+    "Builder": "lockstep.loop.build",
     "DPORun": "lockstep.config.run",
+    "Environment": "lockstep.rollout.environment",
     "GRPORun": "lockstep.config.run",
-    "OnlineParts": "lockstep.loop.build",
-    "OnlineTrainer": "lockstep.loop.online",
+    "OnlineParts": "lockstep.loops.online",
+    "OnlineTrainer": "lockstep.loops.online",
     "PPORun": "lockstep.config.ppo",
     "SFTRun": "lockstep.config.run",
-    "build_online": "lockstep.loop.build",
+    "build_online": "lockstep.loops.online",
     "load_run": "lockstep.config.load",
     "record": "lockstep.recording.hooks.record",
-    "train_offline": "lockstep.loop.offline",
-    "train_online": "lockstep.loop.online",
+    "train_offline": "lockstep.loops",
+    "train_online": "lockstep.loops",
 }
 """Public name -> the module that defines it."""
 
+_REMOVED_IN_0_2 = {
+    "OnlineParts": "Builder",
+    "OnlineTrainer": "Builder",
+    "build_online": "Builder",
+}
+"""Public name -> what takes its place."""
+
 __all__ = [
+    "Builder",
     "DPORun",
+    "Environment",
     "GRPORun",
     "OnlineParts",
     "OnlineTrainer",
@@ -64,6 +78,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _REMOVED_IN_0_2:
+        instead = f"use lockstep.{_REMOVED_IN_0_2[name]}, as examples/own_loop.py does"
+        warnings.warn(f"lockstep.{name} will be removed in 0.2; {instead}", DeprecationWarning, stacklevel=2)
+        return value
     globals()[name] = value
     return value
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.engine.spec import EngineSpec
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
+from lockstep.protocols.engine import Finished, Handle
+from lockstep.schema.rollout import Completion, GenerationRequest, Prompt, Rollout, RolloutGroup, Trajectory
 
 
 def completion(prompt: Sequence[int], tokens: Sequence[int], logprobs: Any = -1.0, **more: Any) -> Completion:
@@ -47,3 +48,36 @@ def engine_spec(**changes: Any) -> EngineSpec:
         "work_dir": Path("/run/engine"),
     }
     return EngineSpec(**fields | changes)
+
+
+class FakeEngine:
+    """Streams the seed's last two digits as tokens; keeps the requests."""
+
+    def __init__(self, finish_reason: Any = "length") -> None:
+        self.requests: list[GenerationRequest] = []
+        self.waiting: list[tuple[Handle, int, tuple[int, ...]]] = []
+        self.finish_reason = finish_reason
+
+    def submit(self, request: GenerationRequest) -> Handle:
+        self.requests.append(request)
+        handle = Handle(request=request, index=len(self.requests))
+        self.waiting += [(handle, i, request.prompt_token_ids) for i in range(len(request.seeds))]
+        return handle
+
+    def continue_(self, finished: Finished, token_ids: Sequence[int] = (), *, sampling: Any) -> None:
+        before = finished.completion
+        context = (*before.prompt_token_ids, *before.token_ids, *token_ids)
+        self.waiting.append((finished.handle, finished.sample, context))
+
+    def finished(self) -> Iterator[Finished]:
+        while self.waiting:
+            yield self.next(*self.waiting.pop(0))
+
+    def next(self, handle: Handle, sample: int, prompt: tuple[int, ...]) -> Finished:
+        seed = handle.request.seeds[sample]
+        text, tokens = str(seed % 100), [seed % 100]
+        made = completion(prompt, tokens, finish_reason=self.finish_reason, text=text, seed=seed)
+        return Finished(handle=handle, sample=sample, completion=made)
+
+    def abort(self) -> None:
+        pass

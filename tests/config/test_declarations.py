@@ -123,7 +123,8 @@ instead = "train.execution = 'eager'"
 ASK = """
 import json
 from lockstep.config.declarations import doctor_lines
-from lockstep.config.run import SFTRun, check_ranks
+from lockstep.config.run import SFTRun
+from lockstep.config.run_config import check_ranks
 from lockstep.config.support import AXES, support_rows
 from lockstep.errors import ConfigError
 from lockstep_lab.step_bench import cells

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
+from lockstep import loops
 from lockstep.config.load import load_run
 from lockstep.config.old_names import RENAMED
 from lockstep.config.ppo import PPORun
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
-from lockstep.loop.offline import train_offline
-from lockstep.loop.online import train_online
 from lockstep.ranks.environment import COPIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,7 +171,7 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path, monkeypatch: pytes
     }
     run = load_run("tiny", kind="grpo", overrides=grpo)
     assert isinstance(run, GRPORun)
-    train_online(run)
+    loops.train(run)
     model = load("examples/tiny_text_model.py").save(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(
         "".join(
@@ -184,7 +183,7 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path, monkeypatch: pytes
     held_out = {"eval_data.source": str(tmp_path / "rows.jsonl"), "data.max_length": 64}
     fine_tuning = load_run(kind="sft", overrides=shared | sft | held_out | {"eval_data.max_length": 64})
     assert isinstance(fine_tuning, SFTRun)
-    train_offline(fine_tuning)
+    loops.train(fine_tuning)
     boxed = {
         "steps": 1,
         "rollout.prompts_per_step": 2,
@@ -197,7 +196,7 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path, monkeypatch: pytes
     }
     answers = load_run(kind="grpo", overrides=shared | boxed)
     assert isinstance(answers, GRPORun)
-    train_online(answers)
+    loops.train(answers)
     to_the_bit = {
         "steps": 1,
         "run_dir": str(tmp_path / "bits"),
@@ -208,11 +207,11 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path, monkeypatch: pytes
     }
     equal = load_run("tiny", kind="grpo", overrides=to_the_bit)
     assert isinstance(equal, GRPORun)
-    train_online(equal)
+    loops.train(equal)
     critic = {"steps": 1, "run_dir": str(tmp_path / "ppo"), "algorithm.kl.coef": 0.01}
     ppo = load_run("tiny-ppo", kind="ppo", overrides=critic | {"algorithm.missing_end_penalty": 0.1})
     assert isinstance(ppo, PPORun)
-    train_online(ppo)
+    loops.train(ppo)
 
     real = set().union(*(logged(tmp_path / name) for name in ("grpo", "sft", "math", "bits", "ppo")))
     named = documented()

@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PRELOADED = (
-    "lockstep.loop.online",
-    "lockstep.loop.offline",
+    "lockstep.loops",
     "lockstep.train.local",
     "lockstep.engine.hf.engine",
 )

@@ -59,6 +59,24 @@ def test_own_loop_trains_on_some_groups_and_exports(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_loop_that_was_written_for_the_last_version_goes_on(tmp_path: Path) -> None:
+    """examples/own_loop.py as it was before `Builder`: the same steps as the new one."""
+    command = [sys.executable, "-W", "default", str(Path(__file__).with_name("own_loop_0_0.py"))]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "lockstep.OnlineTrainer will be removed in 0.2; use lockstep.Builder" in done.stderr
+    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    new = [line for line in run("own_loop.py", tmp_path).splitlines() if line.startswith("step ")]
+    assert done.returncode == 0 and len(steps) == 5 and steps == new
+
+
+@pytest.mark.slow
 def test_sft_lowers_the_held_out_loss(tmp_path: Path) -> None:
     before, after = numbers(r"held-out loss ([\d.]+) -> ([\d.]+)", run("sft_tiny.py", tmp_path))
     assert after < before - 1.0

@@ -27,6 +27,7 @@ from raising import raises
 from scripted import SCRIPTED, prompts, save_scripted
 from transformers import AutoTokenizer
 
+from lockstep import loops
 from lockstep.algorithms.preferences import mismatched
 from lockstep.cli.main import main
 from lockstep.config.batch import RewardModelConfig
@@ -36,7 +37,6 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.data.preferences import load_preferences, load_scored_pairs, load_unpaired
 from lockstep.data.sft import load_sft
 from lockstep.errors import DataError, ModelError
-from lockstep.loop.offline import train_offline
 from lockstep.models.architectures import causal_lm
 from lockstep.models.export import exported_folder, weights_fingerprint
 from lockstep.models.load import load_model
@@ -574,7 +574,7 @@ def test_a_step_to_one_prompt_is_refused(tiny_folder, tmp_path, number, more, sa
     data = {"data.source": pairs_of(tmp_path, number), "model.name": str(tiny_folder)}
     run = {"algorithm.name": "kto", "batch_size": 2, "run_dir": str(tmp_path / "run")}
     with raises(DataError, f"wrong-pairs: {says}"):
-        train_offline(load_run(kind="dpo", overrides=data | run | more))
+        loops.train(load_run(kind="dpo", overrides=data | run | more))
 
 
 # end of 13

@@ -24,12 +24,12 @@ import torch
 from raising import raises
 from safetensors.torch import load_file
 
+from lockstep import loops
 from lockstep.cli.main import main
 from lockstep.cli.train import parse
 from lockstep.config.load import build, load_resumed, override, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TrainError
-from lockstep.loop.online import train_online
 from lockstep.observe.ledger import check_ledger
 from lockstep.observe.lock import OwnedFolder, remove_left
 from lockstep.observe.metrics import JsonlWriter
@@ -117,15 +117,15 @@ def test_a_step_that_was_cut_short_leaves_nothing_in_its_checkpoint(
     text: str, at: int, end: Callable[[], None], tmp_path: Path
 ) -> None:
     """Expected: what the run has that nobody disturbed, to the bit."""
-    train_online(tiny(tmp_path / "straight", text), rewards=[drawing()])
+    loops.train(tiny(tmp_path / "straight", text), rewards=[drawing()])
     try:
-        summary = train_online(tiny(tmp_path / "cut", text), rewards=[drawing(at, end)])
+        summary = loops.train(tiny(tmp_path / "cut", text), rewards=[drawing(at, end)])
         assert summary["outcome"] == "interrupted"
     except LockstepError as error:
         assert error.code == "reward-failed"
     run = load_resumed(tmp_path / "cut")
     assert isinstance(run, GRPORun)
-    train_online(run, resume=tmp_path / "cut", rewards=[drawing()])
+    loops.train(run, resume=tmp_path / "cut", rewards=[drawing()])
     straight, cut = (outcome(tmp_path / name) for name in ("straight", "cut"))
     assert len(straight["metrics"]) == 7 and cut == straight
 
@@ -174,7 +174,7 @@ def dead_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(JsonlWriter, "write", full)
                 with raises(TrainError, "cannot-write") as caught:
-                    train_online(tiny(made[every] / "run", text))
+                    loops.train(tiny(made[every] / "run", text))
             (made[every] / "run" / "said.txt").write_text(str(caught.value))
         shutil.copytree(made[every] / "run", folder / "run")
         for name in ("config.toml", "summary.json", "said.txt"):
@@ -333,17 +333,17 @@ def test_files_that_do_not_tell_of_the_same_steps_are_told(
     config = override(load_resumed(run), {"steps": 3})
     assert isinstance(config, GRPORun)
     if resumes is None:
-        assert train_online(config, resume=run)["outcome"] == "finished"
+        assert loops.train(config, resume=run)["outcome"] == "finished"
         assert not lost or check_ledger(run).problems
     else:
         with raises(CheckpointError, f"incomplete: {resumes}"):
-            train_online(config, resume=run)
+            loops.train(config, resume=run)
 
 
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    train_online(override(tiny(folder), {"steps": 2}))  # type: ignore[arg-type]
+    loops.train(override(tiny(folder), {"steps": 2}))  # type: ignore[arg-type]
     return folder
 
 
@@ -352,14 +352,14 @@ def test_a_run_whose_metrics_were_emptied_is_not_begun_again(tmp_path: Path) -> 
     text = TINY.replace("every = 1\nbackground", "every = 0\nsave_at_end = false\nbackground")
     run = override(tiny(tmp_path / "run", text), {"rollout.save": False, "steps": 2, "eval.every": 0})
     assert isinstance(run, GRPORun)
-    train_online(run)
+    loops.train(run)
     for name in ("metrics.jsonl", "summary.json"):
         (tmp_path / "run" / name).unlink()
     for file in (tmp_path / "run/rollouts").iterdir():
         file.unlink()
     ledger = (tmp_path / "run/ledger.jsonl").read_bytes()
     with raises(CheckpointError, "incomplete: checkpoints"):
-        train_online(run, resume=tmp_path / "run")
+        loops.train(run, resume=tmp_path / "run")
     assert (tmp_path / "run/ledger.jsonl").read_bytes() == ledger
 
 

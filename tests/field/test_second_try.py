@@ -32,7 +32,7 @@ from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
 from lockstep.data.sources import check_source
 from lockstep.errors import ConfigError, DataError, ModelError, RewardError
-from lockstep.loop.build import build_online
+from lockstep.loops.online import build_online
 from lockstep.models.export import export_hf
 from lockstep.models.load import load_model
 from lockstep.protocols.reward import RewardInput

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lockstep import loops
 from lockstep.config.load import build
 from lockstep.config.run import GRPORun
-from lockstep.loop.online import train_online
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("LOCKSTEP_GPU_ENGINE_PROCESS") != "1", reason="LOCKSTEP_GPU_ENGINE_PROCESS is not 1"
@@ -65,7 +65,7 @@ def weights(run: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("embedded") / "run"
-    train_online(run_of(run))
+    loops.train(run_of(run))
     return run
 
 
@@ -84,7 +84,7 @@ def test_it_trains_to_the_bit_as_in_the_trainers_process(
     if placed and torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     run = tmp_path / "run"
-    train_online(run_of(run, process="separate", transfer=transfer, verify="always", **placed))
+    loops.train(run_of(run, process="separate", transfer=transfer, verify="always", **placed))
     ours = numbers(run)
     assert [row["logprob_gap_max"] for row in ours if "logprob_gap_max" in row] == [0.0] * 3
     assert ours == numbers(embedded)

@@ -14,7 +14,8 @@ from lockstep.config.base import Config
 from lockstep.config.batch import GenerateConfig, ScoreConfig
 from lockstep.config.load import check, dump_toml, load_run, merge, read_toml
 from lockstep.config.problems import model_of
-from lockstep.config.run import DPORun, GRPORun, SFTRun, check_ranks
+from lockstep.config.run import DPORun, GRPORun, SFTRun
+from lockstep.config.run_config import check_ranks
 from lockstep.errors import ConfigError
 
 HUGE = 10**5000  # Python refuses to print it

@@ -17,13 +17,13 @@ from classifiers import save_classifier
 from raising import raises
 from transformers import AutoTokenizer
 
+from lockstep import loops
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.load import build
 from lockstep.config.model import ModelConfig
 from lockstep.data.chat import ChatFormat
 from lockstep.errors import ConfigError, DataError, LockstepError, ModelError
-from lockstep.loop.offline import train_offline
 from lockstep.models import reward
 from lockstep.models.export import model_facts
 from lockstep.models.folder import READ
@@ -148,7 +148,7 @@ def test_documents_beyond_the_models_positions_are_refused(kind: str, folder: Pa
         "train": {"token_budget": 512},
     }
     with raises(ConfigError, "too-long: data.max_length"):
-        train_offline(build(run, origin="test"))
+        loops.train(build(run, origin="test"))
 
 
 @pytest.mark.parametrize(

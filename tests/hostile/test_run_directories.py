@@ -13,19 +13,21 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from raising import raises
 
+from lockstep import loops
 from lockstep.config.load import load_resumed, load_run
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TrainError
 from lockstep.loop import distributed as joining
-from lockstep.loop.online import train_online
+from lockstep.loop.policy import Policy
 from lockstep.loop.preflight import preflight
-from lockstep.loop.session import Session
+from lockstep.loop.run import Run
 from lockstep.models.load import load_model
 from lockstep.observe.lock import RunLock
 from lockstep.observe.run_history import Line, check_lines, metric_lines
@@ -68,7 +70,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
     run = load_run("tiny", overrides=TINY | {"run_dir": str(folder)})
     assert isinstance(run, GRPORun)
-    assert train_online(run)["outcome"] == "finished"
+    assert loops.train(run)["outcome"] == "finished"
     return folder
 
 
@@ -107,9 +109,9 @@ def resume(backend: LocalBackend, finished: Path, monkeypatch: pytest.MonkeyPatc
                 parameter.zero_()
         if (summary := preflight(run, resume=folder, checkpoint=checkpoint)) is not None:
             return summary
-        with Session(run, resume=folder, checkpoint=checkpoint) as session:
-            done = session.restore(backend)
-            evaluations = session._state["evaluations"]
+        with Run(run, resume=folder, checkpoint=checkpoint) as opened:
+            opened.restore(cast(Policy, SimpleNamespace(backend=backend)))
+            done, evaluations = opened.first_step, opened._saving.state.values["evaluations"]
         lines = [(line.step, line.evaluation) for line in metric_lines(folder / "metrics.jsonl")]
         rollouts = {f.name: f.read_bytes() for f in sorted((folder / "rollouts").iterdir())}
         weights = b"".join(p.detach().numpy().tobytes() for p in backend.module.parameters())
@@ -331,7 +333,7 @@ def test_without_checkpoints_nothing_is_begun_again(left, spoilt, resume):
     with raises(CheckpointError, "incomplete: checkpoints"):
         resume(run)
     with raises(ConfigError, "already-exists: run-0"):
-        train_online(load_run("tiny", overrides=TINY | {"run_dir": str(run)}))  # type: ignore[arg-type]
+        loops.train(load_run("tiny", overrides=TINY | {"run_dir": str(run)}))  # type: ignore[arg-type]
     assert {p: p.read_bytes() for p in before} == before
 
 
@@ -357,8 +359,8 @@ def test_a_run_that_did_no_step_begins_again(spoilt, resume):
         if file.name not in ("evaluation-before.jsonl", "step-000000.jsonl"):
             file.unlink()
     run_config = load_resumed(run)
-    with Session(run_config, resume=run) as session:
-        assert session._from is None and session._state["evaluations"] == {}
+    with Run(run_config, resume=run) as opened:
+        assert opened._saving._from is None and opened._saving.state.values["evaluations"] == {}
 
 
 def test_checkpoints_on_which_the_files_disagree(spoilt, resume):
@@ -531,7 +533,7 @@ def test_a_disk_that_fills_up_while_training(finished, resume, tmp_path):
             free = shutil.disk_usage(disk).free
             (disk / "ballast").write_bytes(bytes(free - left * 1024))
             with pytest.raises(LockstepError) as caught:
-                train_online(load_resumed(run, {"steps": 6}), resume=run)  # type: ignore[arg-type]
+                loops.train(load_resumed(run, {"steps": 6}), resume=run)  # type: ignore[arg-type]
             assert str(caught.value).isprintable() and caught.value.code in ("cannot-write", "no-space")
             failed.add(str(caught.value).partition(":")[0].rpartition("/")[2])
             (disk / "ballast").unlink()
@@ -558,9 +560,9 @@ def test_each_file_on_a_full_disk_is_one_error(name, spoilt, monkeypatch):
         if name == "metrics.jsonl":
             patch.setattr(metrics.os, "write", full)
         with raises(TrainError, f"cannot-write: {name}"):
-            train_online(load_resumed(run, {"steps": 6}), resume=run)  # type: ignore[arg-type]
+            loops.train(load_resumed(run, {"steps": 6}), resume=run)  # type: ignore[arg-type]
     assert not list(run.rglob(".*"))
-    summary = train_online(load_resumed(run, {"steps": 6}), resume=run)  # type: ignore[arg-type]
+    summary = loops.train(load_resumed(run, {"steps": 6}), resume=run)  # type: ignore[arg-type]
     assert (summary["outcome"], summary["steps"]) == ("finished", 6)
     steps = [line.step for line in metric_lines(run / "metrics.jsonl") if line.evaluation is None]
     assert steps == [0, 1, 2, 3, 4, 5]
@@ -641,7 +643,7 @@ def test_a_missing_package_is_named_before_there_is_a_run_directory(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
     run = load_run("tiny", overrides=TINY | settings | {"run_dir": str(tmp_path / "run")})
     with raises(ConfigError, f"missing-package: {about}"):
-        train_online(run)  # type: ignore[arg-type]
+        loops.train(run)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
 
 
@@ -660,15 +662,15 @@ def test_evaluations_on_resume_never_change_the_training_data(started_with, tmp_
     }
     # The same generator: the held-out prompts are the first four of the ten.
     run = load_run("tiny", overrides=TINY | evaluation | settings)
-    train_online(run)  # type: ignore[arg-type]
+    loops.train(run)  # type: ignore[arg-type]
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["held_out"], manifest["data"]["prompts"]) == (started_with, 10)
     turned = load_resumed(folder, {"steps": 2, "eval.before": False, "eval.after": not started_with})
     if started_with:
-        assert train_online(turned, resume=folder)["steps"] == 2  # type: ignore[arg-type]
+        assert loops.train(turned, resume=folder)["steps"] == 2  # type: ignore[arg-type]
         return
     with raises(ConfigError, "contradiction: eval.before"):
-        train_online(turned, resume=folder)  # type: ignore[arg-type]
+        loops.train(turned, resume=folder)  # type: ignore[arg-type]
 
 
 def test_a_run_of_a_version_that_always_held_prompts_out_trains_on_the_same_ones(tmp_path):
@@ -677,7 +679,7 @@ def test_a_run_of_a_version_that_always_held_prompts_out_trains_on_the_same_ones
     settings = {"data.size": 10, "steps": 1, "eval_data.source": "ids", "eval_data.size": 4}
     off = {"eval.before": False, "eval.after": False, "eval.every": 0, "eval.num_prompts": 4}
     run = load_run("tiny", overrides=TINY | settings | off | {"run_dir": str(folder)})
-    train_online(run)  # type: ignore[arg-type]
+    loops.train(run)  # type: ignore[arg-type]
     file = folder / "manifest.json"
     written = json.loads(file.read_text())
     older = {name: value for name, value in written.items() if name not in ("held_out", "algorithm")}
@@ -686,7 +688,7 @@ def test_a_run_of_a_version_that_always_held_prompts_out_trains_on_the_same_ones
     older["data_fingerprint"] = "c65c8c77c9a493dfe7e952ac9a58a197"
     file.write_text(json.dumps(older))
     resumed = load_resumed(folder, {"steps": 2})
-    assert train_online(resumed, resume=folder)["steps"] == 2  # type: ignore[arg-type]
+    assert loops.train(resumed, resume=folder)["steps"] == 2  # type: ignore[arg-type]
     again = json.loads(file.read_text())
     assert (again["held_out"], again["data"], again["data_fingerprint"]) == (
         True,

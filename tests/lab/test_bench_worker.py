@@ -31,7 +31,7 @@ from lockstep_lab.step_bench.job import READY, Ready
 from lockstep.observe.files import write_json
 
 def load(cell):
-    cell.parts = SimpleNamespace(close=lambda: None)
+    cell.build = SimpleNamespace(close=lambda: None)
     cell.memory = SimpleNamespace(reset=lambda: None)
 
 def warm_up(cell):
@@ -84,7 +84,7 @@ def test_only_what_loading_raises_was_refused(
     exit_status: int,
 ) -> None:
     def load(cell: Any) -> None:
-        cell.parts = SimpleNamespace(close=lambda: None)
+        cell.build = SimpleNamespace(close=lambda: None)
 
     def broken(cell: Any) -> None:
         raise kind("the engine has died", code="process-died")
@@ -121,7 +121,7 @@ def test_the_gap_is_the_largest_of_what_was_sampled(
     ]
     rows = [torch.tensor(row) for row in [*scored, [9.0, 9.0, 9.0]]]
     cell.requests = []
-    cell.parts = SimpleNamespace(  # type: ignore[assignment]
+    cell.policy = SimpleNamespace(  # type: ignore[assignment]
         plan=lambda made, weights: batches,
         backend=SimpleNamespace(logprobs=lambda batches: rows),
     )
@@ -143,7 +143,7 @@ def test_parameters_that_zero_3_has_cut_up_count_as_a_whole(cell: Cell, tied: bo
         parameter.data = torch.empty(0)
     module = torch.nn.Sequential(embedding, head)
     module.get_input_embeddings = lambda: embedding  # type: ignore[assignment]
-    cell.parts = SimpleNamespace(model=SimpleNamespace(module=module))  # type: ignore[assignment]
+    cell.policy = SimpleNamespace(model=SimpleNamespace(module=module))  # type: ignore[assignment]
     cell.config = SimpleNamespace(tie_word_embeddings=tied)
     assert cell._matmul_parameters() == count
 

@@ -21,8 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 PRELOADED = (
-    "lockstep.loop.online",
-    "lockstep.loop.offline",
+    "lockstep.loops",
     "lockstep.train.local",
     "lockstep.engine.hf.engine",
     "peft",
@@ -79,16 +78,16 @@ def run(job: dict[str, Any]) -> None:
 
 
 def follow_steps() -> None:
-    from lockstep.loop.session import Session
+    from lockstep.loop.run import Run
 
-    begin = Session.begin_step
+    begin = Run._begin_step
 
-    def begin_step(self: Session, step: int) -> None:
+    def begin_step(self: Run, step: int) -> None:
         global _step
         _step = step
         begin(self, step)
 
-    Session.begin_step = begin_step  # type: ignore[method-assign]
+    Run._begin_step = begin_step  # type: ignore[method-assign]
 
 
 def arm(

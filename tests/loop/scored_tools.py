@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lockstep.config.load import build
 from lockstep.config.run import GRPORun
-from lockstep.loop.build import OnlineParts, build_online
-from lockstep.loop.online import OnlineTrainer, StepResult
+from lockstep.loops.online import OnlineParts, OnlineTrainer, StepResult, build_online
 from lockstep.ranks.context import RankContext
 from lockstep.schema.rollout import RolloutGroup
 

@@ -15,9 +15,9 @@ from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
 from lockstep.loop import world
-from lockstep.loop.build import build_online
 from lockstep.loop.resolve import find_machine
 from lockstep.loop.world import World
+from lockstep.loops.online import build_online
 from lockstep.ranks.context import RankContext
 
 OWN = {"colocate": [["policy"], ["ref"], ["value"]], "dedicated_gpus": True, "engine_gpus": 1}

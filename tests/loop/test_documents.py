@@ -11,6 +11,7 @@ from classifiers import save_classifier
 from raising import raises
 from transformers import AutoTokenizer
 
+from lockstep import loops
 from lockstep.cli.main import main
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig
@@ -19,7 +20,6 @@ from lockstep.data.preferences import load_preferences, load_unpaired
 from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
 from lockstep.errors import ConfigError, DataError
-from lockstep.loop.offline import train_offline
 from lockstep.models.reward import RewardModel
 
 GROWN = "<|extra|>"
@@ -87,10 +87,10 @@ def test_a_batch_of_kto_is_of_answers(tiny_folder, tmp_path, size, more, told):
     data = {"data.source": str(tmp_path / "rows.jsonl"), "model.name": str(tiny_folder), "steps": 1}
     run = {"algorithm.name": "kto", "batch_size": size, "run_dir": str(tmp_path / "run")}
     if told is None:
-        assert train_offline(load_run(kind="dpo", overrides=data | run | more))["outcome"] == "finished"
+        assert loops.train(load_run(kind="dpo", overrides=data | run | more))["outcome"] == "finished"
     else:
         with pytest.raises((ConfigError, DataError)) as caught:
-            train_offline(load_run(kind="dpo", overrides=data | run | more))
+            loops.train(load_run(kind="dpo", overrides=data | run | more))
         assert told in str(caught.value)
 
 
@@ -115,5 +115,5 @@ def test_the_setting_and_the_longest_document_are_told_apart(tiny_folder, tmp_pa
     data = {"data.source": str(tmp_path / "rows.jsonl"), "data.max_length": 4200, "batch_size": 2}
     run = {"model.name": str(tiny_folder), "run_dir": str(tmp_path / "run"), "train.token_budget": 8192}
     with raises(ConfigError, "too-long: data.max_length", tokens=4101) as caught:
-        train_offline(load_run(kind="sft", overrides=data | run))
+        loops.train(load_run(kind="sft", overrides=data | run))
     assert "data.max_length = 4200 lets the longest document" in str(caught.value)

@@ -15,11 +15,11 @@ from loop_runs import TINY, metrics_of
 from safetensors.torch import load_file
 from starting import succeeds
 
+from lockstep import loops
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote.driver import EventStreams
 from lockstep.engine.remote.http import Unreachable
-from lockstep.loop.online import train_online
 from lockstep.observe.ledger import check_ledger
 from lockstep.observe.run_history import read_lines
 
@@ -46,7 +46,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def of(kind: str) -> Path:
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp(kind) / "run"
-            train_online(run_of(kind, made[kind]))
+            loops.train(run_of(kind, made[kind]))
         return made[kind]
 
     return of
@@ -76,7 +76,7 @@ def engine_metrics(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_it_trains_to_the_bit_as_in_the_trainers_process(kind, embedded, tmp_path):
     run, reference = tmp_path / "run", embedded(kind)
-    train_online(run_of(kind, run, process="separate", verify="always"))
+    loops.train(run_of(kind, run, process="separate", verify="always"))
     assert metrics_of(run) == metrics_of(reference)
     assert rollouts(run) == rollouts(reference)
     assert weights(run) == weights(reference)
@@ -111,7 +111,7 @@ def test_a_server_that_is_killed_in_a_batch_costs_no_bit(embedded, tmp_path, mon
 
     monkeypatch.setattr(EventStreams, "poll", cut)
     run, reference = tmp_path / "run", embedded("grpo")
-    train_online(run_of("grpo", run, process="separate", verify="off"))
+    loops.train(run_of("grpo", run, process="separate", verify="off"))
     assert len(killed) == 1
     assert [step["engine/restarts"] for step in engine_metrics(run)] == [0.0, 1.0, 1.0]
     assert rollouts(run) == rollouts(reference)
@@ -130,7 +130,7 @@ def test_a_server_that_is_killed_in_a_batch_costs_no_bit(embedded, tmp_path, mon
 
 def test_replicas_share_the_samples_and_keep_the_bits(embedded, tmp_path):
     run, reference = tmp_path / "run", embedded("grpo")
-    train_online(run_of("grpo", run, process="separate", replicas=2, transfer="collective"))
+    loops.train(run_of("grpo", run, process="separate", replicas=2, transfer="collective"))
     assert rollouts(run) == rollouts(reference)
     assert weights(run) == weights(reference)
 

@@ -23,11 +23,11 @@ sys.path.insert(0, str(EXTERNAL))
 
 import external  # noqa: E402
 
+from lockstep import loops  # noqa: E402
 from lockstep.config.load import load_run  # noqa: E402
 from lockstep.config.run import GRPORun  # noqa: E402
 from lockstep.errors import ConfigError, EngineError  # noqa: E402
 from lockstep.loop.engines import external_engine_spec, max_model_len  # noqa: E402
-from lockstep.loop.online import train_online  # noqa: E402
 from lockstep.models.load import load_model  # noqa: E402
 
 
@@ -56,14 +56,14 @@ def assert_same(run: Path, reference: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", exhaustive(["memory", "disk"], quick=["memory"]))
 def test_it_trains_to_the_bit_as_with_hf(transport: str, tmp_path: Path) -> None:
-    train_online(run_of(tmp_path, "hf"))
+    loops.train(run_of(tmp_path, "hf"))
     chosen = {
         "engine.name": "external:ExternalHF",
         "engine.transfer": transport,
         "engine.verify": "always",
         "engine.offload": True,
     }
-    train_online(run_of(tmp_path, "external", **chosen))
+    loops.train(run_of(tmp_path, "external", **chosen))
     assert_same(tmp_path / "external", tmp_path / "hf")
     engine = external.MADE[-1]
     assert engine.finished == 5  # before the first step, and after each
@@ -97,7 +97,7 @@ def test_verification_stops_the_run(kind: str, what: str, says: str, tmp_path: P
     # A step must move the weights by more than rounding, or a stale answer is a right one.
     chosen = {"engine.name": f"external:{kind}", "engine.verify": "always", "eval.before": False}
     with raises(EngineError, what) as caught:
-        train_online(run_of(tmp_path, "run", **chosen, **{"train.lr": 0.1}))
+        loops.train(run_of(tmp_path, "run", **chosen, **{"train.lr": 0.1}))
     assert says in str(caught.value)
     if kind in ("OneWrong", "NoHead"):  # seen before the first step, and such a start leaves nothing behind
         assert not (tmp_path / "run").exists()
@@ -109,20 +109,20 @@ def test_verification_stops_the_run(kind: str, what: str, says: str, tmp_path: P
 def test_the_gate_of_the_first_step_stays_when_verification_is_off(tmp_path: Path) -> None:
     chosen = {"engine.name": "external:OneWrong", "engine.verify": "off", "eval.before": False}
     with raises(EngineError, "values-differ: logprob_gap_mean"):
-        train_online(run_of(tmp_path, "run", **chosen))
+        loops.train(run_of(tmp_path, "run", **chosen))
 
 
 def test_an_engine_that_no_way_leads_to_is_closed_again(tmp_path: Path) -> None:
     chosen = {"engine.name": "external:ExternalHF", "engine.transfer": "collective"}
     with raises(EngineError, "unsupported-combination: engine.transfer"):
-        train_online(run_of(tmp_path, "run", **chosen))
+        loops.train(run_of(tmp_path, "run", **chosen))
     assert external.MADE[-1]._state == "closed"
 
 
 def test_memory_that_runs_out_in_the_engine_is_the_engines(tmp_path: Path) -> None:
     chosen = {"engine.name": "external:RunsOut", "eval.before": False, "eval.every": 0}
     with raises(EngineError, "out-of-memory") as caught:
-        train_online(run_of(tmp_path, "run", **chosen))
+        loops.train(run_of(tmp_path, "run", **chosen))
     assert "before the last weight update: trainer rss_peak" in str(caught.value)
     assert str(caught.value).count("engine weights 1.00 GiB") == 3
 

@@ -93,7 +93,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(
 
 def test_ctrl_c_in_the_last_save_lets_the_run_finish(lockstep, straight, tiny_toml, tmp_path):
     run = tmp_path / "run"
-    orders = [send("lockstep.loop.session:Session.finish")]
+    orders = [send("lockstep.loop.run:Run.finish")]
     ended = lockstep("train", tiny_toml, "--run-dir", run, cwd=tmp_path, signals=orders)
     assert ended.verdict.startswith("train: finished, 4 steps")
     assert everything(run) == straight()

@@ -12,6 +12,7 @@ import torch
 from loop_runs import metrics_of
 from raising import raises
 
+from lockstep import loops
 from lockstep.config.load import build, load_run
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import GRPORun, SFTRun
@@ -23,8 +24,6 @@ from lockstep.loop.determinism import (
     contract_change,
     make_invariant,
 )
-from lockstep.loop.offline import train_offline
-from lockstep.loop.online import train_online
 from lockstep.models.load import load_model
 from lockstep.recording import Recording
 from lockstep.schema.contract import KernelContract
@@ -77,10 +76,10 @@ def test_rollout_logprobs_are_the_old_ones_and_the_forward_is_left_out(
 ) -> None:
     """The same numbers as with the forward over all samples, which the first run leaves out."""
     moved = {"minibatches": 2, "epochs_per_batch": 2}
-    train_online(run_of(tmp_path / "reused", train=moved))
+    loops.train(run_of(tmp_path / "reused", train=moved))
     reused, skipped = metrics_of(tmp_path / "reused/run"), list(forwards)
     forwards.clear()
-    train_online(run_of(tmp_path / "computed", train=moved | {"reuse_rollout_logprobs": False}))
+    loops.train(run_of(tmp_path / "computed", train=moved | {"reuse_rollout_logprobs": False}))
     computed = metrics_of(tmp_path / "computed/run")
     for ours, theirs in zip(reused, computed, strict=True):
         assert ours.pop("old_logprobs_reused") == 1.0
@@ -93,7 +92,7 @@ def test_rollout_logprobs_are_the_old_ones_and_the_forward_is_left_out(
 
 
 def test_the_manifest_and_the_recording_say_the_contract(tmp_path: Path) -> None:
-    train_online(run_of(tmp_path, record={"enabled": True}))
+    loops.train(run_of(tmp_path, record={"enabled": True}))
     for row in metrics_of(tmp_path / "run"):
         assert row["logprob_gap_max"] == 0.0 and row["contract_verified"] == 1.0
         assert row["importance_ratio_max"] == 1.0 and "old_logprobs_reused" not in row
@@ -122,7 +121,7 @@ def test_one_wrong_bit_of_the_engine_ends_the_run(tmp_path: Path, monkeypatch: p
     with raises(
         TrainError, "values-differ", step=1, name="prompt 6, sample 3", position=10, token=1
     ) as found:
-        train_online(run_of(tmp_path))
+        loops.train(run_of(tmp_path))
     assert "1 of " in str(found.value) and "No weight was changed" in str(found.value)
 
 
@@ -133,7 +132,7 @@ def test_contracts_that_differ_are_refused_before_the_first_step(tmp_path: Path)
         "kernels-differ: train.batch_invariant",
         different=["compile: 'inductor' here, 'eager' there"],
     ):
-        train_online(run)
+        loops.train(run)
 
 
 def test_a_model_outside_of_the_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_a_model_outside_of_the_claim(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_a_resumed_run_with_other_kernels_says_so(tmp_path: Path) -> None:
     run = run_of(tmp_path, checkpoint={"save_at_end": True})
-    train_online(build(run.model_dump(mode="json") | {"steps": 1}, origin="test"))  # type: ignore[arg-type]
+    loops.train(build(run.model_dump(mode="json") | {"steps": 1}, origin="test"))  # type: ignore[arg-type]
     file = tmp_path / "run/manifest.json"
     manifest = json.loads(file.read_text())
     changed = KernelContract.from_json(manifest["contract"])
@@ -166,7 +165,7 @@ def test_a_resumed_run_with_other_kernels_says_so(tmp_path: Path) -> None:
     assert batch_invariance_manifest(None, None) == {"batch_invariant": None, "contract": None}
     (line,) = contract_change(manifest["contract"], changed)
     assert "gemm 'cpu-tiles" in line and "now 'triton-persistent'; " in line and "now '2.11.0')" in line
-    train_online(run, resume=tmp_path / "run")
+    loops.train(run, resume=tmp_path / "run")
     assert [row["logprob_gap_max"] for row in metrics_of(tmp_path / "run")] == [0.0, 0.0]
 
 
@@ -174,7 +173,7 @@ def test_sft_has_a_contract_of_its_own(tmp_path: Path, sft_toml: Path) -> None:
     train = {"train.batch_invariant": True, "train.device": "cpu", "steps": 1, "log.display": "off"}
     run = load_run(sft_toml, overrides=train | {"run_dir": str(tmp_path / "run"), "eval_every": 0})
     assert isinstance(run, SFTRun)
-    train_offline(run)
+    loops.train(run)
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert manifest["axes"]["attention"] == "varlen"
     assert KernelContract.from_json(manifest["contract"]).attention_splits == 1
@@ -183,4 +182,4 @@ def test_sft_has_a_contract_of_its_own(tmp_path: Path, sft_toml: Path) -> None:
 def test_reuse_without_a_contract_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path, train={"batch_invariant": None, "reuse_rollout_logprobs": True})
     with raises(ConfigError, "unsupported-combination: train.reuse_rollout_logprobs"):
-        train_online(run)
+        loops.train(run)

@@ -12,10 +12,9 @@ from loop_runs import TINY
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
-from lockstep.loop.build import OnlineParts, build_online
 from lockstep.loop.determinism import weights_hash
 from lockstep.loop.memory_plan import plan_memory
-from lockstep.loop.online import OnlineTrainer
+from lockstep.loops.online import OnlineParts, OnlineTrainer, build_online
 from lockstep.models.memory import phase_totals
 from lockstep.models.offload import OffloadedTensors
 

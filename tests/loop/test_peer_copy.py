@@ -13,12 +13,13 @@ import torch
 from loop_runs import everything
 from raising import raises
 
+from lockstep import loops
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.loop.online import OnlineTrainer, train_online
 from lockstep.loop.peer_copy import PeerCopies
 from lockstep.loop.preflight import check_own_backend
+from lockstep.loops.online import OnlineTrainer
 from lockstep.observe.metrics import MetricsLog
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
@@ -175,7 +176,7 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GRPORun]:
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(OnlineTrainer, "update", killed)
-        train_online(run)
+        loops.train(run)
     for thread in threading.enumerate():  # those of a process that is killed would have ended with it
         if thread.name.startswith("copy-"):
             thread.join(120)
@@ -199,11 +200,11 @@ def tiny(folder: Path, **changed: Any) -> GRPORun:
 def healed(run: GRPORun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The summary of the run, which went on as one that nobody disturbed."""
     assert run.run_dir is not None
-    summary = train_online(run, resume=run.run_dir)
+    summary = loops.train(run, resume=run.run_dir)
     recovery.cache_clear()
     for name in (COPIES, RESTART):
         monkeypatch.delenv(name)
-    train_online(tiny(tmp_path / "alone"))
+    loops.train(tiny(tmp_path / "alone"))
     found, expected = everything(run.run_dir), everything(tmp_path / "alone")
     assert found.pop("summary").keys() > expected.pop("summary").keys()
     assert found == expected
@@ -226,7 +227,7 @@ def test_only_a_restart_of_the_run_takes_its_lock(dead, tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     (tmp_path / "other/lock").write_text('{"pid": 1, "started": "1", "host": "another"}')
     with raises(ConfigError, "locked"):
-        train_online(tiny(tmp_path / "other"), resume=tmp_path / "other")
+        loops.train(tiny(tmp_path / "other"), resume=tmp_path / "other")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -241,7 +242,7 @@ def test_a_copy_that_outlives_a_node_comes_after_the_lines_of_its_steps(tmp_path
     sync = MetricsLog.sync
     monkeypatch.setattr(MetricsLog, "sync", lambda log: order.append("sync") or sync(log))
     monkeypatch.setattr(PeerCopies, "save", lambda *_, **__: order.append("copy"))
-    train_online(tiny(tmp_path / "run", **{"checkpoint.every": 0, "checkpoint.export_at_end": False}))
+    loops.train(tiny(tmp_path / "run", **{"checkpoint.every": 0, "checkpoint.export_at_end": False}))
     assert order == [*(["sync", "copy"] * 4 if nodes == 2 else ["copy"] * 4), "sync"]
 
 
@@ -255,7 +256,7 @@ def test_without_either_it_ends_rather_than_lose_steps(dead, tmp_path):
     shutil.rmtree(tmp_path / "memory")
     shutil.rmtree(tmp_path / "run/checkpoints/step-000002")
     with pytest.raises(CheckpointError) as ended:
-        train_online(dead, resume=tmp_path / "run")
+        loops.train(dead, resume=tmp_path / "run")
     assert ended.value.code == "incomplete"
 
 

@@ -17,10 +17,9 @@ from lockstep.config.load import build, parse_toml
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPORun
 from lockstep.errors import ConfigError, ModelError
-from lockstep.loop.build import build_online
 from lockstep.loop.determinism import weights_hash
-from lockstep.loop.online import OnlineTrainer
 from lockstep.loop.preflight import preflight
+from lockstep.loops.online import OnlineTrainer, build_online
 from lockstep.models.export import export_hf
 from lockstep.models.load import load_model
 from lockstep.recording import Recording
@@ -191,7 +190,7 @@ def test_no_role_reaches_the_others_weights():
         assert before[0] != after[0] and before[1] != after[1]
         samples = rollout_samples(r.trajectory for group in groups for r in group.rollouts)
         values = value.score(samples)
-        value.update(samples, values=values, returns=[v + 1.0 for v in values], spans=trainer.spans)
+        value.update(samples, values=values, returns=[v + 1.0 for v in values])
         assert weights_hash(parts.backend) == after[0] and weights_hash(value.backend) != after[1]
         assert all(p.grad is None for p in parts.model.module.parameters())
     finally:
@@ -212,7 +211,7 @@ def test_values_approach_the_returns():
         seen = []
         for _ in range(12):
             values = parts.value.score(samples)
-            seen.append(parts.value.update(samples, values=values, returns=returns, spans=trainer.spans))
+            seen.append(parts.value.update(samples, values=values, returns=returns))
         assert seen[-1]["value/loss"] < 0.2 * seen[0]["value/loss"]
         assert seen[-1]["value/explained_variance"] > 0.3 > seen[0]["value/explained_variance"]
     finally:

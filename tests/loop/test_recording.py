@@ -16,6 +16,7 @@ from loop_runs import FORWARD, Commands, everything, kill, metrics_of
 from raising import raises
 from selected import exhaustive
 
+from lockstep import loops
 from lockstep.algorithms import ALGORITHMS
 from lockstep.cli.main import main
 from lockstep.config.algorithm import GRPOConfig, SFTConfig
@@ -23,8 +24,6 @@ from lockstep.config.load import load_run
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import TrainError
-from lockstep.loop.offline import train_offline
-from lockstep.loop.online import train_online
 from lockstep.models.load import load_model
 from lockstep.observe.run_history import read_lines
 from lockstep.recording import Recording
@@ -58,7 +57,7 @@ def train(tiny_toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
         key = repr(sorted(given.items()))
         if key not in known:
             folder = tmp_path_factory.mktemp("runs") / "run"
-            train_online(load_run(tiny_toml, overrides=given | {"run_dir": str(folder)}))  # type: ignore[arg-type]
+            loops.train(load_run(tiny_toml, overrides=given | {"run_dir": str(folder)}))  # type: ignore[arg-type]
             known[key] = folder
         return known[key]
 
@@ -195,7 +194,7 @@ def test_the_header_is_the_resolved_run(train: Train) -> None:
 def test_recording_changes_nothing(train: Train, tiny_toml: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = BASE | {"record.enabled": False, "run_dir": str(run)}
-    train_online(load_run(tiny_toml, overrides=overrides))  # type: ignore[arg-type]
+    loops.train(load_run(tiny_toml, overrides=overrides))  # type: ignore[arg-type]
     assert everything(run) == everything(train())
     assert not (run / "recordings").exists()
     assert all("time/record" not in row for row in read_lines(run / "metrics.jsonl"))
@@ -238,7 +237,7 @@ def test_what_a_step_failed_on_is_there(tiny_toml: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr("lockstep.train.base.require_finite", check)
     run = load_run(tiny_toml, overrides=BASE | {"run_dir": str(tmp_path / "run")})
     with raises(TrainError, "not-finite", step=1, micro_batch=1):
-        train_online(run)  # type: ignore[arg-type]
+        loops.train(run)  # type: ignore[arg-type]
     recording = Recording.open(tmp_path / "run")
     assert {m.outcome for m in recording.metas if m.step == 0} == {"finished"}
     failed = [each for each in recording if each.meta.step == 1]
@@ -334,7 +333,7 @@ def test_recording_can_begin_when_a_run_is_resumed(tiny_toml: Path, tmp_path: Pa
 def test_sft_gives_what_it_gave_to_the_bit(sft_toml: Path, tmp_path: Path) -> None:
     overrides = {"run_dir": str(tmp_path / "run"), "log.display": "off", "steps": 3}
     overrides |= {"record.enabled": True, "record.weights": "every 1"}
-    train_offline(load_run(sft_toml, overrides=overrides))  # type: ignore[arg-type]
+    loops.train(load_run(sft_toml, overrides=overrides))  # type: ignore[arg-type]
     recording = Recording.open(tmp_path / "run")
     assert recording.header.algorithm["name"] == "sft" and recording.header.max_tokens is None
     assert Path(recording.header.model["name"]).is_absolute()

@@ -19,7 +19,7 @@ RESTORE = "lockstep.train.local:LocalBackend.load"
 
 MOMENTS = {
     "before the first checkpoint": [
-        kill("lockstep.loop.session:Session.restore"),
+        kill("lockstep.loop.run:Run.restore"),
         kill(GENERATE, call=5),  # the evaluation before
         kill(METRICS, when="after"),  # its line is written
         kill(GENERATE, step=0, call=7),

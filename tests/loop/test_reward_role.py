@@ -19,9 +19,9 @@ from transformers import (
 )
 from world_kills import kill_at
 
+from lockstep import loops
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
-from lockstep.loop.online import train_online
 from lockstep.observe.ledger import check_ledger
 from lockstep.observe.run_history import read_lines
 
@@ -131,7 +131,7 @@ def test_its_scores_are_those_of_transformers_and_its_weight_counts(straight, pl
 
 def test_a_model_in_a_world_of_its_own_that_is_killed_scores_the_same(straight, place, monkeypatch):
     killed = kill_at(monkeypatch, "rewards", 2)
-    train_online(run_of(place, ("reward_model",), others=(str(place / "other"),)))
+    loops.train(run_of(place, ("reward_model",), others=(str(place / "other"),)))
     assert len(killed) == 1
     assert everything(place / "reward_model") == everything(straight)
     log = (place / "reward_model" / "logs" / "rank-0.log").read_text()
@@ -140,10 +140,10 @@ def test_a_model_in_a_world_of_its_own_that_is_killed_scores_the_same(straight, 
 
 def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_alone(place, monkeypatch):
     ppo: dict[str, Any] = {"kind": "ppo", "algorithm": {"kl": {"coef": 0.1}}}
-    train_online(run_of(place, **ppo))
-    train_online(run_of(place, ("value", "reward_model", "ref"), **ppo))
+    loops.train(run_of(place, **ppo))
+    loops.train(run_of(place, ("value", "reward_model", "ref"), **ppo))
     killed = kill_at(monkeypatch, "logprobs", 2)
-    train_online(run_of(place, ("ref",), ("value",), ("reward_model",), **ppo))
+    loops.train(run_of(place, ("ref",), ("value",), ("reward_model",), **ppo))
     assert len(killed) == 1
     together = numbers_of(place / "together")
     assert numbers_of(place / "value+reward_model+ref") == together

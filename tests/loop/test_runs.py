@@ -12,9 +12,9 @@ import pytest
 from loop_runs import metrics_of
 from raising import raises
 
+from lockstep import loops
 from lockstep.config.load import load_run
 from lockstep.errors import RewardError
-from lockstep.loop.online import train_online
 
 Run = Callable[..., Path]
 
@@ -30,7 +30,7 @@ def train(tiny_toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         if key not in known or rewards:
             folder = tmp_path_factory.mktemp("runs") / "run"
             config = load_run(tiny_toml, overrides=given | {"run_dir": str(folder)})
-            train_online(config, rewards=rewards)  # type: ignore[arg-type]
+            loops.train(config, rewards=rewards)  # type: ignore[arg-type]
             known[key] = folder
         return known[key]
 

@@ -14,6 +14,7 @@ import torch
 from loop_runs import metrics_of
 from scored_tools import LENGTHS, NONE, SIGNAL, Watched, apart, compare_on_ranks, group, toy_run, watched
 
+from lockstep import loops
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.config.algorithm import (
@@ -26,7 +27,8 @@ from lockstep.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from lockstep.config.train import TrainConfig
-from lockstep.loop.online import OnlineTrainer, scored_indices, scores_all, train_online, with_signal
+from lockstep.loop.policy import scored_indices, scores_all, with_signal
+from lockstep.loops.online import OnlineTrainer
 from lockstep.schema.batch import policy_samples, rollout_samples
 
 RATIOS = list(typing.get_args(typing.get_args(GRPOConfig.model_fields["ratio"].annotation)[0]))
@@ -230,7 +232,7 @@ def test_a_recording_holds_every_group(tmp_path: Path, recorded: bool) -> None:
         checkpoint={"save_at_end": False, "export_at_end": False},
         log={"tensorboard": False, "display": "off"},
     ).model_copy(update={"steps": 3, "run_dir": tmp_path / "run"})
-    train_online(run, rewards=[lambda prompt, completion, row: 1.0])
+    loops.train(run, rewards=[lambda prompt, completion, row: 1.0])
     rows = metrics_of(tmp_path / "run")
     shares = [row["scored_share"] for row in rows]
     assert shares[0] == shares[2] == 1.0 and (shares[1] == 1.0) is recorded

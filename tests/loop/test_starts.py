@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 from raising import problems, raises
 
+from lockstep import loops
 from lockstep.cli.main import main
 from lockstep.config.load import load_run
 from lockstep.config.rollout import RewardConfig
-from lockstep.config.run import GRPORun
 from lockstep.data.prompts import load_train_and_held_out
 from lockstep.errors import ConfigError, LockstepError, RewardError
-from lockstep.loop.offline import train_offline
-from lockstep.loop.online import train_online
 from lockstep.loop.preflight import preflight
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.rewards import RewardSet
@@ -189,7 +187,7 @@ def test_a_start_that_fails_reads_no_weights_and_leaves_no_folder(what, tiny_fol
     settings |= {"train.token_budget": 40000, "model.dtype": "float32"}
     run = load_run(kind=kind, overrides=settings)
     with pytest.raises(LockstepError) as caught:
-        train_online(run) if isinstance(run, GRPORun) else train_offline(run)
+        loops.train(run)
     assert said in str(caught.value.data) + str(caught.value) and caught.value.status == 2
     assert not (tmp_path / "a").exists()
 
@@ -203,7 +201,7 @@ def test_a_start_that_fails_leaves_what_was_there_before(tmp_path):
         raise ValueError("no luck")
 
     with raises(RewardError, "reward-failed"):
-        train_online(run, rewards=[broken])
+        loops.train(run, rewards=[broken])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
@@ -218,5 +216,5 @@ def test_a_run_that_fails_after_its_first_step_exits_with_1(tmp_path):
 
     settings = {"run_dir": str(tmp_path / "run"), "steps": 3, "eval.before": False}
     with pytest.raises(LockstepError) as caught:
-        train_online(load_run("tiny", overrides=settings), rewards=[breaks])
+        loops.train(load_run("tiny", overrides=settings), rewards=[breaks])
     assert caught.value.status == 1 and (tmp_path / "run").exists()

@@ -16,6 +16,7 @@ from resolving import resolved_on
 from starting import succeeds
 from world_kills import kill_at
 
+from lockstep import loops
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote.http import HttpClient, Reply, Timeout, Unreachable
@@ -23,11 +24,10 @@ from lockstep.engine.remote.server import ServerProcess
 from lockstep.errors import ModelError, TrainError
 from lockstep.loop import world as world_module
 from lockstep.loop import world_server
-from lockstep.loop.build import build_online
-from lockstep.loop.online import train_online
 from lockstep.loop.world import World, packed, unpacked
 from lockstep.loop.world_roles import WorldScorer, WorldValue
 from lockstep.loop.world_server import Calls, RoleHost, serving
+from lockstep.loops.online import build_online
 from lockstep.packing import Planner
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext
@@ -297,9 +297,9 @@ def lose_answer(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_reference_that_is_killed_in_a_step_costs_no_bit(tmp_path, monkeypatch):
-    train_online(run_of(GRPO, tmp_path / "together"))
+    loops.train(run_of(GRPO, tmp_path / "together"))
     killed = kill_at(monkeypatch, "logprobs", 3)  # two minibatches a step: the first of the second step
-    train_online(run_of(GRPO, tmp_path / "apart", "ref"))
+    loops.train(run_of(GRPO, tmp_path / "apart", "ref"))
     assert len(killed) == 1
     assert everything(tmp_path / "apart") == everything(tmp_path / "together")
     assert "was killed by SIGKILL, at logprobs" in (tmp_path / "apart" / "logs" / "rank-0.log").read_text()
@@ -308,18 +308,18 @@ def test_a_reference_that_is_killed_in_a_step_costs_no_bit(tmp_path, monkeypatch
 @pytest.mark.exhaustive
 def test_a_value_model_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     """And on the way an update whose answer is lost is not done twice."""
-    train_online(run_of(PPO, tmp_path / "together"))
+    loops.train(run_of(PPO, tmp_path / "together"))
     folder = tmp_path / "apart"
     with monkeypatch.context() as patch:
         killed = kill_at(patch, "update", 2)
         with pytest.raises(TrainError, match="killed by SIGKILL, at update") as died:
-            train_online(run_of(PPO, folder, "ref", "value"))
+            loops.train(run_of(PPO, folder, "ref", "value"))
     assert len(killed) == 1 and died.value.data["code"] == "process-died"
     assert died.value.data["roles"] == ["ref", "value"]
     assert died.value.from_outside  # type: ignore[attr-defined]
     assert f"lockstep train --resume {folder}" in str(died.value)
     lost = lose_answer(monkeypatch, "update")
-    train_online(run_of(PPO, folder, "ref", "value"), resume=folder)
+    loops.train(run_of(PPO, folder, "ref", "value"), resume=folder)
     assert lost == ["update"]
     assert everything(folder) == everything(tmp_path / "together")
 
@@ -332,14 +332,14 @@ TOGETHER = {"colocate": [["policy"], ["ref", "value"]], "dedicated_gpus": True}
 def test_worlds_with_devices_of_their_own_work_at_the_same_time_and_keep_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_online(run_of(PPO, tmp_path / "shared"))
+    loops.train(run_of(PPO, tmp_path / "shared"))
     asked = {}
     for run, cluster in (("apart", APART), ("together", TOGETHER)):
         with monkeypatch.context() as patch:
             if run == "apart":  # while the value model scores
                 killed = kill_at(patch, "logprobs", 3)
             asked[run] = noted(patch)
-            train_online(run_of(PPO, tmp_path / run, **cluster))
+            loops.train(run_of(PPO, tmp_path / run, **cluster))
         assert everything(tmp_path / run) == everything(tmp_path / "shared")
     assert len(killed) == 1
     step = [("logprobs", False), ("logprobs", False), ("score", True), ("update", True)]
@@ -365,14 +365,14 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 def test_a_value_model_that_dies_while_the_policy_learns_ends_the_run_which_goes_on_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_online(run_of(PPO, tmp_path / "shared"))
+    loops.train(run_of(PPO, tmp_path / "shared"))
     folder = tmp_path / "apart"
     with monkeypatch.context() as patch:
         killed = kill_at(patch, "update", 2)
         with pytest.raises(TrainError, match="killed by SIGKILL, at update") as died:
-            train_online(run_of(PPO, folder, **APART))
+            loops.train(run_of(PPO, folder, **APART))
     assert len(killed) == 1 and died.value.data["code"] == "process-died"
-    train_online(run_of(PPO, folder), resume=folder)
+    loops.train(run_of(PPO, folder), resume=folder)
     assert everything(folder) == everything(tmp_path / "shared")
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.run import GRPORun
-from lockstep.loop.build import OnlineParts, build_online
 from lockstep.loop.determinism import weights_hash
-from lockstep.loop.online import OnlineTrainer
+from lockstep.loops.online import OnlineParts, OnlineTrainer, build_online
 from lockstep.schema.batch import PackedBatch, policy_samples, rollout_samples
 
 CONFIG = """

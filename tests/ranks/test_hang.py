@@ -87,7 +87,7 @@ def test_only_the_last_dump_of_stacks_counts() -> None:
         '  File "/x/src/lockstep/rollout/rewards.py", line {line} in score\n\n'
         "Current thread 0x0000000b (most recent call first):\n"
         '  File "/usr/lib/python3.11/threading.py", line 5 in wait\n'
-        '  File "/x/src/lockstep/loop/online.py", line 9 in sample\n'
+        '  File "/x/src/lockstep/loop/rollouts.py", line 9 in sample\n'
     )
     threads = parse_stacks(dump.format(line=1) + dump.format(line=2), 0xB)
     assert [[frame.line for frame in frames] for frames in threads] == [[5, 9], [2]]

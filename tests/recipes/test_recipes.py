@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from lockstep import loops
 from lockstep.cli.main import main
 from lockstep.config.load import dump_toml, load_run, recipes
 from lockstep.config.run import GRPORun
 from lockstep.data.prompts import load_train_and_held_out
-from lockstep.loop.online import train_online
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.rewards import RewardSet
 
@@ -166,7 +166,7 @@ def test_gsm8k_runs_with_a_tiny_model_of_the_same_architecture(tmp_path: Path, m
     }
     # Random weights never box an answer: a second reward gives the groups something to compare.
     rewards = [{"name": "math", "answer": "boxed"}, {"name": "length", "kwargs": {"target": 6}}]
-    summary = train_online(gsm8k(tmp_path, rewards=rewards, **small))
+    summary = loops.train(gsm8k(tmp_path, rewards=rewards, **small))
     assert (summary["outcome"], summary["eval_after"]["num_prompts"]) == ("finished", 1)
     assert summary["eval_after"]["strict_accuracy"] == 0.0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -1,10 +1,11 @@
+import dataclasses
 import json
 import random
 
 import pytest
-import sampled
 import torch
 from raising import raises
+from sampled import FakeEngine
 
 from lockstep.config.batch import GenerateConfig
 from lockstep.config.data import DataConfig
@@ -110,43 +111,32 @@ def test_a_file_cut_anywhere_is_completed_to_the_bytes_of_an_uninterrupted_one(m
         assert sorted(path.read_bytes().splitlines()) == sorted(lines)
 
 
-class Fake:
-    """Answers with the seed; `script` may change a completion, or raise."""
+class Fake(FakeEngine):
+    """`script` may change a completion, or raise; `asked` has the prompts and seeds of each stream."""
 
-    def __init__(self, script=lambda number, completion: completion, calls=True):
-        self.script, self.calls, self.asked, self.aborted = script, calls, [], False
+    def __init__(self, script=lambda number, completion: completion):
+        super().__init__()
+        self.script, self.asked, self.aborted, self.number = script, [], False, 0
 
-    def generate(self, requests, *, on_completion=None):
-        self.asked.append([(r.prompt_token_ids, r.seeds) for r in requests])
-        groups, number = [], 0
-        for index, request in enumerate(requests):
-            groups.append([])
-            for position, seed in enumerate(request.seeds):
-                reason = "abort" if self.aborted else "length"
-                sample = sampled.completion(
-                    request.prompt_token_ids, [seed % 50], finish_reason=reason, text=str(seed), seed=seed
-                )
-                completion = self.script(number, sample)
-                number += 1
-                groups[-1].append(completion)
-                if self.calls and on_completion is not None:
-                    on_completion(index, position, completion)
-        return groups
+    def finished(self):
+        self.asked.append([(r.prompt_token_ids, r.seeds) for r in self.requests])
+        self.requests, self.number = [], 0
+        return super().finished()
+
+    def next(self, handle, sample, prompt):
+        done = super().next(handle, sample, prompt)
+        self.number += 1
+        completion = self.script(self.number - 1, done.completion)
+        if self.aborted:
+            completion = dataclasses.replace(completion, finish_reason="abort")
+        return dataclasses.replace(done, completion=completion)
 
     def abort(self):
         self.aborted = True
 
 
-def changed(completion, **fields):
-    import dataclasses
-
-    return dataclasses.replace(completion, **fields)
-
-
 def test_an_unfinished_batch_is_asked_for_as_a_whole_unless_that_changes_nothing(model, data, tmp_path):
     batches, work = setup(model, data)
-    import dataclasses
-
     for whole, sizes in ((True, [9, 3]), (False, [2, 3])):
         path = tmp_path / f"{whole}.jsonl"
         made = (batches, dataclasses.replace(work, whole_batches=whole))
@@ -161,10 +151,6 @@ def test_an_unfinished_batch_is_asked_for_as_a_whole_unless_that_changes_nothing
         assert [sum(len(seeds) for _, seeds in call) for call in engine.asked] == sizes
         assert path.read_bytes().splitlines(keepends=True)[:16] == kept
         assert sorted(path.read_bytes().splitlines(keepends=True)) == sorted(lines)
-
-
-def test_an_engine_that_tells_only_at_the_end_loses_no_row(model, data, tmp_path):
-    assert sample(Fake(calls=False), setup(model, data), tmp_path / "out.jsonl").rows == 21
 
 
 def test_what_is_finished_before_an_abort_stays(model, data, tmp_path):
@@ -196,30 +182,32 @@ def test_a_crash_of_the_engine_keeps_what_is_finished(model, data, tmp_path):
     assert sample(Fake(), made, tmp_path / "out.jsonl").rows == 16
 
 
-@pytest.mark.parametrize("calls", [True, False])
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt_token_ids": (1,)}, "wrong-result: another prompt"),
-        ({"seed": 1}, "wrong-result: another sample"),
-        ({"logprobs": ()}, "wrong-result: logprobs"),
+        ({"prompt_token_ids": (1,)}, "another prompt"),
+        ({"seed": 1}, "other samples than the seeds"),
+        ({"logprobs": ()}, "1 tokens but 0 logprobs"),
     ],
 )
-def test_a_mix_up_of_the_engine_is_told_and_not_written(model, data, tmp_path, fields, message, calls):
-    engine = Fake(lambda number, c: changed(c, **fields) if number == 2 else c, calls=calls)
-    with raises(EngineError, message):
+def test_a_mix_up_of_the_engine_is_told_and_not_written(model, data, tmp_path, fields, message):
+    engine = Fake(lambda number, c: dataclasses.replace(c, **fields) if number == 2 else c)
+    with raises(EngineError, "wrong-result") as caught:
         sample(engine, setup(model, data), tmp_path / "out.jsonl")
+    assert message in str(caught.value)
     assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 2
-    assert engine.aborted
+    assert engine.aborted and not engine.waiting
 
 
 def test_samples_that_never_come_are_told(model, data, tmp_path):
     class Short(Fake):
-        def generate(self, requests, *, on_completion=None):
-            return super().generate(requests)[:-1]
+        def finished(self):
+            self.waiting.pop()
+            return super().finished()
 
-    with raises(EngineError, "wrong-result: groups"):
+    with raises(EngineError, "wrong-result") as caught:
         sample(Short(), setup(model, data), tmp_path / "out.jsonl")
+    assert "without 1 of the samples" in str(caught.value)
 
 
 def test_batches_take_all_prompts_in_order_or_one_batch_of_the_round(model, data):

@@ -3,46 +3,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import sampled
 from raising import raises
+from sampled import FakeEngine
 from starting import until
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
 from lockstep.ranks.process_group import decode_object, encode_object
+from lockstep.rollout.environment import SingleTurn
 from lockstep.rollout.rewards import Scored
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampleKey, sample_seed, sampling_params
 from lockstep.schema.rollout import Prompt, SamplingParams
-
-
-class FakeEngine:
-    """Returns the seed's last two digits as tokens; keeps what it was asked."""
-
-    def __init__(self, finish_reason="length"):
-        self.requests = []
-        self.finish_reason = finish_reason
-
-    def generate(self, requests, *, on_completion=None):
-        self.requests += requests
-        out = []
-        for r, request in enumerate(requests):
-            group = [
-                sampled.completion(
-                    request.prompt_token_ids,
-                    [seed % 100],
-                    finish_reason=self.finish_reason,
-                    text=str(seed % 100),
-                    seed=seed,
-                )
-                for seed in request.seeds
-            ]
-            for s, completion in enumerate(group):
-                on_completion(r, s, completion)
-            out.append(group)
-        return out
-
-    def abort(self):
-        pass
 
 
 class FakeRewards:
@@ -77,9 +48,20 @@ def make_prompt(i):
     return Prompt(index=i, token_ids=(i, 1), text=f"prompt {i}", row={"answer": i})
 
 
-def sample(engine=None, rewards=None, prompts=(3, 1), on_progress=None):
+class Numbers(SingleTurn):
+    """The tasks of Prompts and the rewards of FakeRewards."""
+
+    report, fingerprint = {}, None
+
+    def __init__(self, rewards=None, prompts=None):
+        self.rewards, self.prompts, self.reward_models = rewards or FakeRewards(), prompts, None
+
+
+def sample(engine=None, rewards=None, prompts=(3, 1), on_progress=None, environment=None):
     sampler = GroupSampler(
-        engine=engine or FakeEngine(), rewards=rewards or FakeRewards(), on_progress=on_progress
+        engine=engine or FakeEngine(),
+        environment=environment or Numbers(rewards),
+        on_progress=on_progress,
     )
     key = SampleKey(run_seed=5, step=2)
     sampling = SamplingConfig(max_tokens=4)
@@ -87,8 +69,7 @@ def sample(engine=None, rewards=None, prompts=(3, 1), on_progress=None):
 
 
 def step(engine, keep, *, prompts=None, max_rounds=10, n=4):
-    return GroupSampler(engine=engine, rewards=FakeRewards()).step(
-        prompts or Prompts(1000),
+    return GroupSampler(engine=engine, environment=Numbers(prompts=prompts or Prompts(1000))).step(
         SampleKey(run_seed=0, step=0),
         rollout=RolloutConfig(prompts_per_step=n, group_size=2),
         resampling=None if keep is None else Resampling(keep=keep, max_rounds=max_rounds),
@@ -198,13 +179,12 @@ class Waiting(FakeEngine):
         super().__init__()
         self.go_on, self.aborted = go_on, False
 
-    def generate(self, requests, *, on_completion=None):
-        first = super().generate(requests[:1], on_completion=on_completion)
-        assert self.go_on.wait(30)
-        if self.aborted:
-            self.finish_reason = "abort"
-        later = super().generate(requests[1:], on_completion=lambda r, s, c: on_completion(r + 1, s, c))
-        return first + later
+    def finished(self):
+        for number, done in enumerate(super().finished()):
+            yield done
+            if number == 2:
+                assert self.go_on.wait(30)
+                self.finish_reason = "abort" if self.aborted else self.finish_reason
 
     def abort(self):
         self.aborted = True
@@ -238,7 +218,7 @@ def test_a_reward_that_fails_ends_the_generation():
 
 def test_an_engine_that_fails_leaves_no_thread():
     class Broken(FakeEngine):
-        def generate(self, requests, *, on_completion=None):
+        def finished(self):
             raise EngineError("no memory", code="wrong-state")
 
     with raises(EngineError, "wrong-state"):
@@ -253,19 +233,96 @@ def test_an_aborted_generation_is_not_scored():
 
 
 def test_an_engine_that_mixes_samples_up_is_caught():
-    class Swapped(FakeEngine):
-        def generate(self, requests, *, on_completion=None):
-            return super().generate(requests, on_completion=on_completion)[::-1]
+    class Moved(FakeEngine):
+        def next(self, handle, sample, prompt):
+            found = super().next(handle, (sample + 1) % 3, prompt)
+            return dataclasses.replace(found, sample=sample)
 
-    with raises(EngineError, "wrong-result"):
-        sample(Swapped())
+    class OtherPrompt(FakeEngine):
+        def next(self, handle, sample, prompt):
+            return super().next(handle, sample, (*prompt, 7))
+
+    class Loses(FakeEngine):
+        def finished(self):
+            yield next(super().finished())
+
+    with raises(EngineError, "wrong-result") as caught:
+        sample(Moved())
+    assert "other samples than the seeds" in str(caught.value)
+    with raises(EngineError, "wrong-result") as caught:
+        sample(OtherPrompt())
+    assert "another prompt" in str(caught.value)
+    with raises(EngineError, "wrong-result") as caught:
+        sample(Loses())
+    assert "without 5 of the samples" in str(caught.value)
+
+
+class Adds(Numbers):
+    """Two turns: the policy is told its own token plus one, unless that is even."""
+
+    async def run(self, task, sample):
+        trajectory = await sample()
+        token = trajectory.token_ids[-1]
+        return trajectory if token % 2 == 0 else await sample([token + 1], max_tokens=2)
+
+
+def test_an_environment_of_two_turns_is_sampled_to_its_end():
+    engine = FakeEngine()
+    out = sample(engine, prompts=range(4), environment=Adds())
+    assert [request.prompt_token_ids for request in engine.requests] == [(i, 1) for i in range(4)]
+    for group in out.groups:
+        for i, rollout in enumerate(group.rollouts):
+            token = sample_seed(5, 2, group.prompt.index, i) % 100
+            spans = [(span.author, span.token_ids) for span in rollout.trajectory.spans]
+            second = [("tool", (token + 1,)), ("policy", (token,))] if token % 2 else []
+            assert spans == [("prompt", (group.prompt.index, 1)), ("policy", (token,)), *second]
+            assert rollout.reward == float(token)
+    assert {len(r.trajectory.spans) for group in out.groups for r in group.rollouts} == {2, 4}
+
+
+def test_what_an_environment_may_not_do_is_named():
+    class Returns(Numbers):
+        async def run(self, task, sample):
+            await sample()
+            return "done"
+
+    class Sleeps(Numbers):
+        async def run(self, task, sample):
+            class Other:
+                def __await__(self):
+                    yield 1
+
+            await Other()
+
+    class RepliesFirst(Numbers):
+        async def run(self, task, sample):
+            return await sample([1])
+
+    class Raises(Numbers):
+        async def run(self, task, sample):
+            await sample()
+            raise ValueError("the tool broke")
+
+    with raises(EngineError, "wrong-result") as caught:
+        sample(environment=Returns())
+    assert "returned str" in str(caught.value)
+    with raises(EngineError, "wrong-result") as caught:
+        sample(environment=Sleeps())
+    assert "awaits int" in str(caught.value)
+    with raises(EngineError, "wrong-state") as caught:
+        sample(environment=RepliesFirst())
+    assert "before the first turn" in str(caught.value)
+    engine = FakeEngine()
+    with pytest.raises(ValueError, match="the tool broke"):
+        sample(engine, environment=Raises())
+    assert not engine.waiting, "nothing of the call is left"
 
 
 def test_a_cancelled_step_does_not_start_another_round():
     engine, rewards = FakeEngine(), FakeRewards()
-    sampler = GroupSampler(engine=engine, rewards=rewards, cancelled=lambda: len(rewards.inputs) > 0)
+    numbers = Numbers(rewards, Prompts(1000))
+    sampler = GroupSampler(engine=engine, environment=numbers, cancelled=lambda: len(rewards.inputs) > 0)
     out = sampler.step(
-        Prompts(1000),
         SampleKey(run_seed=0, step=0),
         rollout=RolloutConfig(prompts_per_step=4, group_size=2),
         resampling=Resampling(keep=lambda group: False, max_rounds=10),
@@ -298,7 +355,7 @@ def on_ranks(size, call):
 def test_ranks_share_the_prompts_and_all_get_what_one_would(size):
     def samples(ranks):
         engine = FakeEngine()
-        sampler = GroupSampler(engine=engine, rewards=FakeRewards(drop=3), ranks=ranks)
+        sampler = GroupSampler(engine=engine, environment=Numbers(FakeRewards(drop=3)), ranks=ranks)
         found = sampler.groups(
             [make_prompt(i) for i in (3, 1, 8, 5, 2)],
             SampleKey(run_seed=5, step=2),
@@ -322,8 +379,8 @@ def test_dynamic_sampling_on_ranks_takes_the_same_rounds():
         return group.prompt.index % 3 == 0
 
     def samples(ranks):
-        return GroupSampler(engine=FakeEngine(), rewards=FakeRewards(), ranks=ranks).step(
-            Prompts(1000),
+        numbers = Numbers(prompts=Prompts(1000))
+        return GroupSampler(engine=FakeEngine(), environment=numbers, ranks=ranks).step(
             SampleKey(run_seed=0, step=0),
             rollout=RolloutConfig(prompts_per_step=4, group_size=2),
             resampling=Resampling(keep=keep, max_rounds=10),
@@ -340,7 +397,7 @@ def test_dynamic_sampling_on_ranks_takes_the_same_rounds():
 def test_a_generation_that_one_rank_aborts_is_aborted_on_all():
     def samples(ranks):
         engine = FakeEngine(finish_reason="abort" if ranks.rank == 1 else "length")
-        return GroupSampler(engine=engine, rewards=FakeRewards(), ranks=ranks).groups(
+        return GroupSampler(engine=engine, environment=Numbers(), ranks=ranks).groups(
             [make_prompt(i) for i in range(4)],
             SampleKey(run_seed=5, step=2),
             sampling=SamplingConfig(max_tokens=4),

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lockstep.errors import EngineError, RewardError, TrainError
-from lockstep.loop.online import explain_out_of_memory
+from lockstep.loop.rollouts import RolloutEngine
+from lockstep.observe.metrics import Spans
+from lockstep.ranks.context import RankContext
 from lockstep.schema.weights import MemoryReport
 from lockstep.transfer.buckets import explain, ran_out_of_memory, take_memory_report
 
@@ -40,8 +42,11 @@ def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
     assert not ran_out_of_memory(EngineError("the server said no", code="wrong-state"))
 
 
-def parts_of(engine, transfer) -> SimpleNamespace:
-    return SimpleNamespace(engine=engine, transfer=transfer, resolved=SimpleNamespace(device="cpu"))
+def connected(engine, transfer) -> RolloutEngine:
+    config = SimpleNamespace(name="hf", offload=False)
+    return RolloutEngine(
+        engine, transfer, config=config, device="cpu", ranks=RankContext.alone(), spans=Spans()
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,7 @@ def test_the_side_and_the_memory_reports_around_the_last_update_are_named(side, 
     engine = SimpleNamespace(external=True, memory=lambda: {"weights": 3 * GIB})
     with (
         pytest.raises(kind) as caught,
-        explain_out_of_memory(side, parts_of(engine, transfer)),
+        connected(engine, transfer).explaining_memory(side),
     ):
         raise error
     text = str(caught.value)
@@ -85,7 +90,7 @@ def test_other_errors_are_left_as_they_are(error) -> None:
     transfer = SimpleNamespace(transport="disk", before=None, after=None)
     with (
         pytest.raises(type(error)) as caught,
-        explain_out_of_memory("engine", parts_of(SimpleNamespace(external=False), transfer)),
+        connected(SimpleNamespace(external=False), transfer).explaining_memory("engine"),
     ):
         raise error
     assert caught.value is error

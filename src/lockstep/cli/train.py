@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import tyro
 
@@ -30,7 +30,8 @@ from lockstep.cli.common_model import check_heads
 from lockstep.cli.flags import named_run, parse_flags
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import dump_toml, load_restarted, load_resumed, override, recipes
-from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
+from lockstep.config.run import RunConfig
+from lockstep.config.run_config import check_ranks
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import check_writable, file_errors, write_atomic
 from lockstep.observe.lock import SHARED_MEMORY, remove_left
@@ -340,7 +341,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
     from lockstep.loop.preflight import preflight
 
     if TURN in os.environ:
-        _import_loop(command.run)
+        _import_loop()
         await_promotion()
     restart = recovery()
     if restart is not None and restart.resume is not None and command.resume is None:
@@ -353,7 +354,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         if os.environ.get("RANK", "0") == "0":
             echo(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
-    _import_loop(command.run)
+    _import_loop()
     from lockstep.loop.distributed import connect_ranks
 
     if restart is not None:
@@ -365,10 +366,10 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         return stop.summary
 
 
-def _import_loop(run: RunConfig) -> None:
+def _import_loop() -> None:
     with gc_paused():
         importlib.import_module("lockstep.loop.distributed")
-        importlib.import_module(f"lockstep.loop.{'online' if run.online else 'offline'}")
+        importlib.import_module("lockstep.loops")
     # Imported modules live until the end: the garbage collector need not visit them again.
     gc.freeze()
 
@@ -378,13 +379,9 @@ def _train(command: TrainCommand, ranks: RankContext) -> Mapping[str, Any]:
         command.run,
         Start(resume=command.resume, checkpoint=command.checkpoint, restart=command.restart, ranks=ranks),
     )
-    if run.online:
-        from lockstep.loop.online import train_online
+    from lockstep.loops import train
 
-        return train_online(cast(GRPORun, run), **how)
-    from lockstep.loop.offline import train_offline
-
-    return train_offline(cast(OfflineRun, run), **how)
+    return train(run, **how)
 
 
 def verdict(summary: Mapping[str, Any]) -> str:

@@ -109,6 +109,12 @@ class GRPORun(RunConfig):
         """See RunConfig."""
         return self.longest_unit
 
+    def is_evaluation_due(self, name: Literal["before", "during", "after"], done: int) -> bool:
+        """See RunConfig."""
+        if name == "during":
+            return self.eval.every > 0 and done % self.eval.every == 0
+        return self.eval.before if name == "before" else self.eval.after
+
     @property
     def roles(self) -> tuple[Role, ...]:
         """The models of the run that hold memory of their own."""
@@ -336,6 +342,12 @@ class OfflineRun(RunConfig):
     """Documents (DPO: pairs, but for kto) per optimizer step."""
     eval_every: NonNegativeInt = 0
     """Steps between held-out losses; 0: before and after only, when there is eval_data."""
+
+    def is_evaluation_due(self, name: Literal["before", "during", "after"], done: int) -> bool:
+        """See RunConfig."""
+        if name == "during" and (self.eval_every == 0 or done % self.eval_every):
+            return False
+        return self.eval_data is not None
 
     @property
     def unit(self) -> int:

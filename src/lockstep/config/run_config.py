@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import field_validator
 
@@ -117,6 +117,15 @@ class RunConfig(Config):
     def schedules(self) -> frozenset[str]:
         """The schedules of the learning rates."""
         return frozenset({self.train.schedule})
+
+    @property
+    def sampling_temperature(self) -> float:
+        """The temperature at which the trained tokens were sampled; 1 without rollouts."""
+        return 1.0 if self.sampling is None else self.sampling.temperature
+
+    def is_evaluation_due(self, name: Literal["before", "during", "after"], done: int) -> bool:
+        """Return whether the evaluation before, during or after training is made after `done` steps."""
+        raise NotImplementedError
 
     @property
     def documents_per_update(self) -> int:

@@ -4,208 +4,315 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
-import platform
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from lockstep.algorithms import ALGORITHMS
-from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.engine import kind
 from lockstep.config.run import GRPORun, Role, RunConfig
-from lockstep.data.prompts import FixedPrompts, PromptSet, evaluates, load_train_and_held_out
+from lockstep.data.prompts import FixedPrompts, PromptSet, evaluates, holds_out_rows, load_train_and_held_out
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError, together
 from lockstep.loop.determinism import (
-    BatchInvariance,
+    batch_invariance_lines,
+    batch_invariance_manifest,
+    contract_change,
     convert_copy,
     make_invariant,
     prepare_kernels,
 )
 from lockstep.loop.distributed import mesh_coordinates
-from lockstep.loop.engines import external_engine_spec
+from lockstep.loop.engines import engine_report, external_engine_spec, report_lines
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.loop.memory_plan import start_offloading
+from lockstep.loop.policy import LoadedPolicy, Policy, Reference, Trained
 from lockstep.loop.preflight import faults
 from lockstep.loop.resolve import Resolved, find_machine, resolve
-from lockstep.loop.roles import Roles, ValueRole, policy_steps
+from lockstep.loop.roles import ValueRole, describe_reward_models, policy_steps
+from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
 from lockstep.loop.world import World, check_devices
 from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel, OpenedModel, check_positions, load_model, open_model
 from lockstep.models.memory import opened_shape
 from lockstep.observe.lock import OwnedFolder
+from lockstep.observe.metrics import Spans
 from lockstep.packing import Planner
-from lockstep.protocols import (
-    Algorithm,
-    InferenceEngine,
-    Saved,
-    Scorer,
-    SharesWeights,
-    TrainBackend,
-    ValueAlgorithm,
-    WeightTransfer,
-)
+from lockstep.protocols import Algorithm, InferenceEngine, SharesWeights, TrainBackend, WeightTransfer
 from lockstep.ranks.context import RankContext
-from lockstep.recording.recorder import Recorder
 from lockstep.registry import require_members
+from lockstep.rollout.environment import Environment, SingleTurn
 from lockstep.rollout.prompt_kinds import prompt_kinds
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.recording import RecordingHeader
 from lockstep.train import BACKENDS
 from lockstep.transfer import make_transfer
 from lockstep.transfer.verify import Verifier
-from lockstep.version import library_versions
 
 Run = TypeVar("Run", bound=RunConfig)
 
-OnProgress = Callable[[int, int], None]
-"""Called with (samples finished, samples in all) during generation."""
+if TYPE_CHECKING:
+    from lockstep.loop import run as running
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OnlineParts:
-    """Everything an RL loop is made of. Replace any of them with `dataclasses.replace` and go on."""
-
-    resolved: Resolved[GRPORun]
-    model: LoadedModel
-    backend: TrainBackend
-    """Of the policy."""
-    ref: Scorer | None
-    """The frozen reference; None: the algorithm has no KL term."""
-    engine: InferenceEngine
-    transfer: WeightTransfer
-    algorithm: Algorithm
-    algorithm_options: GRPOConfig
-    """run.algorithm with the published values filled in."""
-    prompts: PromptSet
-    eval_prompts: PromptSet
-    rewards: RewardSet
-    plan: Planner
-    reward_models: RewardModels | None = None
-    """Score each rollout beside `rewards`."""
-    batch_invariance: BatchInvariance | None = None
-    """The parts that were made batch-invariant; None: none was asked for."""
-    bitwise_check: BitwiseCheck | None = None
-    """Set where trainer and engine have the same kernel contract; None: their logprobs are close, not
-    equal."""
-    value: ValueRole | WorldValue | None = None
-    """The value model; None: the algorithm has none."""
-    worlds: tuple[World, ...] = ()
-    """Of the roles that are not in this process."""
-    verifier: Verifier | None = None
-    """Checks after pushes that the engine holds the weights; None: not checked."""
-    on_progress: OnProgress | None = None
-    recorder: Recorder | None = None
-    ranks: RankContext = field(default_factory=RankContext.alone)
-
-    @property
-    def run(self) -> GRPORun:
-        """The settings, without an "auto"."""
-        return self.resolved.run
-
-    @property
-    def roles(self) -> Saved:
-        """What a checkpoint holds: the policy, and the value model if there is one."""
-        if self.value is None:
-            return self.backend
-        others, algorithm = {"value": self.value.backend}, cast(ValueAlgorithm, self.algorithm)
-        return Roles(policy=self.backend, others=others, algorithm=algorithm, ranks=self.ranks)
-
-    def close(self) -> None:
-        """Close all parts, the engine first, because it reads the backend's Parameters. One that fails to
-        close does not stop the others."""
-        with contextlib.ExitStack() as stack:
-            for world in self.worlds:
-                stack.callback(world.close)
-            if self.value is not None:
-                stack.callback(self.value.backend.close)
-            for part in (self.backend, self.rewards, self.transfer, self.engine):
-                stack.callback(part.close)
-
-
-def build_online(
-    run: GRPORun,
-    *,
-    rewards: Sequence[Callable[..., Any]] = (),
-    on_progress: OnProgress | None = None,
-    ranks: RankContext | None = None,
-    work_dir: Path | None = None,
-    manifest: Mapping[str, Any] | None = None,
-) -> OnlineParts:
-    """Check, load and wire everything that `run` names.
+class Builder:
+    """Builds the parts of an RL run, each with one call, in this order: environment, algorithm, policy,
+    roles, engine, rollouts. A context manager, which closes what was built.
 
     Args:
-        rewards: Python callables instead of `run.rewards`, each f(prompt=, completion=, row=) -> float.
-        ranks: the ranks of the run, every one of which makes this call; None: this process alone.
+        ranks: the ranks of the run, every one of which makes the same calls; None: this process alone.
         work_dir: for logs and files of an engine of its own; None: the system's folder for temporary files.
         manifest: of the run's folder, see `resolve` and `holds_out`; None: the run begins.
+        hooks: None: timers of its own, no display, no signals.
+    """
+
+    def __init__(
+        self,
+        config: GRPORun,
+        *,
+        ranks: RankContext | None = None,
+        work_dir: Path | None = None,
+        manifest: Mapping[str, Any] | None = None,
+        hooks: LoopHooks | None = None,
+    ) -> None:
+        self.ranks, self.config, self.work_dir = ranks or RankContext.alone(), config, work_dir
+        self.manifest = manifest or {}
+        self.hooks = hooks or LoopHooks()
+        self.hold_out = holds_out(config, self.manifest)
+        self.worlds: tuple[World, ...] = ()
+        """Of the roles that are not in this process."""
+        self.reward_models: RewardModels | None = None
+        self._machine = find_machine(config, self.ranks)
+        self._opened: OpenedModel | None = None
+        self._resolved: Resolved[GRPORun] | None = None
+        """Set by `environment`."""
+        self._trained: list[Trained] = []
+        self._closing = contextlib.ExitStack()
+
+    @classmethod
+    def of(cls, run: running.Run) -> Builder:
+        """Return the builder of a run's parts.
+
+        Raises:
+            ConfigError: an evaluation is asked for, and the run has trained on all prompts.
+        """
+        config, manifest = run.config, run.dir.read_manifest()
+        assert isinstance(config, GRPORun)
+        if evaluates(config) and not holds_out(config, manifest):
+            raise ConfigError(
+                f"contradiction: eval.before = {config.eval.before}, eval.every = {config.eval.every}, "
+                f"eval.after = {config.eval.after}, but {str(run.dir.path)!r} was started without an "
+                "evaluation, so no prompts are held out of its training; turn them off, or start a new run"
+            )
+        return cls(
+            config,
+            ranks=run.ranks,
+            work_dir=run.dir.path / "engine",
+            manifest=manifest,
+            hooks=LoopHooks(
+                spans=run.spans,
+                on_progress=run.progress,
+                stopping=run.stopping,
+                cancelled=run.is_cancelled,
+            ),
+        )
+
+    def use(self, spans: Spans) -> None:
+        """Let `spans` get the times of parts that were built before."""
+        self.hooks.spans = spans
+        for trained in self._trained:
+            trained.spans = spans
+            if trained.engine is not None:
+                trained.engine.spans = spans
+
+    def __enter__(self) -> Builder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all parts, the engine first, because it reads the policy's Parameters. One that fails to
+        close does not stop the others."""
+        self._closing.close()
+
+    def environment(
+        self, own: Environment | None = None, *, rewards: Sequence[Callable[..., Any]] = ()
+    ) -> Environment:
+        """Return the environment, checked before any weights are read: `own`, or prompts and rewards as the
+        config names them.
+
+        Args:
+            rewards: Python callables instead of `config.rewards`, each f(prompt=, completion=, row=).
+
+        Raises:
+            ConfigError, DataError, ModelError: all faults of the data and of the rewards together.
+        """
+        config = self.config
+        with self.ranks.together("loading model and data"):
+            check_devices(config, ranks=self.ranks)
+            opened = self._opened = open_model(config.model)
+            shape = partial(opened_shape, opened, config.model)
+            self._resolved = resolve(config, shape=shape, machine=self._machine, manifest=self.manifest)
+            self.config = self._resolved.run
+            if own is None:
+                of_config = RewardSet(config.rewards, functions=rewards)
+                self._closing.callback(of_config.close)
+                prompts, held_out = _load_prompts(config, opened, of_config, hold_out=self.hold_out)
+                return SingleTurn(of_config, prompts=prompts, held_out=held_out)
+            self._closing.callback(own.close)
+            if config.reward_model is not None:
+                raise ConfigError(
+                    f"no-effect: reward_model.name = {config.reward_model.name!r} scores the samples of the "
+                    "environment of the config, not of your own; leave it out, or score in your environment"
+                )
+        return own
+
+    def algorithm(self) -> Algorithm:
+        """Return advantages and loss."""
+        options = self.config.algorithm.resolved()
+        make = ALGORITHMS.load(options.name)
+        algorithm: Algorithm = make(options, max_tokens=self.config.rollout.sampling.max_tokens)
+        return algorithm
+
+    def policy(self, algorithm: Algorithm) -> Policy:
+        """Load the model that is trained, and build its train backend.
+
+        Raises:
+            ConfigError, ModelError: the run is not possible with this model on this machine.
+        """
+        assert self._resolved is not None, "environment() comes first"
+        with self.ranks.together("loading model and data"):
+            loaded = load_policy(self._resolved, ranks=self.ranks, opened=self._opened)
+        config = self.config = loaded.resolved.run
+        backend = build_backend(
+            loaded.resolved,
+            loaded.model,
+            total_steps=policy_steps(config) * config.train.minibatches * config.train.epochs_per_batch,
+            temperature=config.rollout.sampling.temperature,
+            ref=algorithm.needs_ref and "ref" not in config.remote_roles,
+        )
+        self._closing.callback(backend.close)
+        start_offloading(config, *_with_policy(config), backend=backend)
+        policy = Policy(
+            backend,
+            loaded,
+            plan=make_planner(loaded.resolved, self.ranks),
+            spans=self.hooks.spans,
+            warmup_steps=config.steps - policy_steps(config),
+        )
+        self._trained.append(policy)
+        return policy
+
+    def roles(
+        self, policy: Policy, environment: Environment, algorithm: Algorithm
+    ) -> tuple[Reference | None, ValueRole | WorldValue | None]:
+        """Build the models beside the policy: a frozen reference and a value model, each None where the
+        algorithm has none. Reward models join the environment.
+
+        Raises:
+            ConfigError, ModelError, TrainError: one of them cannot be loaded, or its process does not start.
+        """
+        others = build_others(policy, ranks=self.ranks, work_dir=self.work_dir)
+        self._closing.callback(others.close)
+        self.worlds, critic = others.worlds, others.value
+        if critic is not None:
+            self._closing.callback(critic.backend.close)
+            self._trained.append(critic)
+        if isinstance(environment, SingleTurn):
+            environment.reward_models = self.reward_models = others.reward_models
+        reference = None
+        if algorithm.needs_ref:
+            scorer = policy.backend.ref if others.ref is None else others.ref
+            assert scorer is not None, "the backend was asked for one"
+            minibatches = self.config.train.minibatches
+            reference = Reference(scorer, plan=policy.plan, minibatches=minibatches, spans=self.hooks.spans)
+            self._trained.append(reference)
+        return reference, critic
+
+    def engine(self, policy: Policy) -> RolloutEngine:
+        """Start the inference engine: last, so that what can be wrong with the run is known before a server
+        is started.
+
+        Raises:
+            ConfigError, EngineError: it cannot serve the policy, or does not start.
+        """
+        config, resolved = self.config, policy.resolved
+        engine, transfer = _connect_engine(
+            resolved, policy.model, backend=policy.backend, ranks=self.ranks, work_dir=self.work_dir
+        )
+        self._closing.callback(transfer.close)
+        self._closing.callback(engine.close)
+        policy.check = _bitwise_check(resolved, backend=policy.backend, engine=engine, ranks=self.ranks)
+        connected = RolloutEngine(
+            engine,
+            transfer,
+            config=config.engine,
+            device=resolved.device,
+            ranks=self.ranks,
+            spans=self.hooks.spans,
+        )
+        if is_external(config.engine):
+            connected.verifier = _verifier(config, policy, engine, transfer, ranks=self.ranks)
+        for trained in self._trained:
+            trained.engine = connected
+        return connected
+
+    def rollouts(self, engine: RolloutEngine, environment: Environment, algorithm: Algorithm) -> Rollouts:
+        """Return what samples the groups of each step."""
+        return Rollouts(engine, environment, algorithm, config=self.config, hooks=self.hooks)
+
+
+def describe(
+    run: running.Run, build: Builder, *, environment: Environment, policy: Policy, engine: RolloutEngine
+) -> None:
+    """Write what everything became to the manifest of a run, and show it.
 
     Raises:
-        ConfigError, ModelError, DataError, EngineError: before anything is trained.
+        DataError, ModelError: a resumed run finds other data or reward models than it was started with.
     """
-    options, ranks = run.algorithm.resolved(), ranks or RankContext.alone()
-    machine, reward_set = find_machine(run, ranks), RewardSet(run.rewards, functions=rewards)
-    with ranks.together("loading model and data"):
-        check_devices(run, ranks=ranks)
-        opened = open_model(run.model)
-        shape = partial(opened_shape, opened, run.model)
-        resolved = resolve(run, shape=shape, machine=machine, manifest=manifest or {})
-        hold_out = holds_out(run, manifest or {})
-        prompts, eval_prompts = _load_prompts(run, opened, reward_set, hold_out=hold_out)
-        policy = load_policy(resolved, ranks=ranks, opened=opened)
-        resolved, model = policy.resolved, policy.model
-        run = resolved.run
-    algorithm = ALGORITHMS.load(options.name)(options, max_tokens=run.rollout.sampling.max_tokens)
-    backend = build_backend(
-        resolved,
-        model,
-        total_steps=policy_steps(run) * run.train.minibatches * run.train.epochs_per_batch,
-        temperature=run.rollout.sampling.temperature,
-        ref=algorithm.needs_ref and "ref" not in run.remote_roles,
+    run.describe(
+        resolved=policy.resolved,
+        model=policy.model,
+        data=environment.report,
+        fingerprint=environment.fingerprint,
     )
-    start_offloading(run, *_with_policy(run), backend=backend)
-    plan = make_planner(resolved, ranks)
-    others = build_others(resolved, model, plan=plan, ranks=ranks, work_dir=work_dir)
-    try:
-        # Last: what can be wrong with the run is known before a server is started.
-        engine, transfer = _connect_engine(resolved, model, backend=backend, ranks=ranks, work_dir=work_dir)
-        check = _bitwise_check(resolved, backend=backend, engine=engine, ranks=ranks)
-    except BaseException:
-        others.close()
-        raise
-    parts = OnlineParts(
-        resolved=resolved,
-        model=model,
-        backend=backend,
-        ref=backend.ref if others.ref is None else others.ref,
-        engine=engine,
-        transfer=transfer,
-        algorithm=algorithm,
-        algorithm_options=options,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        rewards=reward_set,
-        reward_models=others.reward_models,
-        plan=plan,
-        value=others.value,
-        worlds=others.worlds,
-        batch_invariance=policy.batch_invariance,
-        bitwise_check=check,
-        on_progress=on_progress,
-        ranks=ranks,
+    report = engine_report(engine.engine, engine.transfer)
+    contract = None if policy.check is None else policy.check.contract
+    changed = contract_change(run.dir.read_manifest().get("contract"), contract)
+    worlds = {world.name: world.describe() for world in build.worlds}
+    invariance = policy.batch_invariance
+    run.dir.update_manifest(
+        {"held_out": build.hold_out, "engine": report, "worlds": list(worlds.values())}
+        | batch_invariance_manifest(invariance, contract)
     )
-    return dataclasses.replace(parts, verifier=_verifier(parts)) if is_external(run.engine) else parts
+    of_models = describe_reward_models(
+        build.reward_models, run.dir, policy_tokenizer=policy.model.tokenizer, ranks=run.ranks
+    )
+    run.display.notes(
+        [*report_lines(report), *batch_invariance_lines(invariance, contract), *changed],
+        [f"{name}: in processes of its own, log {world['log']}" for name, world in worlds.items()],
+        [*environment.notes(), *of_models, *_small_set_notes(build.config, environment)],
+    )
+
+
+def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
+    """A note where fewer prompts are held out than eval.num_prompts: its first rows would be most of them."""
+    held_out = len(environment.held_out(config.eval.num_prompts))
+    if not held_out or not holds_out_rows(config) or held_out >= config.eval.num_prompts:
+        return []
+    return [
+        f"eval.num_prompts = {config.eval.num_prompts} would be more than half of data.source: {held_out} "
+        "rows are held out (set eval_data.source or eval.num_prompts for others)"
+    ]
 
 
 def holds_out(run: GRPORun, manifest: Mapping[str, Any]) -> bool:
@@ -249,20 +356,26 @@ def _with_policy(run: GRPORun) -> tuple[Role, ...]:
     return ("policy",) if "ref" in run.remote_roles else ("policy", "ref")
 
 
-def _verifier(parts: OnlineParts) -> Verifier:
-    run = parts.run
+def _verifier(
+    run: GRPORun,
+    policy: Policy,
+    engine: InferenceEngine,
+    transfer: WeightTransfer,
+    *,
+    ranks: RankContext,
+) -> Verifier:
     return Verifier(
         when=run.engine.verify,
-        backend=parts.backend,
-        engine=parts.engine,
-        transfer=parts.transfer,
-        plan=parts.plan,
-        vocab_size=text_config(parts.model.module).vocab_size,
+        backend=policy.backend,
+        engine=engine,
+        transfer=transfer,
+        plan=policy.plan,
+        vocab_size=text_config(policy.model.module).vocab_size,
         max_prompt_tokens=run.data.max_prompt_tokens,
         max_tokens=run.rollout.sampling.max_tokens,
         temperature=run.rollout.sampling.temperature,
-        dtype=parts.resolved.dtype,
-        ranks=parts.ranks,
+        dtype=policy.resolved.dtype,
+        ranks=ranks,
     )
 
 
@@ -350,19 +463,9 @@ def seed_generators(run: RunConfig, ranks: RankContext | None) -> None:
     torch.manual_seed(run.seed + (0 if ranks is None else mesh_coordinates(run, ranks).stream))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Policy(Generic[Run]):
-    """The result of `load_policy`."""
-
-    resolved: Resolved[Run]
-    """As far as its model allows."""
-    model: LoadedModel
-    batch_invariance: BatchInvariance | None
-
-
 def load_policy(
     resolved: Resolved[Run], *, ranks: RankContext | None = None, opened: OpenedModel | None = None
-) -> Policy[Run]:
+) -> LoadedPolicy[Run]:
     """Load the policy on its device: without weights, where the backend reads its own part of them; with
     batch-invariant modules, if the run has them. Also seeds the global generators that dropout and reward
     functions draw from.
@@ -400,7 +503,7 @@ def load_policy(
             model = load()
             resolved = resolved.without_batch_invariance()
     model = dataclasses.replace(model, execution=resolved.execution)
-    return Policy(resolved=resolved, model=model, batch_invariance=batch_invariance)
+    return LoadedPolicy(resolved=resolved, model=model, batch_invariance=batch_invariance)
 
 
 def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: TrainBackend) -> LoadedModel:
@@ -435,43 +538,3 @@ def build_backend(
     )
     require_members(backend, ("contract", "ref"), what=f"train.backend = {train.backend!r}")
     return backend
-
-
-def recording_header(
-    resolved: Resolved[Run],
-    *,
-    model: LoadedModel,
-    plan: Planner,
-    temperature: float = 1.0,
-    contract: KernelContract | None = None,
-) -> RecordingHeader:
-    """Build the header that all inputs of this run's recording share. contract: the train backend's, if it
-    has one."""
-    run = resolved.run
-    folder, axes = Path(run.model.name), resolved.axes
-    settings = {"name": str(folder.resolve())} if folder.is_dir() else {}
-    cuda = resolved.device.startswith("cuda")
-    return RecordingHeader(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        framework="lockstep",
-        versions=library_versions(),
-        model=run.model.model_copy(update=settings).model_dump(mode="json"),
-        vocab_size=text_config(model.module).vocab_size,
-        algorithm=run.algorithm_options.model_dump(mode="json"),
-        temperature=temperature,
-        max_tokens=None if run.sampling is None else run.sampling.max_tokens,
-        axes={
-            **{name: axes[name] for name in ("backend", "engine", "attention", "execution", "layout")},
-            "padding_side": run.train.padding_side,
-            **{name: axes[name] for name in ("device", "dtype", "static_capacity")},
-            "activation_checkpointing": run.train.activation_checkpointing,
-            "batch_invariant": resolved.batch_invariant,
-        },
-        contract=None if contract is None else contract.as_json(),
-        capacity={
-            "token_budget": resolved.token_budget,
-            "max_seqlen": plan.max_seqlen,
-            "max_documents": plan.max_documents,
-        },
-        device_name=torch.cuda.get_device_name(resolved.device) if cuda else platform.processor() or "cpu",
-    )

@@ -7,13 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.config.rollout import SamplingConfig
+from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
-from lockstep.loop.build import OnlineParts
+from lockstep.loop.rollout_rows import rollout_rows
+from lockstep.loop.rollouts import LoopHooks, RolloutEngine
+from lockstep.loop.run import Evaluate, EvaluationResult, Run
+from lockstep.ranks.context import RankContext
+from lockstep.rollout.environment import Environment
 from lockstep.rollout.prompt_kinds import prompt_kinds
 from lockstep.rollout.rewards import lenient_accuracy, lenient_correct
-from lockstep.rollout.sampler import GroupSampler, SampleKey
+from lockstep.rollout.sampler import SampleKey
 from lockstep.schema.rollout import Prompt, RolloutGroup
-from lockstep.transfer.buckets import serving
 
 EVAL_STEP = -1
 """Used in place of the training step in a sample's seed, so every evaluation draws the same noise."""
@@ -49,56 +53,85 @@ class Evaluation:
         } | {f"lenient_accuracy/{name}": value for name, value in self.lenient_by_kind.items()}
 
 
-def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | None:
-    """Sample every held-out prompt (greedy by default) with `max_tokens_factor` times the token limit; None
+def evaluate(
+    engine: RolloutEngine,
+    environment: Environment,
+    config: GRPORun,
+    *,
+    hooks: LoopHooks,
+    max_tokens_factor: int = 1,
+) -> Evaluation | None:
+    """Sample every held-out task (greedy by default) with `max_tokens_factor` times the token limit; None
     when generation was aborted.
 
     Raises:
-        ConfigError: no prompts are held out, as the run asks for no evaluation.
+        ConfigError: nothing is held out, as the run asks for no evaluation.
     """
-    run = parts.run
-    if not len(parts.eval_prompts):
+    tasks = environment.held_out(config.eval.num_prompts)
+    if not len(tasks):
         raise ConfigError(
             "nothing-to-do: there are no held-out prompts: eval.before and eval.after are false and "
             "eval.every = 0; set one of them to evaluate",
             setting="eval.every",
         )
-    limit = (run.eval.max_tokens or run.rollout.sampling.max_tokens) * max_tokens_factor
+    limit = (config.eval.max_tokens or config.rollout.sampling.max_tokens) * max_tokens_factor
     sampling = SamplingConfig.model_validate(
-        run.rollout.sampling.model_dump() | {"max_tokens": limit, "temperature": run.eval.temperature}
+        config.rollout.sampling.model_dump() | {"max_tokens": limit, "temperature": config.eval.temperature}
     )
-    sampler = GroupSampler(
-        engine=parts.engine,
-        rewards=parts.rewards,
-        on_progress=parts.on_progress,
-        ranks=parts.ranks,
-        around=serving(parts.transfer, parts.ranks),
-        reward_models=parts.reward_models,
-    )
-    sampled = sampler.groups(
-        eval_prompts(parts),
-        SampleKey(run_seed=run.seed, step=EVAL_STEP),
-        sampling=sampling,
-        group_size=run.eval.samples_per_prompt,
-    )
-    return None if sampled.aborted else score(parts, sampled.groups, max_tokens=limit)
+    with hooks.spans("evaluate"):
+        sampled = engine.sampler(environment, on_progress=hooks.on_progress).groups(
+            tasks,
+            SampleKey(run_seed=config.seed, step=EVAL_STEP),
+            sampling=sampling,
+            group_size=config.eval.samples_per_prompt,
+        )
+        if sampled.aborted:
+            return None
+        return score(
+            sampled.groups, environment, kinds=config.eval.kinds, ranks=engine.ranks, max_tokens=limit
+        )
 
 
-def eval_prompts(parts: OnlineParts) -> Sequence[Prompt]:
-    """The first `eval.num_prompts` held-out prompts, in their order."""
-    return [parts.eval_prompts[i] for i in range(min(parts.run.eval.num_prompts, len(parts.eval_prompts)))]
+def evaluation_of(run: Run, engine: RolloutEngine, environment: Environment) -> Evaluate:
+    """Return what a run calls for each of its evaluations."""
+    config = run.config
+    assert isinstance(config, GRPORun)
+
+    def make(name: str, done: int) -> EvaluationResult | None:
+        factor = config.eval.before_max_tokens_factor if name == "before" else 1
+        evaluation = evaluate(
+            engine,
+            environment,
+            config,
+            hooks=LoopHooks(spans=run.spans, on_progress=run.progress),
+            max_tokens_factor=factor,
+        )
+        if evaluation is None:
+            return None
+        skip = config.rollout.sampling.skip_special_tokens
+        rows = rollout_rows(done, evaluation.groups, skip_special_tokens=skip)
+        return EvaluationResult(numbers=evaluation.as_dict(), rows=rows, budget_factor=factor)
+
+    return make
 
 
-def score(parts: OnlineParts, groups: Sequence[RolloutGroup], *, max_tokens: int) -> Evaluation:
+def score(
+    groups: Sequence[RolloutGroup],
+    environment: Environment,
+    *,
+    kinds: Mapping[str, str],
+    ranks: RankContext,
+    max_tokens: int,
+) -> Evaluation:
     """Return accuracies and mean reward of finished rollouts of at most `max_tokens`; with several ranks each
-    scores a share of them."""
+    scores a share of them. kinds: see EvalConfig."""
     rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     texts = [(prompt, rollout.trajectory.text or "") for prompt, rollout in rollouts]
-    share = texts[parts.ranks.rank :: parts.ranks.world_size]
-    everyone = parts.ranks.each(lambda: _mark(parts, share), _Marks, what="judging the evaluation")
+    share = texts[ranks.rank :: ranks.world_size]
+    everyone = ranks.each(lambda: _mark(environment, share, kinds), _Marks, what="judging the evaluation")
     strict = [mark for marks, _ in everyone for mark in marks]
-    lenient = [(kinds, mark) for _, marks in everyone for kinds, mark in marks]
-    by_kind = {name: [mark for kinds, mark in lenient if name in kinds] for name in parts.run.eval.kinds}
+    lenient = [(names, mark) for _, marks in everyone for names, mark in marks]
+    by_kind = {name: [mark for names, mark in lenient if name in names] for name in kinds}
     return Evaluation(
         strict_accuracy=statistics.fmean(strict) if strict else None,
         lenient_accuracy=_lenient(mark for _, mark in lenient),
@@ -119,13 +152,13 @@ def _lenient(marks: Iterable[tuple[bool, bool]]) -> float | None:
     return lenient_accuracy(found) if found else None
 
 
-def _mark(parts: OnlineParts, texts: Sequence[tuple[Prompt, str]]) -> _Marks:
+def _mark(environment: Environment, texts: Sequence[tuple[Prompt, str]], kinds: Mapping[str, str]) -> _Marks:
     """Strict marks, and lenient marks with the kinds of their prompt, of the completions that have any."""
-    rows = [(prompt.row, text) for prompt, text in texts]
-    strict = [mark for row, text in rows if (mark := parts.rewards.strict(row, text)) is not None]
-    parts.rewards.pop_counts()  # else the next training step would report them as its own
+    correct = ((environment.is_correct(prompt, text)) for prompt, text in texts)
+    strict = [mark for mark in correct if mark is not None]
+    environment.pop_counts()  # else the next training step would report them as its own
     marked = [
         (prompt, marks) for prompt, text in texts if (marks := lenient_correct(prompt.row, text)) is not None
     ]
-    kinds = prompt_kinds((prompt for prompt, _ in marked), parts.run.eval.kinds)
-    return strict, [(kinds[prompt.text], marks) for prompt, marks in marked]
+    of_prompt = prompt_kinds((prompt for prompt, _ in marked), kinds)
+    return strict, [(of_prompt[prompt.text], marks) for prompt, marks in marked]

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,18 @@ from lockstep.config.ppo import POLICY, ValueConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, ModelError
 from lockstep.loop.metrics import combine, split_samples
+from lockstep.loop.policy import Trained
 from lockstep.loop.resolve import Resolved
-from lockstep.loop.session import Session
 from lockstep.models.architectures import text_config
 from lockstep.models.export import weights_fingerprint
 from lockstep.models.load import LoadedModel, check_positions, load_model
 from lockstep.observe.metrics import Spans
+from lockstep.observe.run_dir import RunDir
 from lockstep.ops.advantages import explained_variance
 from lockstep.ops.losses import loss_weights
 from lockstep.packing import Planner
 from lockstep.protocols import Saved, TrainBackend, ValueAlgorithm
-from lockstep.protocols.train import FinishSave
+from lockstep.protocols.train import Estimates, FinishSave
 from lockstep.ranks.context import RankContext
 from lockstep.recording.reader import VALUE_LOSS
 from lockstep.recording.recorder import Recorder
@@ -44,8 +46,8 @@ from lockstep.train.state.files import read_json, write_json
 # process or anywhere else, and nothing of it reaches the policy but values.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ValueRole:
+@dataclass(kw_only=True)
+class ValueRole(Trained):
     """The value model of a run."""
 
     model: LoadedModel
@@ -56,8 +58,14 @@ class ValueRole:
     """Optimizer steps per pass over a rollout batch."""
     epochs: int
     """Passes over a rollout batch."""
+    spans: Spans
     recorder: Recorder | None = None
     """Of its inputs, which `backend` then goes through."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps per rollout batch."""
+        return self.minibatches * self.epochs
 
     def recording_header(self, policy: RecordingHeader) -> RecordingHeader:
         """Return the header of a recording of its inputs, given that of the policy's."""
@@ -84,25 +92,24 @@ class ValueRole:
         token, and of that of the whole document; 0 elsewhere."""
         documents = [_states(sample) for sample in samples]
         by_sample: dict[int, Tensor] = {}
-        for part in split_samples(documents, self.minibatches):
-            batches = self.plan(part, [sample.loss_mask.float() for sample in part])
-            for batch, values in zip(batches, self.backend.logprobs(batches), strict=True):
-                by_sample.update(zip(batch.sample_ids, batch.split(values.cpu()), strict=True))
+        with self._working(), self.spans("values"):
+            for part in split_samples(documents, self.minibatches):
+                batches = self.plan(part, [sample.loss_mask.float() for sample in part])
+                for batch, values in zip(batches, self.backend.logprobs(batches), strict=True):
+                    by_sample.update(zip(batch.sample_ids, batch.split(values.cpu()), strict=True))
         return [by_sample[sample.sample_id] for sample in samples]
 
-    def begin_score(self, samples: Sequence[RolloutSample]) -> None:
-        """Nothing: `score` computes in this process."""
+    def begin_score(self, samples: Sequence[RolloutSample]) -> Callable[[], list[Tensor]]:
+        """Return `score` as a call: the values are computed in this process, when they are needed."""
+        return partial(self.score, samples)
 
     def begin_update(
-        self,
-        samples: Sequence[RolloutSample],
-        *,
-        values: Sequence[Tensor],
-        returns: Sequence[Tensor],
-        spans: Spans,
+        self, samples: Sequence[RolloutSample], estimates: Estimates
     ) -> Callable[[], dict[str, float]]:
-        """`update` as a call that may still wait for it; here it is done at once."""
-        metrics = self.update(samples, values=values, returns=returns, spans=spans)
+        """Return `update` as a call that may still wait for it; here it is done at once."""
+        if self.recorder is not None:
+            self.recorder.see(estimates.groups)
+        metrics = self.update(samples, values=estimates.values, returns=estimates.returns)
         return lambda: metrics
 
     def update(
@@ -111,7 +118,6 @@ class ValueRole:
         *,
         values: Sequence[Tensor],
         returns: Sequence[Tensor],
-        spans: Spans,
     ) -> dict[str, float]:
         """Do every optimizer step of the rollout batch.
 
@@ -134,7 +140,7 @@ class ValueRole:
             for sample, value, target in zip(samples, values, returns, strict=True)
         ]
         updates: list[dict[str, float]] = []
-        with spans("value"):
+        with self._working(), self.spans("value"):
             minibatches = [
                 self.plan(
                     part, loss_weights([s.loss_mask for s in part], aggregation=self.config.aggregation)
@@ -161,6 +167,7 @@ def build_value(
     *,
     plan: Planner,
     ranks: RankContext,
+    spans: Spans,
 ) -> ValueRole:
     """Load the value model on the policy's device and build its backend, whose schedule spans all optimizer
     steps of the run.
@@ -201,6 +208,7 @@ def build_value(
         model=model,
         backend=backend,
         plan=plan,
+        spans=spans,
         config=config,
         minibatches=train.minibatches,
         epochs=train.epochs_per_batch,
@@ -278,7 +286,7 @@ def build_reward_models(
 
 
 def describe_reward_models(
-    models: RewardModels | None, session: Session, *, policy_tokenizer: Any, ranks: RankContext
+    models: RewardModels | None, directory: RunDir, *, policy_tokenizer: Any, ranks: RankContext
 ) -> list[str]:
     """Write to the manifest which weights score, and return the notes for the display.
 
@@ -292,17 +300,17 @@ def describe_reward_models(
             name: weights_fingerprint(ModelConfig(name=name, revision=revision))
             for name, revision in models.config.sources
         }
-        then = session.dir.read_manifest().get("reward_models")
+        then = directory.read_manifest().get("reward_models")
         for name, before in (then if isinstance(then, dict) else {}).items():
             if now.get(name) != before:
                 raise ModelError(
                     f"values-differ: reward model {name!r} has other weights than when "
-                    f"{str(session.dir.path)!r} was started, so the run cannot continue as it was; restore "
+                    f"{str(directory.path)!r} was started, so the run cannot continue as it was; restore "
                     "its files, or start a new run",
                     name=name,
                 )
     ranks.require_same(now, what="the weights of the reward models")
-    session.dir.update_manifest({"reward_models": now})
+    directory.update_manifest({"reward_models": now})
     return models.notes(policy_tokenizer)
 
 

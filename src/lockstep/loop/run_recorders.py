@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import platform
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lockstep.config.run import RunConfig
 from lockstep.errors import CheckpointError
 from lockstep.loop.checkpoint_files import seen_field
 from lockstep.loop.distributed import mesh_coordinates
+from lockstep.loop.resolve import Resolved
+from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel
 from lockstep.observe.metrics import Spans
+from lockstep.packing import Planner
 from lockstep.protocols import TrainBackend
 from lockstep.ranks.context import RankContext
 from lockstep.ranks.node_folders import NodeFolders
 from lockstep.recording.recorder import Recorder, RecorderSettings
 from lockstep.recording.storage.shards import rank_folder
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import RecordingHeader
+from lockstep.version import library_versions
 
 
 class RunRecorders:
@@ -50,7 +60,8 @@ class RunRecorders:
         backend: TrainBackend,
         updates_per_step: int,
     ) -> Recorder | None:
-        """See Session.recorder.
+        """Return the recorder of a role's inputs, which the header names, if the run has one; it goes on
+        after the first `first_step` steps.
 
         Args:
             inputs_seen: by the recorder of this role before the first `first_step` steps ended.
@@ -112,3 +123,43 @@ class RunRecorders:
                 "does not see the folder of that name on the node of rank 0; copy it from there",
                 path=own,
             )
+
+
+def recording_header(
+    resolved: Resolved[Any],
+    *,
+    model: LoadedModel,
+    plan: Planner,
+    temperature: float = 1.0,
+    contract: KernelContract | None = None,
+) -> RecordingHeader:
+    """Build the header that all inputs of this run's recording share. contract: the train backend's, if it
+    has one."""
+    run = resolved.run
+    folder, axes = Path(run.model.name), resolved.axes
+    settings = {"name": str(folder.resolve())} if folder.is_dir() else {}
+    cuda = resolved.device.startswith("cuda")
+    return RecordingHeader(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        framework="lockstep",
+        versions=library_versions(),
+        model=run.model.model_copy(update=settings).model_dump(mode="json"),
+        vocab_size=text_config(model.module).vocab_size,
+        algorithm=run.algorithm_options.model_dump(mode="json"),
+        temperature=temperature,
+        max_tokens=None if run.sampling is None else run.sampling.max_tokens,
+        axes={
+            **{name: axes[name] for name in ("backend", "engine", "attention", "execution", "layout")},
+            "padding_side": run.train.padding_side,
+            **{name: axes[name] for name in ("device", "dtype", "static_capacity")},
+            "activation_checkpointing": run.train.activation_checkpointing,
+            "batch_invariant": resolved.batch_invariant,
+        },
+        contract=None if contract is None else contract.as_json(),
+        capacity={
+            "token_budget": resolved.token_budget,
+            "max_seqlen": plan.max_seqlen,
+            "max_documents": plan.max_documents,
+        },
+        device_name=torch.cuda.get_device_name(resolved.device) if cuda else platform.processor() or "cpu",
+    )

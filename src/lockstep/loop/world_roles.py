@@ -16,15 +16,14 @@ from lockstep.config.ppo import ValueConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import TrainError
 from lockstep.loop.memory_plan import start_offloading
+from lockstep.loop.policy import Policy, Trained
 from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
 from lockstep.loop.world import World
-from lockstep.models.load import LoadedModel
 from lockstep.observe.lock import OwnedFolder
 from lockstep.observe.metrics import Spans
-from lockstep.packing import Planner
 from lockstep.protocols.reward import RewardInput
-from lockstep.protocols.train import FinishSave, Scorer
+from lockstep.protocols.train import Estimates, FinishSave, Scorer
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.schema.batch import PackedBatch, RolloutSample
@@ -94,47 +93,44 @@ class WorldState:
         """Do nothing: the remote process is closed as a whole."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorldValue:
+@dataclass(kw_only=True)
+class WorldValue(Trained):
     """A remote value model: the counterpart of ValueRole. Its inputs are not recorded."""
 
     world: World
     backend: WorldState
     config: ValueConfig
-    recorder: None = None
+    spans: Spans
     beside_policy: bool = False
     """Whether it has a dedicated GPU and computes while the policy does."""
     beside_ref: bool = False
     """Whether it computes while the reference does, which is neither on its GPU nor in its group."""
 
-    def begin_score(self, samples: Sequence[RolloutSample]) -> None:
-        """Start scoring, if that can overlap with the reference; `score` waits for the result."""
+    def begin_score(self, samples: Sequence[RolloutSample]) -> Callable[[], list[Tensor]]:
+        """Start scoring, if that can overlap with the reference; the returned call waits for the result."""
         if self.beside_ref:
-            self.world.begin("score", samples=list(samples))
+            with self._working():
+                self.world.begin("score", samples=list(samples))
+        return partial(self.score, samples)
 
     def score(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
         """See ValueRole."""
-        return _per_token(
-            self.world.call("score", samples=list(samples)), [len(s) for s in samples], what="value"
-        )
+        with self._working(), self.spans("values"):
+            values = self.world.call("score", samples=list(samples))
+        return _per_token(values, [len(sample) for sample in samples], what="value")
 
     def begin_update(
-        self,
-        samples: Sequence[RolloutSample],
-        *,
-        values: Sequence[Tensor],
-        returns: Sequence[Tensor],
-        spans: Spans,
+        self, samples: Sequence[RolloutSample], estimates: Estimates
     ) -> Callable[[], dict[str, float]]:
         """See ValueRole. All its optimizer steps are one call, which may overlap with the policy's update."""
         batch: dict[str, Any] = {
             "samples": list(samples),
-            "values": list(values),
-            "returns": list(returns),
+            "values": list(estimates.values),
+            "returns": list(estimates.returns),
         }
 
         def update() -> dict[str, float]:
-            with spans("value"):
+            with self._working(), self.spans("value"):
                 metrics: Mapping[str, float] = self.world.call("update", **batch)
             return dict(metrics)
 
@@ -166,14 +162,7 @@ class OtherRoles:
             self.temporary.close()
 
 
-def build_others(
-    resolved: Resolved[GRPORun],
-    policy: LoadedModel,
-    *,
-    plan: Planner,
-    ranks: RankContext,
-    work_dir: Path | None,
-) -> OtherRoles:
+def build_others(policy: Policy, *, ranks: RankContext, work_dir: Path | None) -> OtherRoles:
     """Load the models of the run beside the policy: on the policy's device, or in worlds of their own.
 
     Args:
@@ -183,7 +172,8 @@ def build_others(
     Raises:
         ConfigError, ModelError, TrainError: one of them cannot be loaded, or a world does not start.
     """
-    run, folder = resolved.run, None if work_dir is None else work_dir.parent
+    resolved, run = policy.resolved, policy.resolved.run
+    folder = None if work_dir is None else work_dir.parent
     worlds, temporary = _worlds(resolved, ranks=ranks, folder=folder)
     of_role = {role: world for world in worlds for role in world.roles}
     try:
@@ -192,7 +182,7 @@ def build_others(
             assert run.reward_model is not None
             models: RewardModels | None = WorldRewardModels(run.reward_model, world=world, notes=notes)
         else:
-            models = build_reward_models(resolved, policy, ranks=ranks)
+            models = build_reward_models(resolved, policy.model, ranks=ranks)
         value: ValueRole | WorldValue | None = None
         if (world := of_role.get("value")) is not None:
             assert run.critic is not None
@@ -201,11 +191,19 @@ def build_others(
                 world=world,
                 backend=WorldState(world),
                 config=run.critic,
+                spans=policy.spans,
                 beside_policy=own,
                 beside_ref=own and "ref" not in world.roles,
             )
         elif run.critic is not None:
-            value = build_value(resolved, run.critic, policy, plan=plan, ranks=ranks)
+            value = build_value(
+                resolved,
+                run.critic,
+                policy.model,
+                plan=policy.plan,
+                ranks=ranks,
+                spans=policy.spans,
+            )
             start_offloading(run, "value", backend=value.backend)
     except BaseException:
         for world in worlds:

@@ -250,7 +250,7 @@ class RoleHost:
         if "value" in roles:
             assert made.critic is not None
             plan = make_planner(resolved, ranks)
-            self._value = build_value(resolved, made.critic, policy, plan=plan, ranks=ranks)
+            self._value = build_value(resolved, made.critic, policy, plan=plan, ranks=ranks, spans=Spans())
             start_offloading(made, "value", backend=self._value.backend)
         notes = [] if self._rewards is None else self._rewards.notes(policy.tokenizer)
         return {"pid": os.getpid(), "notes": notes}
@@ -279,7 +279,7 @@ class RoleHost:
     ) -> dict[str, float]:
         """See ValueRole."""
         value = _require(self._value, "value")
-        return value.update(samples, values=values, returns=returns, spans=Spans())
+        return value.update(samples, values=values, returns=returns)
 
     def save(self, directory: str, background: bool, in_memory: bool) -> None:
         """Start saving the value model's backend; `finish` completes it."""

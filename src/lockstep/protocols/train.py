@@ -225,9 +225,12 @@ class Estimates:
     """The groups, with the algorithm's own rewards added."""
     advantages: list[Tensor]
     """[L] float32 per sample, 0 where loss_mask is False."""
-    returns: list[Tensor]
-    """[L] float32 per sample, the targets of the value model; 0 where loss_mask is False."""
+    returns: list[Tensor] = field(default_factory=list)
+    """[L] float32 per sample, the targets of the value model; 0 where loss_mask is False. Empty without a
+    value model."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    values: list[Tensor] = field(default_factory=list)
+    """[L] float32 per sample, which they were made of; empty without a value model."""
 
 
 class ValueAlgorithm(Algorithm, Protocol):

@@ -41,7 +41,7 @@ class Frame:
 
     @property
     def text(self) -> str:
-        """Such as "loop/session.py:481 _memory: everyone = self.ranks.gather(...)"."""
+        """Such as "loop/run.py:481 _memory: everyone = self.ranks.gather(...)"."""
         short = re.sub(r".*/(?:site-packages|lib/python3\.\d+|src/lockstep)/", "", self.file)
         return f"{short}:{self.line} {self.name}" + (f": {self.source}" if self.source else "")
 

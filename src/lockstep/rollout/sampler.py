@@ -1,28 +1,26 @@
-"""Sample prompts into scored groups of rollouts, in prompt order. Rewards are scored in a separate thread
-while other groups are still being sampled."""
+"""Turn the tasks of an environment into scored groups of rollouts, in task order. Rewards are computed in a
+separate thread while other groups are still being sampled."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
-from lockstep.errors import EngineError, RewardError
+from lockstep.errors import RewardError
 from lockstep.observe.metrics import Spans
 from lockstep.protocols.engine import InferenceEngine
-from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext
-from lockstep.rollout.reward_models import RewardModels
-from lockstep.rollout.rewards import RewardSet, Scored
+from lockstep.rollout.environment import Environment, Trajectories, run_episodes
+from lockstep.rollout.rewards import Scored, check_total
 from lockstep.schema.rollout import (
-    Completion,
-    GenerationRequest,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -34,7 +32,7 @@ from lockstep.schema.rollout import (
 OnProgress = Callable[[int, int], None]
 """Called with (finished samples, all samples)."""
 Keep = Callable[[RolloutGroup], bool]
-Score = Callable[[Sequence[RewardInput]], list[Scored | None]]
+Score = Callable[[Sequence[Trajectories]], Sequence[Sequence[Scored | float | None]]]
 STEP_SECONDS = 0.5
 """Longest single wait of `ScoreStream.results`, so that Ctrl-C is noticed."""
 _ROUND_PROMPTS = -1
@@ -54,12 +52,6 @@ def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) 
     text = f"lockstep sample {run_seed} {step} {prompt_index} {sample_index}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-class PromptSource(Protocol):
-    """The part of a prompt set that `GroupSampler.step` uses."""
-
-    def batch(self, step: int, n: int, seed: int) -> list[Prompt]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,16 +98,16 @@ class Resampling:
 
 
 class ScoreStream:
-    """Calls `score` with all samples that have arrived, one call at a time, so that a slow reward gets large
-    batches.
+    """Calls `score` in a thread with all groups that have arrived, one call at a time, so that a slow reward
+    gets large batches.
 
     Args:
-        score: returns one result per input, in order. Its own time limits bound `results`.
+        score: returns one list of scores per group, in order. Its own time limits bound `results`.
         on_failure: called in the thread when `score` raises: nothing more is scored.
 
     Example:
-        >>> stream = ScoreStream(rewards.score, on_failure=engine.abort)
-        >>> stream.add(0, inputs_of_group_0)  # from on_completion
+        >>> stream = ScoreStream(environment.score, on_failure=engine.abort)
+        >>> stream.add(0, (task_0, trajectories_0))
         >>> scores = stream.results()
         >>> scores[0]
         [Scored(...), ...]
@@ -123,18 +115,18 @@ class ScoreStream:
 
     def __init__(self, score: Score, *, on_failure: Callable[[], None]) -> None:
         self._score, self._on_failure = score, on_failure
-        self._added: queue.SimpleQueue[tuple[int, Sequence[RewardInput]] | None] = queue.SimpleQueue()
-        self._scores: dict[int, list[Scored | None]] = {}
+        self._added: queue.SimpleQueue[tuple[int, Trajectories] | None] = queue.SimpleQueue()
+        self._scores: dict[int, Sequence[Scored | float | None]] = {}
         self._failure: BaseException | None = None
         # A daemon: a reward that never returns must not keep a process alive that wants to end.
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._thread.start()
 
-    def add(self, group: int, inputs: Sequence[RewardInput]) -> None:
+    def add(self, number: int, group: Trajectories) -> None:
         """Queue a group for scoring; return at once."""
-        self._added.put((group, inputs))
+        self._added.put((number, group))
 
-    def results(self) -> dict[int, list[Scored | None]]:
+    def results(self) -> dict[int, Sequence[Scored | float | None]]:
         """Wait for the scores of every group that was added. Raises what `score` raised."""
         self.stop()
         while self._thread.is_alive():
@@ -161,15 +153,12 @@ class ScoreStream:
             stopping = None in batch
             groups = [added for added in batch if added is not None]
             try:
-                scores = iter(self._score([one for _, inputs in groups for one in inputs]) if groups else ())
+                scores = self._score([group for _, group in groups]) if groups else []
             except BaseException as error:  # raised where the results are waited for
                 self._failure = error
                 self._on_failure()
                 return
-            # One iterator for all groups: each takes from it as many scores as it has inputs.
-            self._scores.update(
-                (group, [score for _, score in zip(inputs, scores, strict=False)]) for group, inputs in groups
-            )
+            self._scores.update(zip((number for number, _ in groups), scores, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,14 +174,14 @@ class _Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSampler:
-    """Samples with `engine` and scores with `rewards`.
+    """Samples the tasks of an environment with `engine`.
 
-    With several ranks, all of which make the same calls, each samples and scores a share of the prompts, and
+    With several ranks, all of which make the same calls, each samples and scores a share of the tasks, and
     every rank gets all groups. A sample's seed does not depend on the rank.
     """
 
     engine: InferenceEngine
-    rewards: RewardSet
+    environment: Environment
     on_progress: OnProgress | None = None
     spans: Spans | None = None
     """Times the rewards under the name "reward"."""
@@ -203,8 +192,6 @@ class GroupSampler:
     around: Callable[[Callable[[], Any]], Any] | None = None
     """Makes each rank's call that samples its share, and has collectives around it
     (BucketTransfer.serve)."""
-    reward_models: RewardModels | None = None
-    """Score beside `rewards`, once all samples of a call are there; each rank those of its own share."""
 
     def groups(
         self, prompts: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
@@ -244,63 +231,49 @@ class GroupSampler:
         return SampledStep(groups=groups, counts=counts, asked=tuple(asked))
 
     def _share(
-        self, prompts: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
+        self, tasks: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
     ) -> _Share:
-        """This rank's share of `groups`; it may have no prompt."""
+        """This rank's share of `groups`; it may have no task."""
         if self.cancelled is not None and self.cancelled():
             return _Share(aborted=True)
-        if not prompts:
+        if not tasks:
             return _Share()
-        params = sampling_params(sampling)
-        requests = [
-            GenerationRequest(
-                prompt_token_ids=prompt.token_ids,
-                sampling=params,
-                seeds=key.seeds(prompt.index, group_size),
-            )
-            for prompt in prompts
-        ]
-        scores = ScoreStream(self.rewards.score, on_failure=self.engine.abort)
-        unfinished: dict[int, dict[int, Completion]] = {i: {} for i in range(len(prompts))}
-        done = 0
+        scores = ScoreStream(self.environment.score, on_failure=self.engine.abort)
+        total, done = len(tasks) * group_size, itertools.count(1)
+        ended: list[dict[int, Trajectory]] = [{} for _ in tasks]
 
-        def finish(request: int, sample: int, completion: Completion) -> None:
-            nonlocal done
-            done += 1
+        def score(number: int, index: int, trajectory: Trajectory) -> None:
             if self.on_progress is not None:
-                self.on_progress(done, len(prompts) * group_size)
-            group = unfinished[request]
-            group[sample] = completion
-            if len(group) == group_size:
-                del unfinished[request]
-                if all(c.finish_reason != "abort" for c in group.values()):
-                    inputs = _reward_inputs(prompts[request], [group[i] for i in range(group_size)])
-                    scores.add(request, inputs)
+                self.on_progress(next(done), total)
+            group = ended[number]
+            group[index] = trajectory
+            if len(group) == group_size and all(one.finish_reason != "abort" for one in group.values()):
+                scores.add(number, (tasks[number], [group[i] for i in range(group_size)]))
 
         try:
-            completions = self.engine.generate(requests, on_completion=finish)
-            _check(requests, completions)
+            trajectories = run_episodes(
+                self.engine,
+                self.environment,
+                tasks,
+                [key.seeds(task.index, group_size) for task in tasks],
+                sampling=sampling_params(sampling),
+                on_end=score,
+            )
         except BaseException:
             scores.stop()
             raise
-        if any(c.finish_reason == "abort" for group in completions for c in group) and not scores.failed:
+        if any(one.finish_reason == "abort" for group in trajectories for one in group) and not scores.failed:
             scores.stop()
             return _Share(aborted=True)
-        for request in unfinished:  # of an engine that does not say when a sample is finished
-            scores.add(request, _reward_inputs(prompts[request], completions[request]))
+        groups = list(zip(tasks, trajectories, strict=True))
         with self.spans("reward") if self.spans is not None else contextlib.nullcontext():
             by_group = scores.results()
-            if self.reward_models is not None:
-                by_group = _add_models(self.reward_models, prompts, completions, by_group)
-        indices = [prompt.index for prompt in prompts]
-        share = _scored(completions, by_group, self.rewards, indices=indices, key=key)
-        if self.reward_models is not None:
-            share.counts.update(_named(self.reward_models.pop_counts()))
-        return share
+            named = [[_named(score) for score in by_group[i]] for i in range(len(groups))]
+            scored = self.environment.score_together(groups, named)
+        return _scored(groups, scored, key=key, counts=self.environment.pop_counts())
 
     def step(
         self,
-        prompts: PromptSource,
         key: SampleKey,
         *,
         rollout: RolloutConfig,
@@ -324,7 +297,7 @@ class GroupSampler:
         rejected = 0
         for sampling_round in range(1 if resampling is None else resampling.max_rounds):
             key = replace(key, sampling_round=sampling_round)
-            batch = _round_prompts(prompts, num_groups, key, tried)[: num_groups - len(kept)]
+            batch = _round_tasks(self.environment, num_groups, key, tried)[: num_groups - len(kept)]
             tried.update(prompt.token_ids for prompt in batch)
             sampled = self.groups(batch, key, sampling=rollout.sampling, group_size=rollout.group_size)
             if sampled.aborted or resampling is None:
@@ -360,132 +333,69 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
     return SamplingParams(**config.model_dump())
 
 
-def _round_prompts(
-    prompts: PromptSource, n: int, key: SampleKey, tried: set[tuple[int, ...]]
+def _round_tasks(
+    environment: Environment, n: int, key: SampleKey, tried: set[tuple[int, ...]]
 ) -> list[Prompt]:
-    """The step's own batch in round 0; later batches in another order, prompts not yet tried first."""
+    """The step's own tasks in round 0; later batches in another order, tasks not yet tried first."""
     if key.sampling_round == 0:
-        return prompts.batch(key.step, n, key.run_seed)
+        return list(environment.tasks(key.step, n, key.run_seed))
     order = sample_seed(key.run_seed, key.step, _ROUND_PROMPTS, key.sampling_round)
-    batch = prompts.batch(key.step, n, order)
+    batch = environment.tasks(key.step, n, order)
     return sorted(batch, key=lambda prompt: prompt.token_ids in tried)
 
 
-def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence[Completion]]) -> None:
-    """Check that the engine returned the requested samples; a mix-up would train on the wrong tokens."""
-    if len(completions) != len(requests):
-        raise EngineError(
-            f"wrong-result: the engine returned {len(completions)} groups for {len(requests)} requests"
-        )
-    for index, (request, group) in enumerate(zip(requests, completions, strict=True)):
-        if tuple(c.seed for c in group) != request.seeds:
-            raise EngineError(
-                f"wrong-result: request {index}: the engine returned other samples than the seeds asked for"
-            )
-        for completion in group:
-            check_completion(index, request, completion)
-
-
-def check_completion(index: int, request: GenerationRequest, completion: Completion) -> None:
-    """Raises EngineError: it is not of request number `index`, or not as long as its logprobs."""
-    if completion.prompt_token_ids != request.prompt_token_ids:
-        raise EngineError(
-            f"wrong-result: request {index}: the engine returned a completion of another prompt"
-        )
-    if len(completion.logprobs) != len(completion.token_ids):
-        raise EngineError(
-            f"wrong-result: request {index}: {len(completion.token_ids)} tokens but "
-            f"{len(completion.logprobs)} logprobs"
-        )
-
-
-def _reward_inputs(prompt: Prompt, completions: Sequence[Completion]) -> list[RewardInput]:
-    return [
-        RewardInput(
-            prompt=prompt.text,
-            completion=completion.text or "",
-            row=prompt.row,
-            prompt_token_ids=completion.prompt_token_ids,
-            completion_token_ids=completion.token_ids,
-            finish_reason=completion.finish_reason,
-            index=prompt.index,
-            where=prompt.where,
-            conversation=prompt.conversation,
-            seed=completion.seed,
-        )
-        for completion in completions
-    ]
+def _named(score: Scored | float | None) -> Scored | None:
+    """A number as the reward of that name."""
+    if score is None or isinstance(score, Scored):
+        return score
+    by_name = {"environment": float(score)}
+    check_total(float(score), by_name)
+    return Scored(total=float(score), by_name=by_name)
 
 
 def _scored(
-    completions: Sequence[Sequence[Completion]],
-    scores: Mapping[int, Sequence[Scored | None]],
-    rewards: RewardSet,
+    groups: Sequence[Trajectories],
+    scores: Sequence[Sequence[Scored | None]],
     *,
-    indices: Sequence[int],
     key: SampleKey,
+    counts: Mapping[str, float],
 ) -> _Share:
     """Rollouts with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
     kept: list[tuple[Rollout, ...] | None] = []
     asked: list[SampleRecord] = []
     dropped_rollouts = dropped_groups = cached = 0
-    for number, group in enumerate(completions):
-        first = key.sampling_round * len(group)
+    for (task, trajectories), of_group in zip(groups, scores, strict=True):
+        first = key.sampling_round * len(trajectories)
         rollouts = tuple(
             Rollout(
-                trajectory=Trajectory.of(completion),
+                trajectory=trajectory,
                 reward=score.total,
                 rewards=score.by_name,
                 weights=score.weights,
                 sample=first + i,
             )
-            for i, (completion, score) in enumerate(zip(group, scores[number], strict=True))
+            for i, (trajectory, score) in enumerate(zip(trajectories, of_group, strict=True))
             if score is not None
         )
-        cached += sum(c.cached_tokens for c in group)
-        dropped_rollouts += len(group) - len(rollouts)
-        whole = len(rollouts) >= min(2, len(group))
+        cached += sum(trajectory.cached_tokens for trajectory in trajectories)
+        dropped_rollouts += len(trajectories) - len(rollouts)
+        whole = len(rollouts) >= min(2, len(trajectories))
         dropped_groups += not whole
         kept.append(rollouts if whole else None)
         asked += [
             SampleRecord(
-                prompt_index=indices[number],
+                prompt_index=task.index,
                 sample=first + i,
-                seed=completion.seed,
-                policy_versions=(completion.policy_version,),
-                attempt=completion.attempt,
+                seed=trajectory.seed,
+                policy_versions=trajectory.policy_versions,
+                attempt=trajectory.attempt,
                 dropped="reward" if score is None else None if whole else "group",
             )
-            for i, (completion, score) in enumerate(zip(group, scores[number], strict=True))
+            for i, (trajectory, score) in enumerate(zip(trajectories, of_group, strict=True))
         ]
-    counts = {
+    dropped = {
         "rollout/dropped_rollouts": float(dropped_rollouts),
         "rollout/dropped_groups": float(dropped_groups),
         "rollout/cached_tokens": float(cached),
     }
-    counts |= _named(rewards.pop_counts())
-    return _Share(rollouts=tuple(kept), asked=tuple(asked), counts=counts)
-
-
-def _named(counts: Mapping[str, int]) -> dict[str, float]:
-    return {f"reward/{name}": float(value) for name, value in counts.items()}
-
-
-def _add_models(
-    models: RewardModels,
-    prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[Completion]],
-    scores: Mapping[int, Sequence[Scored | None]],
-) -> dict[int, list[Scored | None]]:
-    """The scores with those of the models. A rollout that another reward dropped is not scored again."""
-    inputs = [
-        sample
-        for number, group in enumerate(completions)
-        for sample, score in zip(_reward_inputs(prompts[number], group), scores[number], strict=True)
-        if score is not None
-    ]
-    by_model = iter(models.score(inputs))
-    return {
-        number: [None if one is None else models.added(one, next(by_model)) for one in scores[number]]
-        for number in range(len(completions))
-    }
+    return _Share(rollouts=tuple(kept), asked=tuple(asked), counts={**dropped, **counts})

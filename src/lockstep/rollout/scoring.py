@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +11,17 @@ from typing import Any, TypeGuard, get_args
 from lockstep.config.batch import Column, GenerateConfig, ScoreConfig
 from lockstep.data.prompts import PromptSet
 from lockstep.data.sources import column_names, place
-from lockstep.errors import ConfigError, DataError, EngineError
+from lockstep.errors import ConfigError, DataError
 from lockstep.models.reward import RewardModel
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.protocols.reward import RewardInput
+from lockstep.rollout.environment import Environment, run_episodes
 from lockstep.rollout.reward_functions import decoded, encoded
 from lockstep.rollout.reward_models import MODEL
 from lockstep.rollout.rewards import RewardSet
 from lockstep.rollout.rows import Key, RowFile
-from lockstep.rollout.sampler import check_completion, sample_seed
-from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest, Prompt, SamplingParams
+from lockstep.rollout.sampler import sample_seed
+from lockstep.schema.rollout import FinishReason, Prompt, SamplingParams, Trajectory
 
 # Rewards for rows of samples: functions and verifiers as in training, or a reward model.
 #
@@ -382,71 +382,34 @@ class _BatchCall:
     totals: Totals
     hooks: Hooks
 
-    def __post_init__(self) -> None:
-        self._failure: Exception | None = None
-        self._lock = threading.Lock()
-        self._requests = [
-            GenerationRequest(
-                prompt_token_ids=prompt.token_ids,
-                sampling=self.work.sampling,
-                seeds=tuple(sample_seed(self.work.seed, self.work.step, prompt.index, i) for i in samples),
-            )
-            for prompt, samples in self.prompts_and_samples
-        ]
-
     def run(self) -> bool:
-        """Sample the batch; returns whether it was aborted before all samples were finished."""
-        requests = self._requests
-        groups = self.engine.generate(requests, on_completion=self._finished)
-        if self._failure is not None:
-            raise self._failure
-        if [len(group) for group in groups] != [len(request.seeds) for request in requests]:
-            raise EngineError(
-                f"wrong-result: the engine returned {len(groups)} groups of other sizes than were asked for"
-            )
-        for number, group in enumerate(groups):
-            for position, completion in enumerate(group):
-                self._finished(number, position, completion)  # of an engine that did not call it
-        if self._failure is not None:
-            raise self._failure
-        aborted = any(c.finish_reason == "abort" for group in groups for c in group)
-        if self.missing and not aborted:
-            raise EngineError(f"wrong-result: the engine did not return samples {sorted(self.missing)[:5]}")
+        """Sample the batch, and write each row as soon as its sample has ended; returns whether it was
+        aborted before all were. Raises DataError, EngineError: what was written before stays."""
+        step, seed, batch = self.work.step, self.work.seed, self.prompts_and_samples
+        run_episodes(
+            self.engine,
+            Environment(),
+            [prompt for prompt, _ in batch],
+            [[sample_seed(seed, step, prompt.index, i) for i in samples] for prompt, samples in batch],
+            sampling=self.work.sampling,
+            on_end=self._write,
+        )
         return bool(self.missing)
 
-    def _finished(self, number: int, position: int, completion: Completion) -> None:
-        """Write the row. An error must not be lost in an engine's thread, so it ends the batch."""
+    def _write(self, number: int, position: int, trajectory: Trajectory) -> None:
         prompt, samples = self.prompts_and_samples[number]
-        with self._lock:
-            if self._failure is not None or completion.finish_reason == "abort":
-                return
-            try:
-                self._check(number, position, completion)
-                key = (prompt.index, samples[position])
-                if key not in self.missing:
-                    return
-                self.sink.append([sample_row(prompt, key[1], completion, self.work)])
-            except (DataError, EngineError) as error:
-                self._failure = error
-                self.engine.abort()
-                return
-            self.missing.discard(key)
-            self.totals.rows += 1
-            self.totals.tokens += len(completion.token_ids)
-            self.totals.finish_reasons[completion.finish_reason] += 1
-            self.hooks.on_row(len(self.sink.done), self.sink.expected)
-
-    def _check(self, number: int, position: int, completion: Completion) -> None:
-        """Check a completion: a mix-up would put an answer under another question."""
-        request = self._requests[number]
-        check_completion(number, request, completion)
-        if completion.seed != request.seeds[position]:
-            raise EngineError(
-                f"wrong-result: request {number}: the engine returned another sample than was asked for"
-            )
+        key = (prompt.index, samples[position])
+        if trajectory.finish_reason == "abort" or key not in self.missing:
+            return
+        self.sink.append([sample_row(prompt, key[1], trajectory, self.work)])
+        self.missing.discard(key)
+        self.totals.rows += 1
+        self.totals.tokens += trajectory.policy_tokens
+        self.totals.finish_reasons[trajectory.finish_reason] += 1
+        self.hooks.on_row(len(self.sink.done), self.sink.expected)
 
 
-def sample_row(prompt: Prompt, sample: int, completion: Completion, work: SampleWork) -> dict[str, Any]:
+def sample_row(prompt: Prompt, sample: int, trajectory: Trajectory, work: SampleWork) -> dict[str, Any]:
     """Return the row of a sample.
 
     index, sample      name the row
@@ -457,19 +420,20 @@ def sample_row(prompt: Prompt, sample: int, completion: Completion, work: Sample
     row                all columns of the data, for rewards
     and work.columns
     """
+    prompt_ids = trajectory.prompt_token_ids
     numbers: dict[str, list[int] | list[float]] = {
-        "prompt_token_ids": list(completion.prompt_token_ids),
-        "token_ids": list(completion.token_ids),
-        "logprobs": list(completion.logprobs),
+        "prompt_token_ids": list(prompt_ids),
+        "token_ids": list(trajectory.token_ids[len(prompt_ids) :]),
+        "logprobs": [logprob for span in trajectory.spans for logprob in span.logprobs],
     }
     return {
         "index": prompt.index,
         "sample": sample,
         "prompt": work.conversation(prompt),
-        "completion": completion.text,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        "seed": completion.seed,
+        "completion": trajectory.text,
+        "finish_reason": trajectory.finish_reason,
+        "stop_reason": trajectory.stop_reason,
+        "seed": trajectory.seed,
         **{name: numbers[name] for name in work.columns},
         "prompt_text": prompt.text,
         "row": encoded(dict(prompt.row), prompt.where),

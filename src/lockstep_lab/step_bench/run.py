@@ -19,7 +19,8 @@ from pydantic import Field
 from lockstep.config.base import PositiveInt
 from lockstep.config.declarations import backends
 from lockstep.config.load import override
-from lockstep.config.run import GRPORun, check_ranks
+from lockstep.config.run import GRPORun
+from lockstep.config.run_config import check_ranks
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.files import write_json
 from lockstep.processes.child import describe_status

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.execution import CompileWatch
-    from lockstep.loop.build import OnlineParts
+    from lockstep.loop.build import Builder
+    from lockstep.loop.policy import Policy
+    from lockstep.loop.rollouts import RolloutEngine
     from lockstep.protocols.train import TokenLoss
     from lockstep.ranks.context import RankContext
     from lockstep.schema.batch import PackedBatch
@@ -86,7 +88,9 @@ class Cell(Worker[BenchJob]):
     MODULE = "lockstep_lab.step_bench.worker"
     OUTCOME = BenchOutcome
     REFUSALS = (ConfigError, ModelError, EngineError)
-    parts: OnlineParts
+    build: Builder
+    policy: Policy
+    engine: RolloutEngine
     watch: CompileWatch
     memory: PeakMemory
 
@@ -110,7 +114,7 @@ class Cell(Worker[BenchJob]):
                 self.ranks = stack.enter_context(self._join())
                 self.load()
                 self.begun = True
-                stack.callback(self.parts.close)
+                stack.callback(self.build.close)
                 self.warm_up()
             self.round_robin()
             with watched(self.job.timeout, least=0.9):
@@ -133,29 +137,37 @@ class Cell(Worker[BenchJob]):
         import torch
 
         from lockstep.execution import CompileWatch
-        from lockstep.loop.build import build_online
+        from lockstep.loop.build import Builder
         from lockstep.models.architectures import silence_transformers, text_config
         from lockstep_lab.suite.machine import PeakMemory
 
         self.say("loading")
         job, self.watch = self.job, CompileWatch()
         with silence_transformers():
-            self.parts = build_online(job.run, ranks=self.ranks, work_dir=job.out / "engine")
-        self.device = torch.device(self.parts.resolved.device)
+            self.build = Builder(job.run, ranks=self.ranks, work_dir=job.out / "engine")
+            try:
+                environment, algorithm = self.build.environment(), self.build.algorithm()
+                self.policy = self.build.policy(algorithm)
+                self.build.roles(self.policy, environment, algorithm)
+                self.engine = self.build.engine(self.policy)
+            except BaseException:
+                self.build.close()
+                raise
+        self.device = torch.device(self.policy.resolved.device)
         self.memory = PeakMemory(self.device)
         self.clock = PhaseClock(self.device)
-        self.parts.backend.spans = self.clock  # type: ignore[attr-defined]
-        self.config = text_config(self.parts.model.module)
+        self.policy.backend.spans = self.clock  # type: ignore[attr-defined]
+        self.config = text_config(self.policy.model.module)
         vocab = int(self.config.vocab_size)
         documents = samples(job.work, vocab_size=vocab)
-        self.batches = self.parts.plan(documents, self.parts.algorithm.loss_weights(documents))
+        self.batches = self.policy.plan(documents, algorithm.loss_weights(documents))
         self.requests = requests(
             job.work, vocab_size=vocab, part=self.ranks.rank, parts=self.ranks.world_size
         )
-        self.loss: TokenLoss = self.parts.algorithm.loss()
+        self.loss: TokenLoss = algorithm.loss()
         self._push()
         self.load_seconds = clock(self.device) - self.started
-        self.say(f"{job.cell}: {self.ranks.description}, {self.parts.resolved.axes}")
+        self.say(f"{job.cell}: {self.ranks.description}, {self.policy.resolved.axes}")
 
     def warm_up(self) -> None:
         """Take whole steps, in which everything compiles."""
@@ -203,9 +215,9 @@ class Cell(Worker[BenchJob]):
         marks = [clock(self.device)]
         self._generate()
         marks.append(self._wait())
-        self.parts.backend.forward_backward(self.batches, self.loss)
+        self.policy.backend.forward_backward(self.batches, self.loss)
         marks.append(self._wait())
-        self.parts.backend.optimizer_step()
+        self.policy.backend.optimizer_step()
         marks.append(self._wait())
         self._push()
         marks.append(self._wait())
@@ -222,16 +234,16 @@ class Cell(Worker[BenchJob]):
         )
 
     def _generate(self) -> list[Completion]:
-        rows = self.parts.engine.generate(self.requests) if self.requests else []
+        rows = self.engine.engine.generate(self.requests) if self.requests else []
         return [completion for row in rows for completion in row]
 
     def _train(self) -> None:
-        self.parts.backend.forward_backward(self.batches, self.loss)
-        self.parts.backend.optimizer_step()
+        self.policy.backend.forward_backward(self.batches, self.loss)
+        self.policy.backend.optimizer_step()
         self._push()
 
     def _push(self) -> None:
-        self.parts.transfer.push(self.parts.backend, self.parts.engine, policy_version=self.steps_taken)
+        self.engine.transfer.push(self.policy.backend, self.engine.engine, policy_version=self.steps_taken)
 
     def _logprob_gap(self) -> float:
         """Largest |trainer - engine| over all tokens of one more generation, of all ranks. Collective."""
@@ -243,9 +255,9 @@ class Cell(Worker[BenchJob]):
         shares = self.ranks.gather(self._generate(), list[Completion], what="the gap")
         every = [completion for share in shares for completion in share]
         documents = policy_samples(rollout_samples(map(Trajectory.of, every)), None)
-        batches = self.parts.plan(documents, [sample.loss_mask.float() for sample in documents])
+        batches = self.policy.plan(documents, [sample.loss_mask.float() for sample in documents])
         gaps = []
-        for batch, scored in zip(batches, self.parts.backend.logprobs(batches), strict=True):
+        for batch, scored in zip(batches, self.policy.backend.logprobs(batches), strict=True):
             mask = batch.loss_mask.cpu()
             rollout = getattr(batch, "rollout_logprobs").cpu()[mask]  # noqa: B009  (a PolicyBatch)
             gaps.append((scored.cpu()[mask] - rollout).abs())
@@ -295,13 +307,13 @@ class Cell(Worker[BenchJob]):
             ),
             "peak_flops": None if peak is None else peak * self.ranks.world_size,
             "logprob_gap": self._logprob_gap(),
-            "axes": self.parts.resolved.axes,
+            "axes": self.policy.resolved.axes,
             "statement": self.ranks.description,
         }
 
     def _matmul_parameters(self) -> int:
         """All, tied ones once; without the input embedding where it is a matrix of its own."""
-        module: Any = self.parts.model.module
+        module: Any = self.policy.model.module
         count = sum(map(_entries, module.parameters()))
         tied = bool(self.config.tie_word_embeddings)
         return count - (0 if tied else _entries(module.get_input_embeddings().weight))

@@ -2,22 +2,23 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import sampled
 from raising import raises
 
+from lockstep import loops
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
 from lockstep.config.train import EvalConfig
 from lockstep.errors import ConfigError, DataError, EngineError, RewardError
-from lockstep.loop.build import OnlineParts
-from lockstep.loop.evaluate import score
-from lockstep.loop.online import train_online
-from lockstep.loop.session import Session
+from lockstep.loop.evaluate import Evaluation, score
+from lockstep.loop.run import Run
 from lockstep.ranks.context import RankContext
 from lockstep.rollout import prompt_kinds
+from lockstep.rollout.environment import SingleTurn
+from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.rollout import RolloutGroup
 
 TINY = {
@@ -51,14 +52,14 @@ def test_a_failing_reward_costs_no_finished_step(tmp_path: Path) -> None:
 
     run = tiny(tmp_path / "run")
     with raises(RewardError, "reward-failed: reward, row 5, raised ValueError: out of luck"):
-        train_online(run, rewards=[reward])
+        loops.train(run, rewards=[reward])
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
     log = tmp_path / "run" / "logs" / "rank-0.log"
     failed = log.read_text()
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d === started: rank 0 of 1, lockstep ", failed)
     assert re.findall(r" step (\d)/3  reward ", failed) == ["1", "2"]
     assert " Traceback (most recent call last):\n" in failed and 'ValueError("out of luck")' in failed
-    summary = train_online(run, resume=tmp_path / "run", rewards=[lambda prompt, completion, row: 1.0])
+    summary = loops.train(run, resume=tmp_path / "run", rewards=[lambda prompt, completion, row: 1.0])
     assert (summary["outcome"], summary["steps"]) == ("finished", 3)
     added = log.read_text().removeprefix(failed)
     assert " === resumed: rank 0 of 1, " in added and " finished after " in added
@@ -66,7 +67,7 @@ def test_a_failing_reward_costs_no_finished_step(tmp_path: Path) -> None:
 
 
 def test_what_was_resolved_is_said_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train_online(tiny(tmp_path / "run", **{"model.dtype": "bfloat16", "train.attention": "varlen"}))
+    loops.train(tiny(tmp_path / "run", **{"model.dtype": "bfloat16", "train.attention": "varlen"}))
     out = capsys.readouterr().out
     assert (
         "on cpu in bfloat16: local backend, engine hf, varlen (cpu reference) attention, eager, shared" in out
@@ -81,7 +82,7 @@ def test_what_was_resolved_is_said_and_written(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_an_untested_combination_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train_online(
+    loops.train(
         tiny(tmp_path / "run", **{"train.attention": "hf:eager", "model.dtype": "bfloat16", "steps": 1})
     )
     assert capsys.readouterr().out.count("untested combination: an implementation of transformers") == 1
@@ -89,22 +90,22 @@ def test_an_untested_combination_says_so(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", **{"data.size": 8})
-    train_online(run)
+    loops.train(run)
     file = tmp_path / "run" / "manifest.json"
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps(manifest | {"data_fingerprint": "of other data"}))
     with raises(DataError, "values-differ: data"):
-        train_online(tiny(tmp_path / "run", **{"data.size": 8, "steps": 4}), resume=tmp_path / "run")
+        loops.train(tiny(tmp_path / "run", **{"data.size": 8, "steps": 4}), resume=tmp_path / "run")
 
 
 def test_other_settings_are_not_resumed_from_python_either(tmp_path: Path) -> None:
-    train_online(tiny(tmp_path / "run", steps=1))
+    loops.train(tiny(tmp_path / "run", steps=1))
     with raises(ConfigError, "not-resumable", settings=["train.lr"]):
-        train_online(tiny(tmp_path / "run", **{"train.lr": 0.1, "steps": 2}), resume=tmp_path / "run")
+        loops.train(tiny(tmp_path / "run", **{"train.lr": 0.1, "steps": 2}), resume=tmp_path / "run")
 
 
 def test_times_between_steps_are_reported_with_the_next_step(tmp_path: Path) -> None:
-    train_online(tiny(tmp_path / "run", **{"checkpoint.every": 1}))
+    loops.train(tiny(tmp_path / "run", **{"checkpoint.every": 1}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert ["time/save" in line for line in lines] == [False, True, True]
 
@@ -115,32 +116,31 @@ def test_a_start_that_fails_says_that_its_folder_is_gone(
     folder = tmp_path / "run"
     monkeypatch.setattr(prompt_kinds, "CPU_SECONDS", 0.2)
     with raises(ConfigError, "deadline"):
-        train_online(tiny(folder, **{"eval.after": True, "eval.kinds": {"any": "(.+)+!"}}))
+        loops.train(tiny(folder, **{"eval.after": True, "eval.kinds": {"any": "(.+)+!"}}))
     assert capsys.readouterr().out.splitlines() == [
         f"run directory: {folder}",
         "nothing had begun: what was written there is removed",
     ]
     assert not folder.exists()
-    train_online(tiny(folder, steps=1))
+    loops.train(tiny(folder, steps=1))
     capsys.readouterr()
     with pytest.raises(ConfigError):  # a run that is there stays
-        train_online(tiny(folder, **{"train.lr": 0.1}), resume=folder)
+        loops.train(tiny(folder, **{"train.lr": 0.1}), resume=folder)
     assert "removed" not in capsys.readouterr().out
 
 
 def test_a_log_that_the_error_names_behind_a_link_stays(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to("disk")
-    failed = cast(Session, SimpleNamespace(_begun=False, dir=SimpleNamespace(path=tmp_path / "runs" / "a")))
+    failed = cast(Run, SimpleNamespace(_begun=False, dir=SimpleNamespace(path=tmp_path / "runs" / "a")))
     died = EngineError(f"The end of its log, {tmp_path}/disk/a/engine/hf.log:", code="process-died")
-    assert Session._leaves_something(failed, died)
-    assert not Session._leaves_something(failed, EngineError("no log", code="process-died"))
+    assert Run._leaves_something(failed, died)
+    assert not Run._leaves_something(failed, EngineError("no log", code="process-died"))
 
 
-def judge(rewards: object, **settings: Any) -> OnlineParts:
-    """The parts that an evaluation's judging reads."""
-    run = SimpleNamespace(eval=EvalConfig(**settings))
-    return cast(OnlineParts, SimpleNamespace(rewards=rewards, ranks=RankContext.alone(), run=run))
+def judged(rewards: object, groups: list[RolloutGroup], kinds: dict[str, str] | None = None) -> Evaluation:
+    environment = SingleTurn(cast(RewardSet, rewards))
+    return score(groups, environment, kinds=kinds or {}, ranks=RankContext.alone(), max_tokens=8)
 
 
 def answered(prompt: str, answer: str, *, completion: str) -> RolloutGroup:
@@ -157,7 +157,7 @@ def test_kinds_of_problems_are_reported_apart() -> None:
         answered("9 - 2", "7", completion="9 - 2 = 7"),
     ]
     kinds = {"sums": r"\d \+ \d", "differences": r"\d - \d", "products": r"\*"}
-    numbers = score(judge(rewards, kinds=kinds), groups, max_tokens=8).as_dict()
+    numbers = judged(rewards, groups, kinds).as_dict()
     assert numbers["lenient_accuracy"] == 0.5
     assert numbers["lenient_accuracy/sums"] == 1.0
     assert numbers["lenient_accuracy/differences"] == pytest.approx(1 / 3)
@@ -175,7 +175,7 @@ def test_a_kind_that_would_be_searched_for_ever_is_refused(monkeypatch: pytest.M
     groups = [answered("1 + 1", "2", completion="2"), answered("a" * 40 + "!", "2", completion="2")]
     kinds = {"sums": r"\d \+ \d", "letters": "(a+)+$"}
     with raises(ConfigError, "deadline: eval.kinds.letters"):
-        score(judge(rewards, kinds=kinds), groups, max_tokens=8)
+        judged(rewards, groups, kinds)
 
 
 def test_such_a_kind_is_refused_before_the_first_step(
@@ -184,7 +184,7 @@ def test_such_a_kind_is_refused_before_the_first_step(
     monkeypatch.setattr(prompt_kinds, "CPU_SECONDS", 0.2)
     run = tiny(tmp_path / "run", **{"eval.after": True, "eval.kinds": {"any": "(.+)+!"}})
     with raises(ConfigError, "deadline: eval.kinds.any"):
-        train_online(run)
+        loops.train(run)
     assert not (tmp_path / "run").exists()
 
 
@@ -203,16 +203,14 @@ def test_what_an_evaluation_counts_is_not_reported_by_the_next_step(tmp_path: Pa
             return {"verifier/no_answer": taken}
 
     rewards = Counting()
-    result = score(judge(rewards), [answered("1 + 1", "2", completion="none")], max_tokens=8)
+    result = judged(rewards, [answered("1 + 1", "2", completion="none")])
     assert (result.strict_accuracy, result.lenient_accuracy) == (0.0, 0.0)
     assert rewards.pop_counts() == {"verifier/no_answer": 0}
 
 
 def test_a_due_last_checkpoint_is_not_saved_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = []
-    save = Session.save
-    monkeypatch.setattr(
-        Session, "save", lambda self, done, backend: saved.append(done) or save(self, done, backend)
-    )
-    train_online(tiny(tmp_path / "run", **{"checkpoint.every": 3}))
+    save = Run.save
+    monkeypatch.setattr(Run, "save", lambda self, done, **how: saved.append(done) or save(self, done, **how))
+    loops.train(tiny(tmp_path / "run", **{"checkpoint.every": 3}))
     assert saved == [3]

@@ -1,6 +1,6 @@
-"""The loop over documents: SFT, DPO and its successors, reward models.
+"""Documents of an offline run: how each kind loads, prepares and evaluates them.
 
-documents ─► packs ─► (DPO: reference logprobs) ─► loss + backward (per micro-batch) ─► optimizer step
+Each kind of run has a task: its documents here, its loss from the algorithm that it is mixed with.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -23,19 +22,12 @@ from lockstep.config.run import OfflineRun
 from lockstep.data.preferences import UnpairedSet, load_preferences, load_scored_pairs, load_unpaired
 from lockstep.data.sft import load_sft
 from lockstep.errors import DataError, together
-from lockstep.loop.build import (
-    Policy,
-    build_backend,
-    data_parallel,
-    load_policy,
-    recording_header,
-)
-from lockstep.loop.determinism import batch_invariance_manifest, deterministic, weights_hash
-from lockstep.loop.distributed import connect_ranks
-from lockstep.loop.metrics import CompileMeter, shape_metrics
-from lockstep.loop.preflight import faults, preflight
+from lockstep.loop.build import build_backend, data_parallel, load_policy
+from lockstep.loop.determinism import batch_invariance_manifest
+from lockstep.loop.policy import Policy
+from lockstep.loop.preflight import faults
 from lockstep.loop.resolve import Resolved, find_machine, resolve
-from lockstep.loop.session import Session
+from lockstep.loop.run import Run
 from lockstep.models.heads import HeadKind
 from lockstep.models.load import OpenedModel, check_positions, open_model
 from lockstep.models.memory import opened_shape
@@ -47,99 +39,82 @@ from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch, TrainSample
 
 
-def train_offline(
-    run: OfflineRun,
-    *,
-    resume: Path | None = None,
-    checkpoint: int | None = None,
-    restart: bool = False,
-    ranks: RankContext | None = None,
-) -> dict[str, Any]:
-    """Fine-tune a policy on documents; returns the run's summary (see `Session.finish`).
+class DocumentBatches:
+    """The micro-batches of each step, and those of the held-out documents."""
 
-    Args:
-        resume: a run directory to go on from; `run` is its config.
-        checkpoint: the step of the checkpoint to go on from; None is the last.
-        restart: begin the run in `run.run_dir` again; what it has written is kept beside.
-        ranks: every one of them makes this call; None: those of this process's launcher, if it has one.
+    def __init__(
+        self,
+        task: OfflineTask,
+        documents: OfflineSet,
+        held_out: OfflineSet | None,
+        *,
+        policy: Policy,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        self.documents, self.held_out = documents, held_out
+        self._task, self._policy, self._size, self._seed = task, policy, batch_size, seed
+
+    def next(self, step: int) -> list[PackedBatch]:
+        """Return the micro-batches of a step, with everything that the loss reads."""
+        with self._policy.spans("pack"):
+            batches = self._packs(self.documents, step, self._size)
+        if self._task.needs_ref:
+            with self._policy.spans("logprobs"):
+                batches = self._prepared(batches)
+        return batches
+
+    def evaluation(self) -> list[PackedBatch]:
+        """Return those of all held-out documents."""
+        assert self.held_out is not None, "the run has eval_data"
+        return self._prepared(self._packs(self.held_out, 0, len(self.held_out)))
+
+    def abort(self) -> None:
+        """Nothing: a step's documents are packed at once."""
+
+    def _packs(self, documents: OfflineSet, step: int, n: int) -> list[PackedBatch]:
+        samples = documents.batch(step, n, self._seed)
+        return self._policy.plan(samples, self._task.loss_weights(samples))
+
+    def _prepared(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        return self._task.prepared(batches, self._policy.backend, plan=self._policy.plan)
+
+
+def build_documents(run: Run) -> tuple[OfflineTask, Policy, DocumentBatches]:
+    """Load the documents, and then the policy: rows are refused before weights are read. Describes both in
+    the run's manifest.
+
+    Raises:
+        ConfigError, DataError, ModelError: before anything is trained.
     """
-    if (summary := preflight(run, resume=resume, checkpoint=checkpoint, restart=restart)) is not None:
-        return summary
-    with (
-        deterministic(run.train),
-        connect_ranks(run, ranks) as ranks,
-        Session(run, resume=resume, checkpoint=checkpoint, restart=restart, ranks=ranks) as session,
-    ):
-        task = offline_task(run)
-        policy, documents, held_out = _open(run, task, session)
-        resolved, model, run = policy.resolved, policy.model, policy.resolved.run
-        backend = build_backend(resolved, model, total_steps=run.steps, temperature=1.0, ref=task.needs_ref)
-        plan = _planner(resolved, ranks)
-        session.describe(
-            resolved=resolved, model=model, data=documents.report, fingerprint=documents.fingerprint
-        )
-        contract, compiled = backend.contract, CompileMeter(backend, ranks=ranks)
-        session.dir.update_manifest(batch_invariance_manifest(policy.batch_invariance, contract))
-        first_step = session.restore(backend)
-        header = recording_header(resolved, model=model, plan=plan, contract=contract)
-        recorder = session.recorder(header, first_step=first_step, model=model, backend=backend)
-        backend, loss = backend if recorder is None else recorder.around(backend), task.loss()
-
-        def packs(documents: OfflineSet, step: int, n: int) -> list[PackedBatch]:
-            samples = documents.batch(step, n, run.seed)
-            return plan(samples, task.loss_weights(samples))
-
-        def evaluate(done: int) -> bool:
-            """The held-out loss that is due after `done` steps; False when there is none."""
-            name = "before" if done == 0 else "after" if done == run.steps else "during"
-            due = name != "during" or session.is_due(run.eval_every, done)
-            if held_out is None or not due or session.evaluated(name, done):
-                return False
-            with session.spans("evaluate"):
-                batches = task.prepared(packs(held_out, 0, len(held_out)), backend, plan=plan)
-                numbers = task.held_out(batches, backend)
-            session.log_evaluation(name, done, numbers)
-            return True
-
-        with session.interruptible():
-            for done in range(first_step, run.steps + 1):
-                with session.keeping(done, backend):
-                    fresh = not session.stopping() and evaluate(done)
-                if session.stopping():
-                    return session.interrupted(done, backend)
-                if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):
-                    session.save(done, backend)
-                if done == run.steps:
-                    break
-                session.begin_step(done)
-                with session.spans("pack"):
-                    batches = packs(documents, done, run.batch_size)
-                if task.needs_ref:
-                    with session.spans("logprobs"):
-                        batches = task.prepared(batches, backend, plan=plan)
-                with session.spans("forward_backward"):
-                    stats = backend.forward_backward(batches, loss)
-                with session.spans("optimizer"):
-                    update = backend.optimizer_step()
-                metrics = {"loss": float(sum(stats.losses)), **update, **loss.metrics(batches, stats)}
-                metrics |= shape_metrics(batches) | compiled.metrics()
-                weights = weights_hash(backend) if run.train.deterministic else None
-                session.log_step(done, metrics, weights_hash=weights)
-                session.copy(done + 1, backend)
-            return session.finish(run.steps, backend)
-
-
-def _open(
-    run: OfflineRun, task: OfflineTask, session: Session
-) -> tuple[Policy[OfflineRun], OfflineSet, OfflineSet | None]:
-    """The policy, the documents and the held-out ones: rows are refused before weights are read."""
-    machine, ranks = find_machine(run, session.ranks), session.ranks
+    config, ranks = run.config, run.ranks
+    assert isinstance(config, OfflineRun)
+    task, machine = offline_task(config), find_machine(config, ranks)
     with ranks.together("loading model and data"):
-        opened = open_model(run.model, task.head)
-        shape = partial(opened_shape, opened, run.model)
-        resolved = resolve(run, shape=shape, machine=machine, manifest=session.dir.read_manifest())
-        documents, held_out = _load(run, task, opened, session.display)
-        return load_policy(resolved, ranks=ranks, opened=opened), documents, held_out
+        opened = open_model(config.model, task.head)
+        shape = partial(opened_shape, opened, config.model)
+        resolved = resolve(config, shape=shape, machine=machine, manifest=run.dir.read_manifest())
+        documents, held_out = _load(config, task, opened, run.display)
+        loaded = load_policy(resolved, ranks=ranks, opened=opened)
+    resolved, model = loaded.resolved, loaded.model
+    backend = build_backend(resolved, model, total_steps=config.steps, temperature=1.0, ref=task.needs_ref)
+    policy = Policy(
+        backend,
+        loaded,
+        plan=_planner(resolved, ranks),
+        spans=run.spans,
+    )
+    run.describe(resolved=resolved, model=model, data=documents.report, fingerprint=documents.fingerprint)
+    run.dir.update_manifest(batch_invariance_manifest(loaded.batch_invariance, backend.contract))
+    batches = DocumentBatches(
+        task,
+        documents,
+        held_out,
+        policy=policy,
+        batch_size=config.batch_size,
+        seed=config.seed,
+    )
+    return task, policy, batches
 
 
 def _load(

@@ -1,0 +1,217 @@
+"""Rollouts: the tasks of an environment, sampled by the engine, step after step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from lockstep.config.engine import EngineConfig
+from lockstep.config.run import GRPORun
+from lockstep.errors import EngineError, LockstepError, TrainError
+from lockstep.loop.metrics import engine_metrics
+from lockstep.observe.metrics import Spans
+from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightTransfer
+from lockstep.protocols.engine import EngineStats
+from lockstep.ranks.context import RankContext
+from lockstep.rollout.environment import Environment
+from lockstep.rollout.sampler import GroupSampler, OnProgress, Resampling, SampledStep, SampleKey
+from lockstep.transfer import buckets
+from lockstep.transfer.buckets import serving
+from lockstep.transfer.verify import Verifier
+
+
+@dataclass(kw_only=True)
+class LoopHooks:
+    """What a loop is connected to: timers, display and signals."""
+
+    spans: Spans = field(default_factory=Spans)
+    """Get the times of the parts."""
+    on_progress: OnProgress | None = None
+    """Called with (samples finished, samples in all) during generation."""
+    stopping: Callable[[], bool] = lambda: False
+    """Whether the run stops at this point; collective."""
+    cancelled: Callable[[], bool] | None = None
+    """Whether this process was asked to stop."""
+
+
+class HasBackend(Protocol):
+    """A model on a train backend."""
+
+    backend: TrainBackend
+
+
+class RolloutEngine:
+    """An engine that takes the policy's weights, and shares a GPU with the trainer.
+
+    With engine.offload it sleeps from the trainer's first call of a step to the next `load`.
+
+    """
+
+    verifier: Verifier | None = None
+    """Checks after loads that the engine holds the weights; None: they are not checked."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        transfer: WeightTransfer,
+        *,
+        config: EngineConfig,
+        device: str,
+        ranks: RankContext,
+        spans: Spans,
+    ) -> None:
+        self.engine, self.transfer = engine, transfer
+        self.name = config.name
+        self.spans = spans
+        self.ranks = ranks
+        self._config, self._device = config, device
+        self._asleep = False
+        self._verified: dict[str, float] = {}
+
+    def load(self, policy: HasBackend, *, version: int) -> dict[str, float]:
+        """Send the policy's current weights to the engine, which samples from them from here on.
+
+        Args:
+            version: stamped on the completions.
+
+        Returns:
+            engine/verify_gap, if it was verified that the engine holds them; else nothing.
+
+        Raises:
+            EngineError: the engine refused them, or does not hold them afterwards.
+        """
+        with self.explaining_memory("engine"):
+            if self._asleep:
+                with self.spans("sleep"), self.ranks.together("waking the engine"):
+                    self.engine.wake()
+                self._asleep = False
+            # Every rank goes through all weights, whatever becomes of its own engine.
+            with self.spans("weights"), self.ranks.together("the weight update"):
+                self.transfer.push(policy.backend, self.engine, policy_version=version)
+            self._verified = {}
+            if self.verifier is not None:
+                with self.spans("verify"):
+                    self._verified = self.verifier()
+            return self._verified
+
+    def sampler(self, environment: Environment, **how: object) -> GroupSampler:
+        """Return a sampler of the environment's tasks. how: further fields of GroupSampler."""
+        around = serving(self.transfer, self.ranks)
+        return GroupSampler(
+            engine=self.engine,
+            environment=environment,
+            ranks=self.ranks,
+            around=around,
+            **how,  # type: ignore[arg-type]
+        )
+
+    def stats(self) -> EngineStats:
+        """See SamplesTokens."""
+        return self.engine.stats()
+
+    def metrics(self, since: EngineStats) -> dict[str, float]:
+        """Return engine/*: throughput and cache use since `since`, and what the last load has verified.
+        Collective."""
+        return engine_metrics(since, self.engine, ranks=self.ranks) | self._verified
+
+    def abort(self) -> None:
+        """End what is sampled."""
+        self.engine.abort()
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """The trainer works inside: the engine sleeps from here on, if it does at all."""
+        if self._config.offload and not self._asleep:
+            with self.spans("sleep"), self.ranks.together("putting the engine to sleep"):
+                self.engine.sleep()
+            self._asleep = True
+        with self.explaining_memory("trainer"):
+            yield
+
+    @contextlib.contextmanager
+    def explaining_memory(self, side: str) -> Iterator[None]:
+        """Add to an out-of-memory error whose it was and what engine and trainer held around the last weight
+        update; for an engine that shares a GPU with the trainer.
+
+        Args:
+            side: engine or trainer.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            others = isinstance(error, LockstepError) and not isinstance(error, EngineError | TrainError)
+            if others or self.transfer.transport == "shared" or not buckets.ran_out_of_memory(error):
+                raise
+            text = buckets.explain(
+                side,
+                before=self.transfer.before,
+                after=self.transfer.after,
+                now=buckets.take_memory_report(self.engine, device=torch.device(self._device)),
+            )
+            kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
+            raise kind(f"out-of-memory: {error}\n{text}") from error
+
+
+class Rollouts:
+    """Samples the groups of each step: a pure function of (seed, step, weights), so a step's number is all
+    that a checkpoint needs to hold.
+
+    Args:
+        algorithm: says which groups dynamic sampling keeps, if the config asks for it.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environment: Environment,
+        algorithm: Algorithm,
+        *,
+        config: GRPORun,
+        hooks: LoopHooks,
+    ) -> None:
+        self.engine, self.config = engine, config
+        self._hooks = hooks
+        self._resampling = None
+        options = config.algorithm.resolved()
+        if options.dynamic_sampling:
+            self._resampling = Resampling(keep=algorithm.keep, max_rounds=options.max_resample_rounds)
+        self._sampler = engine.sampler(
+            environment, on_progress=hooks.on_progress, spans=hooks.spans, cancelled=hooks.cancelled
+        )
+
+    def next(self, step: int) -> SampledStep | None:
+        """Return the groups of a step with their rewards; None: the run was asked to stop meanwhile.
+
+        Raises:
+            EngineError: from the engine; or it was aborted by somebody else.
+            RewardError: a reward failed, or dynamic sampling found too few groups.
+        """
+        sampled = self.sample(step)
+        if self._hooks.stopping():
+            return None
+        if sampled.aborted:
+            raise EngineError(
+                f"unrequested-abort: step {step}: engine {self.engine.name!r} ended samples by abort, which "
+                "this run has not asked for; does another client use the server? Give the run an engine of "
+                "its own, and resume it"
+            )
+        return sampled
+
+    def sample(self, step: int) -> SampledStep:
+        """As `next`; an aborted step is returned as such."""
+        before = self.engine.stats()
+        key = SampleKey(run_seed=self.config.seed, step=step)
+        with self._hooks.spans("generate"), self.engine.explaining_memory("engine"):
+            sampled = self._sampler.step(key, rollout=self.config.rollout, resampling=self._resampling)
+        if sampled.aborted:
+            return sampled
+        return dataclasses.replace(sampled, counts=sampled.counts | self.engine.metrics(since=before))
+
+    def abort(self) -> None:
+        """End what is sampled."""
+        self.engine.abort()

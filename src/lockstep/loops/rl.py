@@ -1,0 +1,65 @@
+"""GRPO and its family, and PPO. One step: sample, score, estimate advantages, update, load the new weights.
+
+    tasks ──► environment ⇄ engine ──► groups, rewards ──► samples ──► advantages ──► micro-batches
+      ▲                                                                                   │
+      └── engine.load(policy) ◄── optimizer steps ◄── loss, backward ◄────────────────────┘
+
+`Run` is everything around the loop: folder, checkpoints, metrics, display, signals. `Builder` makes the parts
+that the config names. `examples/own_loop.py` is this page without `Run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+from lockstep.config.run import GRPORun
+from lockstep.loop.build import Builder, describe
+from lockstep.loop.evaluate import evaluation_of
+from lockstep.loop.metrics import rollout_metrics, world_metrics
+from lockstep.loop.policy import estimate
+from lockstep.loop.run import Run, Start
+from lockstep.rollout.environment import Environment
+from lockstep.schema.batch import rollout_samples
+
+
+def train(
+    config: GRPORun,
+    *,
+    rewards: Sequence[Callable[..., Any]] = (),
+    environment: Environment | None = None,
+    **start: Unpack[Start],
+) -> dict[str, Any]:
+    """Train a policy with RL; returns the run's summary. `lockstep.train` checks the config first.
+
+    Args:
+        rewards: Python callables that replace `config.rewards`, called as f(prompt=, completion=, row=).
+        environment: takes the place of the config's data and rewards.
+        start: resume, checkpoint, restart, ranks.
+    """
+    with Run.open(config, **start) as run, Builder.of(run) as build:
+        environment = build.environment(environment, rewards=rewards)  # checked before weights are read
+        algorithm = build.algorithm()  # advantages and loss
+        policy = build.policy(algorithm)  # local, fsdp2 or deepspeed
+        reference, critic = build.roles(policy, environment, algorithm)  # None where the algorithm has none
+        engine = build.engine(policy)  # hf, native, vllm or sglang: token ids in, token ids and logprobs out
+        rollouts = build.rollouts(engine, environment, algorithm)
+        describe(run, build, environment=environment, policy=policy, engine=engine)
+        run.restore(policy, critic, algorithm)  # from the checkpoint to go on from, if there is one
+
+        engine.load(policy, version=run.first_step)
+        for step, sampled in run.steps(rollouts, evaluate=evaluation_of(run, engine, environment)):
+            samples = rollout_samples(r.trajectory for group in sampled.groups for r in group.rollouts)
+            values = critic.begin_score(samples) if critic else None  # beside the reference, if it can
+            ref_logprobs = reference.logprobs(samples) if reference else None
+            estimates = estimate(algorithm, sampled.groups, samples, values=values, ref_logprobs=ref_logprobs)
+            critic_update = critic.begin_update(samples, estimates) if critic else dict
+            batches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
+            run.write_rollouts(step, estimates.groups)  # in a thread, while the policy is trained
+            updates = [policy.update(micro_batches, batches.loss) for micro_batches in batches]
+            metrics = rollout_metrics(estimates.groups) | policy.metrics(batches, updates)
+            metrics |= {**estimates.metrics, **critic_update(), **sampled.counts}
+            metrics |= world_metrics(build.worlds, ranks=run.ranks)
+            engine.load(policy, version=step + 1)
+            run.log(step, metrics, sampled=sampled, groups=estimates.groups)
+        return run.finish()

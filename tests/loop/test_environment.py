@@ -1,0 +1,118 @@
+"""Environments of the user's, from tasks to the optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from raising import raises
+
+from lockstep import Environment
+from lockstep.config.load import load_run
+from lockstep.config.run import GRPORun
+from lockstep.errors import ConfigError, EngineError, RewardError
+from lockstep.loops import train_online
+from lockstep.observe.run_history import read_lines
+from lockstep.rollout.environment import Sampler, Trajectories
+from lockstep.schema.batch import rollout_samples
+from lockstep.schema.rollout import Prompt, Trajectory
+
+REPLY = (7, 8, 9)
+
+
+class Asks(Environment):
+    """The policy writes up to four tokens, is told REPLY, and goes on with the rest of its budget."""
+
+    def __init__(self, reply: Sequence[int] = REPLY) -> None:
+        self.reply, self.seen = tuple(reply), list[Trajectory]()
+
+    def tasks(self, step: int, n: int, seed: int) -> list[Prompt]:
+        return [
+            Prompt(index=step * n + i, token_ids=(step + 1, i + 1, 3), text=f"task {i}") for i in range(n)
+        ]
+
+    async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
+        await sample(max_tokens=4)
+        return await sample(self.reply)
+
+    def score(self, groups: Sequence[Trajectories]) -> list[list[float]]:
+        self.seen += [trajectory for _, trajectories in groups for trajectory in trajectories]
+        return [[float(sum(t.token_ids) % 5) for t in trajectories] for _, trajectories in groups]
+
+
+def run_of(folder: Path, **settings: Any) -> GRPORun:
+    small = {
+        "steps": 3,
+        "rollout.prompts_per_step": 2,
+        "rollout.group_size": 4,
+        "train.score_all_every": 1,
+        "rollout.sampling.max_tokens": 12,
+        "eval.before": False,
+        "eval.after": False,
+        "log.tensorboard": False,
+        "log.display": "off",
+        "checkpoint.export_at_end": False,
+        "run_dir": str(folder),
+    }
+    run = load_run("tiny", overrides=small | settings)
+    assert isinstance(run, GRPORun)
+    return run
+
+
+def test_trajectories_of_two_turns_are_trained_on_what_the_policy_wrote(tmp_path: Path) -> None:
+    environment = Asks()
+    summary = train_online(run_of(tmp_path / "run"), environment=environment)
+    assert summary["outcome"] == "finished"
+    assert len(environment.seen) == 3 * 2 * 4
+    for trajectory in environment.seen:
+        assert [span.author for span in trajectory.spans] == ["prompt", "policy", "tool", "policy"]
+        assert [len(span.token_ids) for span in trajectory.spans] == [3, 4, 3, 5]  # 12 after the prompt
+        assert trajectory.spans[2].token_ids == REPLY
+        (document,) = rollout_samples([trajectory])
+        # Entry t is about token t + 1: prompt 0-2, first turn 3-6, reply 7-9, second turn 10-14.
+        assert document.loss_mask.nonzero().flatten().tolist() == [2, 3, 4, 5, 9, 10, 11, 12, 13]
+    steps = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert [step["input/trained_tokens"] for step in steps] == [2 * 4 * 9] * 3
+    # The trainer reads the same context as the engine did, over both turns and the reply between them.
+    assert all(step["logprob_gap_max"] < 1e-4 for step in steps)
+    assert all(step["grad_norm"] > 0 for step in steps)
+    assert all(step["reward/environment"] == step["reward/mean"] for step in steps)
+    rows = list(read_lines(tmp_path / "run" / "rollouts" / "step-000000.jsonl"))
+    assert [row["spans"] for row in rows] == [[["policy", 4], ["tool", 3], ["policy", 5]]] * 8
+
+
+def test_the_same_environment_goes_on_exactly_when_it_is_resumed(tmp_path: Path) -> None:
+    train_online(run_of(tmp_path / "whole"), environment=Asks())
+    train_online(run_of(tmp_path / "cut", steps=2), environment=Asks())
+    resumed = run_of(tmp_path / "cut", steps=3)
+    train_online(resumed, resume=tmp_path / "cut", environment=Asks())
+    whole, cut = (
+        [
+            {k: v for k, v in line.items() if not k.startswith(("time", "throughput/", "memory/", "engine/"))}
+            for line in read_lines(tmp_path / name / "metrics.jsonl")
+        ]
+        for name in ("whole", "cut")
+    )
+    assert whole == cut
+
+
+def test_a_reply_beyond_the_budget_and_a_reward_that_is_no_number_end_the_run(tmp_path: Path) -> None:
+    with raises(EngineError, "too-long") as caught:
+        train_online(run_of(tmp_path / "long"), environment=Asks(reply=[5] * 8))
+    assert "a reply of 8 tokens leaves no room for a turn, as 8 of rollout.sampling.max_tokens = 12" in str(
+        caught.value
+    )
+
+    class Infinite(Asks):
+        def score(self, groups: Sequence[Trajectories]) -> list[list[float]]:
+            return [[float("nan") for _ in trajectories] for _, trajectories in groups]
+
+    with raises(RewardError, "not-finite"):
+        train_online(run_of(tmp_path / "nan"), environment=Infinite())
+
+
+def test_a_reward_model_is_not_for_an_environment_of_ones_own(tmp_path: Path, tiny_folder: Path) -> None:
+    settings = {"model.name": str(tiny_folder), "reward_model.name": str(tiny_folder)}
+    with raises(ConfigError, "no-effect: reward_model.name"):
+        train_online(run_of(tmp_path / "run", **settings), environment=Asks())
