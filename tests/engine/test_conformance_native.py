@@ -2,6 +2,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from selected import exhaustive
 
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("conformance")
@@ -17,7 +18,10 @@ SMALL = {"kv_cache_tokens": 1100, "prefill_chunk": 64, "max_batch": 20}
 """Two samples at full length: most of what runs has to move or to wait, and prompts come in chunks."""
 
 
-@pytest.fixture(scope="module", params=["roomy", "small and one step ahead"])
+KINDS = ("roomy", "small and one step ahead")
+
+
+@pytest.fixture(scope="module", params=exhaustive(KINDS, quick=KINDS[1:]))
 def subject(request):
     model = conformance_model(tied=request.param == "roomy")
     small = request.param != "roomy"

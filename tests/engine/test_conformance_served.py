@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from selected import exhaustive
 
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("conformance")
@@ -24,7 +25,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(SETTINGS))
+@pytest.fixture(scope="module", params=exhaustive(SETTINGS, quick=["native"]))
 def subject(request, tmp_path_factory):
     model = conformance_model(tied=request.param == "hf")
     served = Served(model, tmp_path_factory.mktemp("served"), **SETTINGS[request.param])

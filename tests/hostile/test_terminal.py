@@ -257,7 +257,11 @@ TINY = ["train", "grpo", "--recipe", "tiny", "--print-config"]
 @pytest.mark.parametrize(
     "argv",
     (
-        *([*TINY, flag] for flag in ("--seed", "--rewards", "--data.task", "--run-dir", "--rank-timeout")),
+        [*TINY, "--rewards"],
+        *(
+            pytest.param([*TINY, flag], marks=pytest.mark.exhaustive)
+            for flag in ("--seed", "--data.task", "--run-dir", "--rank-timeout")
+        ),
         ["train", "--print-config", "--recipe"],
         ["plan"],
         ["plan", "grpo", "--recipe", "tiny", "--ranks"],

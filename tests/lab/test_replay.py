@@ -136,7 +136,7 @@ def test_another_model_is_a_mismatch(recording: Any) -> None:
         {"attention": "varlen", "layout": "padded"},
         {"attention": "hf:eager"},
         {"activation_checkpointing": True},
-        pytest.param({"execution": "compile"}, marks=pytest.mark.slow),
+        pytest.param({"execution": "compile"}, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param({"execution": "compile", "layout": "padded"}, marks=pytest.mark.exhaustive),
         pytest.param({"execution": "compile", "attention": "varlen"}, marks=pytest.mark.exhaustive),
         pytest.param(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from loop_runs import metrics_of
 from scored_tools import LENGTHS, NONE, SIGNAL, Watched, apart, compare_on_ranks, group, toy_run, watched
+from selected import exhaustive
 
 from lockstep import loops
 from lockstep.algorithms.grpo import PolicyAlgorithm
@@ -69,7 +70,7 @@ def test_the_lists_are_not_empty() -> None:
     assert "sequence" in RATIOS and ("icepop", "sequence") in CORRECTIONS
 
 
-@pytest.mark.parametrize("advantage", [*PER_GROUP, *PER_STEP])
+@pytest.mark.parametrize("advantage", exhaustive([*PER_GROUP, *PER_STEP], quick=[PER_GROUP[0], PER_STEP[0]]))
 def test_gradients_are_those_of_the_full_pass(toy: Watched, advantage: str) -> None:
     """Every estimator, aggregation, ratio and objective that the config accepts."""
     choices = itertools.product(typing.get_args(Aggregation), RATIOS, OBJECTIVES)

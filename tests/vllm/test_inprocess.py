@@ -57,6 +57,7 @@ def settings():
     }
 
 
+@pytest.mark.exhaustive
 def test_the_process_is_afterwards_as_it_was(model, tmp_path):
     """Random numbers, threads, default dtype, gradients, affinity, process group; a second engine starts."""
     for _ in range(2):
@@ -79,6 +80,7 @@ def test_the_process_is_afterwards_as_it_was(model, tmp_path):
         assert kernel_model() is None
 
 
+@pytest.mark.exhaustive
 def test_the_trainers_process_group_is_kept(started, tmp_path):
     """Made before the engine, as the order must be: vLLM takes it for its own and would destroy it."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -121,12 +123,14 @@ def test_a_start_that_fails_says_why_and_leaves_room_for_the_next(model, tmp_pat
     assert len(engine.generate([request(prompt(4))])[0][0].token_ids) == 12
 
 
+@pytest.mark.exhaustive
 def test_only_one_at_a_time(model, tmp_path, started):
     started(weights=False)
     with raises(EngineError, "wrong-state: open"):
         inprocess.start(model, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_another_environment_needs_another_process(model, tmp_path, started, monkeypatch):
     started(weights=False).close()
     import lockstep.engine.vllm.engine as module
@@ -139,6 +143,7 @@ def test_another_environment_needs_another_process(model, tmp_path, started, mon
         inprocess.start(model, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_nothing_of_generation_config_is_merged(model, started, monkeypatch):
     """The model's folder asks for its own sampling; requests that do not must not get it."""
     own = {"temperature": 0.3, "top_k": 2, "repetition_penalty": 1.9, "max_new_tokens": 3, "do_sample": True}
@@ -153,6 +158,7 @@ def test_nothing_of_generation_config_is_merged(model, started, monkeypatch):
     assert len({c.token_ids[0] for c in row}) > 2
 
 
+@pytest.mark.exhaustive
 def test_weights_of_a_folder_are_served_without_a_push(model, tmp_path, started):
     spec = inprocess.spec_of(model, tmp_path)
     model.module.save_pretrained(spec.folder)
@@ -161,6 +167,7 @@ def test_weights_of_a_folder_are_served_without_a_push(model, tmp_path, started)
     assert gaps(model, completion, 0.0).max() <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_a_dtype_is_what_was_asked_for(tmp_path, started):
     """vLLM's "auto" makes bfloat16 of a float32 checkpoint, and the other way round it keeps bfloat16."""
     low = conformance_model(dtype=torch.bfloat16)
@@ -174,6 +181,7 @@ def test_a_dtype_is_what_was_asked_for(tmp_path, started):
     assert 1e-4 < worst < 0.5, "rounding of bfloat16, no more and no less"
 
 
+@pytest.mark.exhaustive
 def test_models_of_ids_alone(model, started):
     import dataclasses
 
@@ -198,6 +206,7 @@ def test_samples_of_a_group_share_their_prompt(started):
     assert {c.cached_tokens for c in again[0]} == {256}
 
 
+@pytest.mark.exhaustive
 def test_a_prefix_cache_that_is_off(started):
     engine = started(prefix_caching=False)
     rows = engine.generate([request(prompt(LONG), range(4), max_tokens=2)])
@@ -218,6 +227,7 @@ def test_short_samples_are_handed_on_while_long_ones_run(started):
     assert seen[0][2] > 0.0
 
 
+@pytest.mark.exhaustive
 def test_a_callback_that_fails_stops_what_runs(started):
     engine = started()
 
@@ -234,6 +244,7 @@ def test_a_callback_that_fails_stops_what_runs(started):
     assert len(engine.generate([request(prompt(4))])[0][0].token_ids) == 12
 
 
+@pytest.mark.exhaustive
 def test_random_numbers_of_a_callback_are_its_own(started):
     """It draws from the generators between steps: the next call must not draw the same again."""
     engine, drawn = started(), []
@@ -245,6 +256,7 @@ def test_random_numbers_of_a_callback_are_its_own(started):
     assert len(set(drawn)) == 12
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_never_answers_is_given_up_at_the_deadline(started, monkeypatch):
     engine = started(request_seconds=1.0)
     held, released = threading.Event(), threading.Event()
@@ -264,6 +276,7 @@ def test_an_engine_that_never_answers_is_given_up_at_the_deadline(started, monke
     released.set()
 
 
+@pytest.mark.exhaustive
 def test_steps_without_tokens_are_no_progress(started, monkeypatch):
     """A request that the scheduler never admits: steps come and go, and nothing is computed."""
     engine = started(request_seconds=1.5)
@@ -272,6 +285,7 @@ def test_steps_without_tokens_are_no_progress(started, monkeypatch):
         engine.generate([request(prompt(4))])
 
 
+@pytest.mark.exhaustive
 def test_a_failure_inside_vllm_is_named_and_final(started, monkeypatch):
     engine = started()
 
@@ -296,6 +310,7 @@ def test_out_of_memory_names_the_engine(started, monkeypatch):
         engine.generate([request(prompt(4))])
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_finite_is_refused(model, tmp_path, started):
     engine = started(weights=False)
     weights = inprocess.weights_of(model) | {"model.norm.weight": torch.full((64,), float("nan"))}
@@ -307,6 +322,7 @@ def test_what_is_not_finite_is_refused(model, tmp_path, started):
         engine.generate([request(prompt(4))])
 
 
+@pytest.mark.exhaustive
 def test_memory_and_description(started):
     engine = started()
     memory = engine.memory()
@@ -316,6 +332,7 @@ def test_memory_and_description(started):
     assert described["environment"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
+@pytest.mark.exhaustive
 def test_closed_is_closed(started):
     engine = started()
     engine.generate([request(prompt(4))])

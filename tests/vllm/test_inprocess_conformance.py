@@ -5,6 +5,7 @@ import inprocess
 import pytest
 from conformance import *  # noqa: F403
 from conformance import LONG, TEMPERATURES, Subject, conformance_model, prompt, request
+from selected import exhaustive
 
 KINDS = {
     "raw": ((0.0, 1.0), {"min_tokens with stop"}),
@@ -16,7 +17,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(scope="module", params=exhaustive(KINDS, quick=["tied"]))
 def subject(request, tmp_path_factory):
     temperatures, refuses = KINDS[request.param]
     model = conformance_model(tied=request.param == "tied")

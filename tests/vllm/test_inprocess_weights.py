@@ -9,6 +9,7 @@ import torch
 from conformance import LONG, conformance_model, gaps, prompt, request, sharpen
 from raising import raises
 from safetensors.torch import save_file
+from selected import exhaustive
 
 from lockstep.errors import EngineError
 from lockstep.schema.weights import WeightBucket
@@ -41,7 +42,7 @@ class Served:
         return max(float(gaps(self.model, c, 1.0).max()) for c in row)
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=exhaustive(["untied", "tied"], quick=["tied"]))
 def served(request, tmp_path_factory):
     served = Served(tmp_path_factory.mktemp("weights"), tied=request.param == "tied")
     yield served
