@@ -112,7 +112,7 @@ class Builder:
                 f"eval.after = {config.eval.after}, but {str(run.dir.path)!r} was started without an "
                 "evaluation, so no prompts are held out of its training; turn them off, or start a new run"
             )
-        return cls(
+        return Builder(
             config,
             ranks=run.ranks,
             work_dir=run.dir.path / "engine",

@@ -185,7 +185,7 @@ class Run:
         """Connect the ranks, and open the run on them."""
         with deterministic(config.train), connect_ranks(config, start.get("ranks")) as ranks:
             given: Start = {**start, "ranks": ranks}
-            with cls(config, **given) as run:
+            with Run(config, **given) as run:
                 yield run
 
     def _show_phase(self, spans: tuple[str, ...]) -> None:
