@@ -113,6 +113,8 @@ def test_a_reply_beyond_the_budget_and_a_reward_that_is_no_number_end_the_run(tm
 
 
 def test_a_reward_model_is_not_for_an_environment_of_ones_own(tmp_path: Path, tiny_folder: Path) -> None:
-    settings = {"model.name": str(tiny_folder), "reward_model.name": str(tiny_folder)}
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    settings = {"data.source": str(tmp_path / "prompts.jsonl"), "model.name": str(tiny_folder)}
+    settings["reward_model.name"] = str(tiny_folder)
     with raises(ConfigError, "no-effect: reward_model.name"):
         train_online(run_of(tmp_path / "run", **settings), environment=Asks())
