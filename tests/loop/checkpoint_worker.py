@@ -168,7 +168,7 @@ class Backend:
 
 def folder(ranks: RankContext, name: str) -> Path:
     path = OUT / name
-    ranks.from_first(lambda: path.mkdir(), what="a folder")
+    ranks.on_rank_zero(lambda: path.mkdir(), what="a folder")
     return path
 
 
@@ -279,7 +279,7 @@ def random_numbers_go_on(ranks: RankContext) -> None:
 def damage_is_named_on_every_rank(ranks: RankContext) -> None:
     """Each file in turn: a flipped byte, cut short, gone; files of two checkpoints."""
     good = OUT / "dp4"
-    names = ranks.from_first(lambda: sorted(p.name for p in good.iterdir()), what="files")
+    names = ranks.on_rank_zero(lambda: sorted(p.name for p in good.iterdir()), what="files")
     assert len(names) == 4 * 4  # model, optimizer, rng; state.json or files-...json
     path = OUT / "damaged"
     backend = Backend(Sharded(truth(8), dp=2, tp=2, group=dist.group.WORLD))
@@ -294,7 +294,7 @@ def damage_is_named_on_every_rank(ranks: RankContext) -> None:
             else:
                 (path / name).write_bytes(data)
 
-        ranks.from_first(change, what="damage")
+        ranks.on_rank_zero(change, what="damage")
         yield path
 
     for name in names:
@@ -329,7 +329,7 @@ def damage_is_named_on_every_rank(ranks: RankContext) -> None:
         for file in again.glob("*-00002-of-*"):
             shutil.copyfile(file, path / file.name)
 
-    ranks.from_first(mix, what="mixing")
+    ranks.on_rank_zero(mix, what="mixing")
     with fails(ranks, r"files-00002-of-00004\.json belongs to another save .* two checkpoints are mixed"):
         backend.load(path)
     assert backend.parts.expected(truth(8)) and backend.step == 0

@@ -37,7 +37,7 @@ def failing(ranks: RankContext, rank: int, error: Exception) -> Callable[[], int
 
 
 def in_together(ranks: RankContext) -> None:
-    with ranks.together("opening"):
+    with ranks.fail_together("opening"):
         failing(ranks, 0, RewardError("no folder", code="wrong-state"))()
 
 
@@ -48,18 +48,20 @@ def main(out: Path) -> None:
         values: dict[str, Any] = {
             "gathered": ranks.gather({"rank": rank}, what="values"),
             "typed": repr(ranks.gather((rank, math.nan, Path("x")), tuple[int, float, Path], what="values")),
-            "unsent": raised(lambda: ranks.each(lambda: {1, 2} if rank == 1 else [], what="sets")),
+            "unsent": raised(lambda: ranks.gather_results(lambda: {1, 2} if rank == 1 else [], what="sets")),
             "broadcast": ranks.broadcast(f"from {rank}", what="a value"),
             "any": [ranks.any(rank == 1, what="one"), ranks.any(False, what="none")],
-            "each": ranks.each(lambda: 10 * rank, what="values"),
-            "first": [ranks.from_first(lambda: made.append(1) or "made once", what="a value"), bool(made)],
+            "each": ranks.gather_results(lambda: 10 * rank, what="values"),
+            "first": [ranks.on_rank_zero(lambda: made.append(1) or "made once", what="a value"), bool(made)],
             "reward": raised(
-                lambda: ranks.each(
+                lambda: ranks.gather_results(
                     failing(ranks, 1, RewardError("reward 'x' of row 3 failed", code="wrong-state")),
                     what="scoring",
                 )
             ),
-            "other": raised(lambda: ranks.each(failing(ranks, 2, KeyError("mine")), what="scoring")),
+            "other": raised(
+                lambda: ranks.gather_results(failing(ranks, 2, KeyError("mine")), what="scoring")
+            ),
             "together": raised(lambda: in_together(ranks)),
             "after": ranks.gather(rank, what="values"),
         }

@@ -24,14 +24,14 @@ def test_a_process_alone_agrees_with_itself() -> None:
     assert ranks.gather(3, what="x") == [3]
     assert ranks.broadcast("a", what="x") == "a"
     assert ranks.any(True, what="x") and not ranks.any(False, what="x")
-    assert ranks.each(lambda: 5, what="x") == [5]
-    assert ranks.from_first(lambda: 6, what="x") == 6
+    assert ranks.gather_results(lambda: 5, what="x") == [5]
+    assert ranks.on_rank_zero(lambda: 6, what="x") == 6
     ranks.require_same({"a": 1}, what="x")
     ranks.at("here", step=3)
-    with raises(RewardError, "wrong-state"), ranks.together("x"):
+    with raises(RewardError, "wrong-state"), ranks.fail_together("x"):
         raise RewardError("as it was", code="wrong-state")
     with pytest.raises(ValueError, check=lambda error: error.args == ("mine",)), ranks:
-        ranks.each(lambda: int_or_error("mine"), what="x")
+        ranks.gather_results(lambda: int_or_error("mine"), what="x")
 
 
 def int_or_error(text: str) -> int:

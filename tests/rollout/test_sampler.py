@@ -336,7 +336,7 @@ class ThreadRanks:
     def __init__(self, rank, shared, barrier):
         self.rank, self.world_size, self.shared, self.barrier = rank, len(shared), shared, barrier
 
-    def each(self, make, kind, *, what):
+    def gather_results(self, make, kind, *, what):
         self.shared[self.rank] = decode_object(encode_object(make(), kind), kind, sender=self.rank)
         self.barrier.wait(timeout=30)
         found = list(self.shared)

@@ -117,7 +117,7 @@ class CheckpointManager:
         self._ranks = RankContext.alone() if ranks is None else ranks
         self._folders = NodeFolders(directory, ranks=RankContext.alone()) if folders is None else folders
         self._saving: _Saving | None = None
-        self._ranks.from_first(self._remove_leftovers, what="removing leftovers of interrupted saves")
+        self._ranks.on_rank_zero(self._remove_leftovers, what="removing leftovers of interrupted saves")
         self._clear_node()
 
     def save(
@@ -154,7 +154,7 @@ class CheckpointManager:
         path = self.directory / f"step-{step:06d}"
         # A copy: the loop goes on with its own before a background save writes this one.
         state = {**copy.deepcopy(dict(run_state)), "step": step}
-        temporary = self._ranks.from_first(
+        temporary = self._ranks.on_rank_zero(
             lambda: self._make_temporary(path, state), Path, what="beginning a checkpoint"
         )
         with self._removed_on_error(temporary):
@@ -244,7 +244,7 @@ class CheckpointManager:
             CheckpointError: there is no checkpoint of that step, or it is damaged (names and sizes; `load`
                 checks the contents). Names the newest undamaged one, which is used only when asked for.
         """
-        path, damage = self._ranks.from_first(
+        path, damage = self._ranks.on_rank_zero(
             lambda: self._select(step), tuple[Path | None, str | None], what="finding a checkpoint"
         )
         if path is not None and damage is not None:
@@ -277,7 +277,7 @@ class CheckpointManager:
         """
         try:
             self._verify(path)
-            return self._ranks.from_first(
+            return self._ranks.on_rank_zero(
                 lambda: read_run_state(path), dict[str, JsonValue], what="reading a checkpoint"
             )
         except CheckpointError as error:
@@ -351,13 +351,13 @@ class CheckpointManager:
         self._saving = None
         with self._removed_on_error(saving.temporary):
             hashes: dict[str, str] = {}
-            written = self._ranks.each(
+            written = self._ranks.gather_results(
                 lambda: self._written(saving), dict[str, str], what="writing a checkpoint"
             )
             for own in written:
                 hashes |= own
             self._folders.collect(saving.temporary)
-            self._ranks.from_first(lambda: self._finalize(saving, hashes), what="completing a checkpoint")
+            self._ranks.on_rank_zero(lambda: self._finalize(saving, hashes), what="completing a checkpoint")
         self._clear_node()
         return saving.path
 
@@ -473,11 +473,11 @@ class CheckpointManager:
         """Raises CheckpointError on every rank."""
         self._folders.spread(path)
         rank, size = self._ranks.rank, self._ranks.world_size
-        self._ranks.each(lambda: verify(path, part=rank, of=size), what="verifying a checkpoint")
+        self._ranks.gather_results(lambda: verify(path, part=rank, of=size), what="verifying a checkpoint")
 
     def _damage_message(self, path: Path, damage: str) -> str:
         """The message, with the newest undamaged checkpoint. Collective."""
-        others = self._ranks.from_first(
+        others = self._ranks.on_rank_zero(
             lambda: [(e.path, e.step) for e in self._entries() if e.damage is None and e.path != path],
             list[tuple[Path, int]],
             what="looking for an undamaged checkpoint",

@@ -120,7 +120,7 @@ def open_run_dir(
         ConfigError: it holds another run, or another process writes it; on every rank.
     """
     opened: RunDir | None = None
-    with ranks.together("opening the run directory"):
+    with ranks.fail_together("opening the run directory"):
         if ranks.is_first:
             opened = _create(run, ranks, restart=restart) if resume is None else _reopen(run, resume)
     path = ranks.broadcast(
@@ -130,8 +130,10 @@ def open_run_dir(
     own = opened or FollowedRunDir(path)
     try:
         folders = NodeFolders(path, ranks=ranks)
-        files = ranks.from_first(lambda: _read_by_all(own), dict[str, str], what="reading the run directory")
-        with ranks.together("making a node's run directory"):
+        files = ranks.on_rank_zero(
+            lambda: _read_by_all(own), dict[str, str], what="reading the run directory"
+        )
+        with ranks.fail_together("making a node's run directory"):
             if folders.leads:
                 own = FollowedRunDir.of_node(path, files)
     except BaseException:

@@ -117,11 +117,11 @@ class PeerCopies:
         path = step_folder(self.folder, max(common))
         try:
             if self._ring is not None:
-                with self._ranks.together("fetching a copy from other nodes"):
+                with self._ranks.fail_together("fetching a copy from other nodes"):
                     if self._ring.is_first_of_node:
                         self._remove_all_but(path)  # there may be no room beside the whole state
                         self._ring.fetch(path, [each.get(str(max(common)), []) for each in told])
-            with self._ranks.together("reading a copy"):
+            with self._ranks.fail_together("reading a copy"):
                 state = read_run_state(path)
                 read_index(path)
         except CheckpointError as error:
@@ -146,14 +146,14 @@ class PeerCopies:
             )
         try:
             self._start(step, backend, run_state)
-            with self._ranks.together("the first copy in memory"):
+            with self._ranks.fail_together("the first copy in memory"):
                 self.wait()
                 if self._error is not None:
                     raise self._error
             parts = part_files(step_folder(self.folder, step), self._ranks.rank) or {}
             own = sum(file.bytes for file in parts.values())
             whole = sum(self._ranks.gather(own, int, what="measuring the first copy in memory"))
-            with self._ranks.together("looking for room for copies"):
+            with self._ranks.fail_together("looking for room for copies"):
                 self._check_room(step, whole)
         except CheckpointError as error:
             if error.code in ("unreachable", "not-authenticated", "bad-reply", "hash-differs"):
@@ -222,7 +222,7 @@ class PeerCopies:
     def _start(self, step: int, backend: Saved, run_state: Mapping[str, Any]) -> None:
         self._error, self._begun = None, None
         text = json.dumps(without_nan({**run_state, "step": step}))
-        with self._ranks.together("beginning a copy in memory"):
+        with self._ranks.fail_together("beginning a copy in memory"):
             if self._ranks.is_first if self._ring is None else self._ring.is_first_of_node:
                 self._make(step, text)
         path = step_folder(self.folder, step)

@@ -182,7 +182,7 @@ def build_value(
     run = resolved.run
     train = config.train(run.train)
     make = BACKENDS.load(train.backend)
-    with ranks.together("loading the value model"):
+    with ranks.fail_together("loading the value model"):
         try:
             model = load_model(
                 config.model(run.model),
@@ -273,7 +273,7 @@ def build_reward_models(
     run = resolved.run
     if run.reward_model is None:
         return None
-    with ranks.together("loading the reward model"):
+    with ranks.fail_together("loading the reward model"):
         if policy.tokenizer is None:
             raise ConfigError(
                 f"no-tokenizer: reward_model.name = {run.reward_model.name!r} reads text, and the policy "
@@ -295,7 +295,7 @@ def describe_reward_models(
     """
     if models is None:
         return []
-    with ranks.together("comparing the reward model with what it was"):
+    with ranks.fail_together("comparing the reward model with what it was"):
         now = {
             name: weights_fingerprint(ModelConfig(name=name, revision=revision))
             for name, revision in models.config.sources
@@ -341,11 +341,11 @@ class Roles:
         finishes = {"": self.policy.save(directory, **how)}
         for role, backend in self.others.items():
             folder = directory / role
-            with self.ranks.together(f"beginning the checkpoint of role {role}"):
+            with self.ranks.fail_together(f"beginning the checkpoint of role {role}"):
                 folder.mkdir(exist_ok=True)  # of each node that has a folder of its own
             finishes[f"{role}/"] = backend.save(folder, **how)
 
-        numbers = self.ranks.from_first(
+        numbers = self.ranks.on_rank_zero(
             lambda: write_json(directory / ALGORITHM, self.algorithm.state(), in_memory=in_memory).sha256,
             str,
             what="saving the algorithm's state",
@@ -359,7 +359,9 @@ class Roles:
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """Load all of them."""
-        with self.ranks.together("loading the algorithm's state"):  # else one would go on without the others
+        with self.ranks.fail_together(
+            "loading the algorithm's state"
+        ):  # else one would go on without the others
             state = read_json(directory / ALGORITHM)
             if not isinstance(state, dict) or not all(_is_number(value) for value in state.values()):
                 raise CheckpointError(

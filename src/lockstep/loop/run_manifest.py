@@ -49,7 +49,7 @@ class RunManifest:
             "data fingerprint": fingerprint,
         }
         self.ranks.require_same(same, what="what they found")
-        with self.ranks.together("comparing the run with what it was"):
+        with self.ranks.fail_together("comparing the run with what it was"):
             if resumed and self.ranks.is_first:
                 self._compare_manifest(fingerprint)
         self.dir.update_manifest(

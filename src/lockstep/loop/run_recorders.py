@@ -86,7 +86,7 @@ class RunRecorders:
                 writes=coordinates.at["tp"] == coordinates.at["ring"] == 0,
             )
             folder = self._directory / ("recordings" if role == "policy" else f"recordings-{role}")
-            with self._ranks.together("looking for the recordings"):
+            with self._ranks.fail_together("looking for the recordings"):
                 self._check_recorded(folder, settings)
             update = backend.weights(policy_version=0)
             self._by_role[role] = Recorder(

@@ -152,10 +152,10 @@ class World:
         Raises:
             LockstepError: on every rank, if a process does not start or a role cannot be loaded.
         """
-        with self._ranks.together(f"starting the {self.name}"):
+        with self._ranks.fail_together(f"starting the {self.name}"):
             self._spawn()
         meeting = self._meeting()
-        with self._ranks.together(f"loading the {self.name}"):
+        with self._ranks.fail_together(f"loading the {self.name}"):
             return self._load(meeting)
 
     def begin(self, name: str, **arguments: Any) -> None:
@@ -367,7 +367,7 @@ class World:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
 
-        shared = self._ranks.from_first(host, dict[str, str] | None, what=f"a store for the {self.name}")
+        shared = self._ranks.on_rank_zero(host, dict[str, str] | None, what=f"a store for the {self.name}")
         assert shared is not None, "rank 0 has made one"
         local = local_ranks(os.environ) or self._ranks.world_size
         return shared | {

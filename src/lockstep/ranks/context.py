@@ -1,11 +1,11 @@
-"""The context of one of several ranks: its process groups, device and deadline, small collectives with the
-others, and the report of the error that ends it.
+"""The context of a rank: its process groups, device and deadline, small collectives with the other ranks, and
+the report of the error that ends it.
 
     with init_ranks(device="cpu") as ranks:
         first_losses = ranks.gather(loss, what="the first loss")
 
-Ranks are started by `lockstep.ranks.launch`, torchrun or the deepspeed launcher; all of them leave RANK,
-WORLD_SIZE and the address of a store in the environment. A process without others is `RankContext.alone()`.
+`lockstep.ranks.launch`, torchrun or the deepspeed launcher start the ranks, and pass RANK, WORLD_SIZE and the
+address of a store in the environment. A single process uses `RankContext.alone()`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PeerFailed(RankError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Failure:
-    """An error of one rank, on its way to the others."""
+    """An error of one rank, to be sent to the others."""
 
     kind: str
     text: str
@@ -82,7 +82,7 @@ class _Failure:
         return cls(kind=type(error).__name__, text=text, data=data)
 
     def as_error(self, rank: int, what: str) -> LockstepError:
-        """The same error for every rank: its type where it is one of lockstep.errors."""
+        """Return the error for every rank, with its own class if that is in lockstep.errors."""
         known = errors.from_another_process(self.kind, f"rank {rank}: {self.text}", self.data)
         text = f"{what}: rank {rank} failed with {self.kind}: {self.text}"
         return known or PeerFailed(text, code="peer-failed")
@@ -90,7 +90,7 @@ class _Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """A rank's number, device, groups and deadline. A context manager: an error that leaves it is posted to
+    """A rank's number, device, groups and deadline. As a context manager it posts an error that leaves it to
     the store, so that the launcher can name the rank that failed first."""
 
     rank: int
@@ -98,11 +98,12 @@ class RankContext:
     local_rank: int
     device: torch.device
     backend: str
-    """"gloo" or "cpu:gloo,cuda:nccl": of the default process group."""
+    """Backend of the default process group: "gloo" or "cpu:gloo,cuda:nccl"."""
     control: dist.ProcessGroup | None
-    """gloo, on the host, whatever the device: small messages under a deadline. None: alone."""
+    """A gloo group on the host for small messages under a deadline, whatever the device. None: a single
+    process."""
     store: Store
-    """Shared by all ranks; the launcher's, where it hosts one, outlives every rank."""
+    """Shared by all ranks. A store hosted by the launcher outlives every rank."""
     seconds: float
     """Deadline of every wait for another rank."""
     description: str
@@ -139,11 +140,11 @@ class RankContext:
         """Return every rank's value, by rank.
 
         Args:
-            kind: its type (see `ranks.process_group`); a value of another type is refused.
-            what: the purpose, for the error of a rank that waits in vain and for the launcher.
+            kind: type of the values (see `ranks.process_group`); other types are refused.
+            what: the purpose, for the error of a rank that waits in vain, and for the launcher.
 
         Raises:
-            RankError: a rank did not come within `seconds`, or has gone, or a value is not of its type.
+            RankError: a rank did not arrive within `seconds`, or is gone, or a value has another type.
         """
         if self.control is None:
             return [value]
@@ -159,15 +160,17 @@ class RankContext:
         """Return whether the flag is True on any rank. Raises RankError."""
         return any(self.gather(flag, bool, what=what))
 
-    def each(self, make: Callable[[], T], kind: Any = JsonValue, *, what: str) -> list[T]:
-        """Call `make`, which has no collectives, on every rank, and return the results by rank.
+    def gather_results(self, make: Callable[[], T], kind: Any = JsonValue, *, what: str) -> list[T]:
+        """Call `make`, which must not use collectives, on every rank, and return the results by rank.
 
         Args:
-            kind: its type, as in `gather`.
+            kind: type of the results, as in `gather`.
 
         Raises:
-            LockstepError: the same on every rank where it failed on one: a RewardError of rank 1 is a
-                RewardError of all. PeerFailed for other exceptions, which the rank itself raises as they are.
+            LockstepError: the same on every rank if it fails on one: a RewardError of rank 1 becomes a
+            RewardError
+                of all. Other exceptions are raised unchanged on their own rank, and as PeerFailed on the
+                others.
         """
         if self.control is None:
             return [make()]
@@ -187,15 +190,17 @@ class RankContext:
                 raise failure.as_error(rank, what) from error
         return [cast(T, value) for value, _ in everyone]
 
-    def from_first(self, make: Callable[[], T], kind: Any = JsonValue, *, what: str) -> T:
-        """Call `make`, which has no collectives, on rank 0 only, and return its result on every rank. Raises
-        as `each`."""
-        return cast(T, self.each(lambda: make() if self.is_first else None, kind | None, what=what)[0])
+    def on_rank_zero(self, make: Callable[[], T], kind: Any = JsonValue, *, what: str) -> T:
+        """Call `make`, which must not use collectives, on rank 0, and return its result on every rank. Raises
+        as `gather_results`."""
+        return cast(
+            T, self.gather_results(lambda: make() if self.is_first else None, kind | None, what=what)[0]
+        )
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Make the body, which has no collectives, fail on every rank if it fails on one. Raises as
-        `each`."""
+    def fail_together(self, what: str) -> Iterator[None]:
+        """Make the body, which must not use collectives, fail on every rank if it fails on one. Raises as
+        `gather_results`."""
         if self.control is None:
             yield
             return
@@ -209,13 +214,16 @@ class RankContext:
             if error is not None:
                 raise error
 
-        self.each(fail, what=what)
+        self.gather_results(fail, what=what)
+
+    # Names of earlier versions, which modules of the loop still use.
+    together, each, from_first = fail_together, gather_results, on_rank_zero
 
     def require_same(self, values: Mapping[str, Any], *, what: str) -> None:
         """Raise on every rank unless each value is equal on all of them.
 
         Raises:
-            ConfigError: names the first values that differ, and what they are on which ranks.
+            ConfigError: names the first values that differ, with the ranks of each.
         """
         own = {name: repr(value) for name, value in values.items()}
         everyone = self.gather(own, dict[str, str], what=f"comparing {what}")
@@ -230,8 +238,8 @@ class RankContext:
             )
 
     def at(self, what: str, *, step: int = -1) -> None:
-        """Post what this rank is about to do: the launcher prints it when a rank has died. step -1: before
-        the first."""
+        """Post what this rank is about to do; the launcher prints it if a rank dies. step -1: before the
+        first step."""
         where = f"step {step}" if step >= 0 else "the start"
         position = {"rank": self.rank, "step": step, "what": what, "time": time.time()}
         self.store.set(
@@ -240,7 +248,7 @@ class RankContext:
 
     def wait_for(self, collective: Callable[[], T], what: str) -> T:
         """Run a collective of `control` in a thread: gloo waits outside Python, and this thread must still
-        get Ctrl-C. Raises RankError, as `gather`."""
+        receive Ctrl-C. Raises RankError, as `gather`."""
         ended: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -325,7 +333,7 @@ def _leave_after(hook: Callable[..., object]) -> Callable[..., object]:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Return whether the error only says that another rank has gone."""
+    """Return whether the error only says that another rank is gone."""
     if isinstance(error, PeerFailed):
         return True
     return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None

@@ -66,7 +66,9 @@ class NodeFolders:
     def _look(self, folder: Path) -> dict[int, int]:
         """Each node's first rank makes a mark; the lowest rank whose mark another one sees leads it."""
         what, marks_one = "looking which nodes share a folder", self._ranks.local_rank == 0
-        made = self._ranks.each(lambda: _mark(folder) if marks_one else None, Path | None, what=what)
+        made = self._ranks.gather_results(
+            lambda: _mark(folder) if marks_one else None, Path | None, what=what
+        )
         marks = {rank: mark for rank, mark in enumerate(made) if mark is not None}
         until = time.monotonic() + _SEE_SECONDS
         while not marks[0].exists() and time.monotonic() < until:
@@ -83,7 +85,7 @@ class NodeFolders:
             CheckpointError: a node cannot; on every rank.
         """
         if self.leaders:
-            with self._ranks.together("making a folder"), file_errors(folder, CheckpointError, "made"):
+            with self._ranks.fail_together("making a folder"), file_errors(folder, CheckpointError, "made"):
                 if self.leads:
                     folder.mkdir(parents=True)
 
@@ -96,7 +98,9 @@ class NodeFolders:
         if not self.leaders:
             return
         what = "collecting the nodes' files"
-        sizes = self._ranks.each(lambda: _sizes(folder) if self.leads else {}, dict[str, int], what=what)
+        sizes = self._ranks.gather_results(
+            lambda: _sizes(folder) if self.leads else {}, dict[str, int], what=what
+        )
         for sender, files in enumerate(sizes):
             self._copy(folder, files, sender=sender, receivers=[0], what=what)
 
@@ -109,8 +113,8 @@ class NodeFolders:
         if not self.leaders:
             return
         what = "sending files to the nodes"
-        files = self._ranks.from_first(lambda: _sizes(folder), dict[str, int], what=what)
-        with self._ranks.together(what), file_errors(folder, CheckpointError, "write"):
+        files = self._ranks.on_rank_zero(lambda: _sizes(folder), dict[str, int], what=what)
+        with self._ranks.fail_together(what), file_errors(folder, CheckpointError, "write"):
             if self.leads:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
@@ -143,7 +147,7 @@ class NodeFolders:
                 if rank in receivers:
                     with _noted(errors):
                         _write(path, start, data)
-        with self._ranks.together(what), file_errors(folder, CheckpointError, "copied"):
+        with self._ranks.fail_together(what), file_errors(folder, CheckpointError, "copied"):
             if errors:
                 raise errors[0]
 

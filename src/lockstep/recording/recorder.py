@@ -257,7 +257,7 @@ class Recorder:
             if key in names and ranks.is_first  # the others only take part
         }
         self._weights_stored = True
-        return ranks.from_first(
+        return ranks.on_rank_zero(
             lambda: save_tensors(kept, self.directory / name), str, what="storing weights"
         ), name
 

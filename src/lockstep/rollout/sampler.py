@@ -207,7 +207,7 @@ class GroupSampler:
         def own_share() -> _Share:
             return self._share(prompts[rank::size], key, sampling=sampling, group_size=group_size)
 
-        shares = self.ranks.each(
+        shares = self.ranks.gather_results(
             own_share if self.around is None else partial(self.around, own_share), _Share, what="sampling"
         )
         if any(share.aborted for share in shares):

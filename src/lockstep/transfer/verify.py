@@ -96,9 +96,11 @@ class Verifier:
         self.pushes += 1
         if self.when == "off" or (self.when == "first" and self.pushes > 1):
             return {}
-        with self.ranks.together("reading weights back"):
+        with self.ranks.fail_together("reading weights back"):
             self.transfer.check(self.engine)
-        sampled = self.ranks.each(self._sample, list[Completion], what="sampling to verify the weights")
+        sampled = self.ranks.gather_results(
+            self._sample, list[Completion], what="sampling to verify the weights"
+        )
         gap = self._gap([completion for completions in sampled for completion in completions])
         complaint = self._complaint(gap)
         if complaint is not None:

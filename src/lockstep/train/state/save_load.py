@@ -104,7 +104,7 @@ def save_state(
     save_id = ranks.gather(secrets.token_hex(8))[0]
     owners = share_out({name: meta.bytes for name, meta in tensors.items()}, ranks.size)
     needed = sum(meta.bytes for meta in tensors.values()) + _MARGIN * ranks.size
-    with ranks.together():
+    with ranks.fail_together():
         require_free_space(directory, needed)
     own = {name: meta for name, meta in tensors.items() if owners[name] == ranks.rank}
     files = _RankFiles(directory, own, ranks=ranks, needed=needed)
@@ -137,7 +137,7 @@ def save_state(
     else:
         files.document = {"save_id": save_id}
     if not later:
-        with ranks.together():
+        with ranks.fail_together():
             files.finish()
     return files.finish
 
@@ -287,17 +287,17 @@ def load_state(
     """
     ranks = StateRanks(parts.group)
     needed = parts.tensors()
-    with ranks.together():
+    with ranks.fail_together():
         index = read_index(directory)
         restored = checked_progress(index, progress)
         _check_files(index, ranks, contents=not verified)
-    with ranks.together():
+    with ranks.fail_together():
         stored = StoredTensors(index)
     with stored:
-        with ranks.together():
+        with ranks.fail_together():
             sources = stored.resolve(needed, optimizer=progress.get("total_steps") != 0)
             rng = _rng(index, layout, ranks)
-        with ranks.together():
+        with ranks.fail_together():
             _fill(parts, needed, stored, sources)
     restore_rng_state(rng)
     return restored
