@@ -18,6 +18,7 @@ from lockstep.config.old_names import RENAMED, SettingWarning
 from lockstep.config.ppo import PPORun
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import ConfigError
+from lockstep.ranks.environment import LAUNCHER_PID
 
 OLD = """
 kind = "ppo"
@@ -122,6 +123,22 @@ def test_an_old_name_is_read_as_a_keyword_in_python() -> None:
     assert (cluster.dedicated_gpus, cluster.remote_seconds, engine.offload) == (True, 7.0, True)
     assert run.offload == ("policy",) and run.cluster is not None and not run.cluster.warm_spares
     assert len(told(list(caught))) == 5
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [({}, 1), ({"RANK": "0"}, 1), ({"RANK": "1"}, 0), ({"RANK": "0", LAUNCHER_PID: "1"}, 0)],
+)
+def test_one_process_of_a_run_warns(
+    environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**environment, **({"WORLD_SIZE": "2"} if environment else {})}.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        EngineConfig(name="native", sleep=True)  # type: ignore[call-arg]
+        EngineConfig(name="native", sleep=True)  # type: ignore[call-arg]
+    assert len(told(caught)) == count
 
 
 def test_lists_are_still_taken_for_tuples_in_files() -> None:

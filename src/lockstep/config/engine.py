@@ -22,39 +22,40 @@ from lockstep.config.declarations import engines
 from lockstep.errors import ConfigError
 
 _WHY = {
-    "replicas": "a process can hold one engine of vLLM or native, and a url names one server",
+    "replicas": "a process can hold one engine of vLLM or native, and a url names a single server",
     "cuda_devices": "only a server that Lockstep starts can be given GPUs",
-    "tp": "only a server that Lockstep starts is split over GPUs",
+    "tp": "only a server that Lockstep starts can be split over GPUs",
     "max_model_len": "the trainer's own modules take what the model takes",
-    "kv_cache_tokens": "it has a size of its own for its KV cache",
-    "prefill_chunk": "how prompts are cut up is its own affair",
-    "memory_fraction": "nothing is set aside for this engine here",
-    "prefix_caching": "there is no cache here that could be turned off",
-    "eager": "there are no CUDA graphs here that could be turned off",
+    "kv_cache_tokens": "it sizes its KV cache itself",
+    "prefill_chunk": "it splits prompts itself",
+    "memory_fraction": "no memory is reserved for this engine",
+    "prefix_caching": "it has no prefix cache",
+    "eager": "it has no CUDA graphs",
     "batch_invariant": "an embedded engine runs the trainer's modules, which train.batch_invariant = true "
     "makes invariant (with engine.name = 'native'), and of a running vLLM it cannot be seen whether the mode "
     "is on",
-    "unseeded": "every sample has its seed there",
+    "unseeded": "it always uses the seed of each sample",
     "offload": "a server that Lockstep did not start keeps its memory",
     "bucket_mb": "weights are not sent",
     "start_seconds": "nothing is started or waited for",
     "request_seconds": "it runs in the trainer's own thread",
     "update_seconds": "weights are not sent",
-    "max_restarts": "only a server that Lockstep started is started again",
-    "options": "there is no constructor that would take them",
-    "env": "only a server that Lockstep starts has an environment of its own",
-    "secrets": "only a server that Lockstep starts has an environment of its own",
-    "python": "it starts a server with another interpreter",
-    "token_env": "a server that Lockstep starts gets a token by itself",
+    "max_restarts": "only a server that Lockstep starts can be restarted",
+    "options": "it has no constructor that takes them",
+    "env": "only a server that Lockstep starts has its own environment",
+    "secrets": "only a server that Lockstep starts has its own environment",
+    "python": "it names the interpreter of a server",
+    "token_env": "a server that Lockstep starts gets a token automatically",
     "url": "it names a vLLM or SGLang server",
-    "process": "vllm and sglang get a process of their own by engine.python, or have one at engine.url",
+    "process": "vllm and sglang run in a separate process with engine.python or engine.url",
 }
-"""Setting that does not have an effect everywhere -> why it has none elsewhere. Where it has one, each engine
-declares (`settings` in its support.toml)."""
+"""Setting with an effect in some engines only -> why it has none in the others. Each engine declares the
+settings that it reads (`settings` in its support.toml)."""
 
 
 def _places() -> dict[str, tuple[str, ...]]:
-    """Where an engine may run, as `kind` says it -> the settings that have an effect there."""
+    """Return the places where an engine may run, as `kind` names them -> the settings with an effect
+    there."""
     return {
         name if place == "embedded" else f"{name}, {place}": known
         for name, engine in engines().items()
@@ -66,10 +67,10 @@ HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
     name: (tuple(place for place, known in _places().items() if name in known), why)
     for name, why in _WHY.items()
 }
-"""Setting -> where it has an effect, and why it has none elsewhere. The others always have one."""
+"""Setting -> where it has an effect, and why it has none elsewhere. Other settings always have an effect."""
 
 _EMBEDDED = tuple(name for name, engine in engines().items() if not engine.external)
-"""The engines that "auto" can resolve to: Lockstep's own, which need no process of their own."""
+"""The engines that "auto" can resolve to: Lockstep's own, which need no separate process."""
 
 
 class EngineConfig(Config):
@@ -85,60 +86,62 @@ class EngineConfig(Config):
     max_batch: PositiveInt = 256
     """Samples decoded together."""
     kv_cache_tokens: PositiveInt | None = None
-    """native: tokens that its KV cache holds, for all samples together; samples that do not fit wait. None:
-    as many as max_batch samples can need, as far as memory_fraction allows."""
+    """native: capacity of the KV cache in tokens, for all samples together; samples that do not fit wait.
+    None: as many as max_batch samples can need, within memory_fraction."""
     prefill_chunk: PositiveInt = 2048
-    """native: prompt tokens of one forward; longer prompts take several."""
+    """native: most prompt tokens of one forward; longer prompts take several."""
     python: FilePath | None = None
-    """Interpreter of an environment that has vLLM or SGLang: that project's own server is started with it."""
+    """Interpreter of an environment with vLLM or SGLang, whose own server Lockstep starts with it."""
     url: Name | None = None
-    """A server that is already running, such as http://127.0.0.1:8000; it is never stopped."""
+    """Address of a running server, such as http://127.0.0.1:8000. Lockstep never stops it."""
     token_env: Variable | None = None
-    """Name of the environment variable that holds the token (API key) of the server at url; none: the server
-    needs no token. A server that Lockstep starts gets one automatically."""
+    """Name of the environment variable with the token (API key) of the server at url. None: the server needs
+    no token. A server that Lockstep starts gets a token automatically."""
     replicas: PositiveInt = Field(1, le=1024)
-    """Engines behind one dispatcher, each with the whole model."""
+    """Number of engines behind one dispatcher, each with the whole model."""
     cuda_devices: tuple[NonNegativeInt, ...] = ()
-    """GPUs of started servers, tp of them for each replica; none: the trainer's own GPU."""
+    """GPUs of started servers, tp for each replica. Empty: the trainer's own GPU."""
     tp: PositiveInt = 1
-    """GPUs that share each matrix of one engine."""
+    """Tensor parallel size: GPUs that share each matrix of one engine."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt and completion together, in tokens; none: the longest that the run can have."""
+    """Most tokens of prompt and completion together. None: the longest that the run can have."""
     memory_fraction: float | None = Field(None, gt=0.0, lt=1.0)
-    """Share of the GPU's memory for one engine; vLLM counts everything, SGLang weights and KV cache, native
-    its KV cache (on a CPU, a share of the host's memory). None: 0.45 of a GPU that the trainer uses too
-    (native on a CPU: 0.25), else the engine's own default."""
+    """Share of GPU memory for one engine. vLLM counts everything, SGLang weights and KV cache, native only
+    its KV cache (on a CPU, a share of host memory). None: 0.45 of a GPU that the trainer also uses (native on
+    a CPU: 0.25), else the engine's own default."""
     prefix_caching: bool = True
-    """Keep keys and values of prompts, to reuse them when a prompt comes again."""
+    """Keep keys and values of prompts and reuse them when a prompt is repeated."""
     eager: bool = False
-    """No CUDA graphs and no compilation in the engine."""
+    """Turn off CUDA graphs and compilation in the engine."""
     batch_invariant: bool = False
-    """The engine's own mode in which a sample does not depend on its batch, bit for bit."""
+    """Use the engine's own batch-invariant mode, in which a sample is bitwise independent of its batch."""
     unseeded: bool = False
-    """Accept an engine whose samples do not follow from the seed: sglang without batch_invariant."""
+    """Accept an engine whose samples do not depend on the seed: sglang without batch_invariant."""
     offload: bool = False
     """Release the engine's GPU memory while the policy trains."""
     transfer: Literal["auto", "memory", "ipc", "collective", "disk"] = "auto"
-    """How weights reach the engine: in the same process, CUDA IPC, NCCL or gloo, or files."""
+    """How weights are sent to the engine: within the process, by CUDA IPC, by NCCL or gloo, or in files."""
     bucket_mb: PositiveInt = 512
-    """Weights are packed into buffers of this size on their way."""
+    """Size of the buffers in which weights are sent."""
     verify: Literal["off", "first", "always"] = "first"
-    """After which weight updates to check that the engine holds the trained weights."""
+    """After which weight updates to verify that the engine holds the trained weights."""
     start_seconds: Seconds = 600.0
-    """Deadline of an engine's start."""
+    """Deadline of the engine's start."""
     request_seconds: Seconds = 600.0
-    """How long a generating engine may show no progress."""
+    """How long a generating engine may make no progress."""
     update_seconds: Seconds = 300.0
     """Deadline of one weight update."""
     max_restarts: NonNegativeInt = 2
-    """How often in one run a server that died is started again."""
+    """How often a dead server is restarted in one run."""
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """More arguments for the engine's constructor, under its own names, such as attention_backend."""
+    """Additional arguments for the engine's constructor, under its own names, such as attention_backend."""
     env: dict[str, str] = Field(default_factory=dict)
-    """More environment variables for a started server, such as LD_LIBRARY_PATH or NCCL_SOCKET_IFNAME."""
+    """Additional environment variables for a started server, such as LD_LIBRARY_PATH or
+    NCCL_SOCKET_IFNAME."""
     secrets: dict[Variable, SecretPlace] = Field(default_factory=dict)
-    """More environment variables for a started server, each with the place of its value: env:VARIABLE, or
-    file:/absolute/path of a file of mode 0600. What is read there stands in no file, log or error."""
+    """Additional secret environment variables for a started server, each with the location of its value:
+    env:VARIABLE, or file:/absolute/path of a file of mode 0600. The values appear in no file, log or
+    error."""
 
     @check
     def _check(self) -> EngineConfig:

@@ -6,12 +6,14 @@ through it before they are checked.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.ranks.environment import LAUNCHER_PID, in_launcher
 
 
 class SettingWarning(FutureWarning):
@@ -154,7 +156,9 @@ def _warn(renamed: Renamed, value: Any, origin: str) -> None:
 
 
 def warn_once(text: str) -> None:
-    """Warn about a setting, once in a process."""
+    """Warn about a setting, once in a process, and in one process of a run: the launcher, or else rank 0."""
+    if in_launcher() and (LAUNCHER_PID in os.environ or os.environ["RANK"] != "0"):
+        return
     if text not in _WARNED:
         _WARNED.add(text)
         warnings.warn(text, SettingWarning, stacklevel=2)

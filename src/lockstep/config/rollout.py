@@ -27,29 +27,29 @@ class SamplingConfig(Config):
     max_tokens: PositiveInt = 128
     """Longest completion, in tokens."""
     min_tokens: NonNegativeInt = 0
-    """Before this many tokens no stop id is sampled and no stop string ends a completion."""
+    """Until this many tokens, no stop id is sampled and no stop string ends a completion."""
     temperature: Temperature = 1.0
-    """0 is greedy. Logprobs and the loss use the same temperature."""
+    """Sampling temperature; 0 is greedy. Logprobs and the loss use the same temperature."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Smallest set of tokens with at least this probability; 1: off."""
+    """Nucleus sampling: smallest set of tokens with at least this probability; 1: off."""
     top_k: int = Field(-1, ge=-1, lt=2**31)
-    """-1: off."""
+    """Number of most likely tokens to sample from; -1: off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    """Only tokens with at least this share of the largest probability; 0: off."""
+    """Least probability relative to the most likely token; 0: off."""
     repetition_penalty: float = Field(1.0, gt=0.0)
-    """Divides positive and multiplies negative logits of tokens seen in prompt or completion; 1: off."""
+    """Divides positive and multiplies negative logits of tokens in prompt or completion; 1: off."""
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    """Taken from the logit of every token in the completion; 0: off."""
+    """Subtracted from the logit of every token that occurs in the completion; 0: off."""
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    """Taken from a token's logit per occurrence in the completion; 0: off."""
+    """Subtracted from a token's logit for each occurrence in the completion; 0: off."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Ids that end a completion, besides end of sequence."""
+    """Token ids that end a completion, besides end of sequence."""
     keep_stop: bool = True
-    """Whether the text keeps the stop string; the token ids always do."""
+    """Whether the text keeps the stop string. The token ids always keep it."""
     ignore_eos: bool = False
-    """Go on after end of sequence."""
+    """Continue after end of sequence."""
     skip_special_tokens: bool = False
     """Whether the text of a completion, which rewards, stop strings and files get, leaves out special tokens,
     such as <think> in many models. The end-of-sequence token is never in it."""
@@ -67,7 +67,7 @@ class SamplingConfig(Config):
 
 
 class RolloutConfig(Config):
-    """How much one step samples: prompts_per_step prompts, and group_size samples of each."""
+    """How much a step samples: prompts_per_step prompts with group_size samples each."""
 
     prompts_per_step: PositiveInt = 8
     """Prompts of one rollout batch."""
@@ -83,35 +83,35 @@ BUILTIN_REWARDS = ("format", "http", "ids", "length", "math", "verifier")
 
 
 class RewardConfig(Config):
-    """One reward; several are added up with their weights."""
+    """One reward. Several rewards are summed with their weights."""
 
     name: Name = "verifier"
     """verifier: the task's own, in [0, 1]. math: math-verify against the row's answer, 0 or 1. ids: share of
-    even completion ids (models without a tokenizer). length: -|tokens - target| / target, kwargs {target}.
-    format: 1 where the regular expression kwargs {pattern} is found, else 0. http: a service at `url`. Or
-    `module:attribute`: a function, sync or async, called with keyword arguments prompt, completion, row and
-    kwargs; or a class, made with kwargs, whose instances take one RewardInput. The module may lie in the
-    working directory; it is imported in a process of its own."""
+    even completion ids (for models without a tokenizer). length: -|tokens - target| / target, kwargs
+    {target}. format: 1 where the regular expression kwargs {pattern} is found, else 0. http: a service at
+    `url`. Or `module:attribute`: a function, sync or async, called with keyword arguments prompt, completion,
+    row and kwargs; or a class, made with kwargs, whose instances take one RewardInput. The module may lie in
+    the working directory; it is imported in a process of its own."""
     weight: float = 1.0
     """Weight of this reward in the total."""
     on_error: Literal["fail", "drop"] = "fail"
-    """When a reward raises, times out or returns anything but a finite number. fail: the run stops and names
-    the row and the exception. drop: the rollout is dropped and counted. An answer that a verifier cannot
-    parse is not such an error: it scores 0 and is counted as junk."""
+    """What happens if a reward raises, times out or returns anything but a finite number. fail: the run stops
+    and names the row and the exception. drop: the rollout is dropped and counted. An answer that a verifier
+    cannot parse is not such an error: it scores 0 and is counted as junk."""
     timeout_seconds: Seconds = 60.0
-    """Deadline of one call; http: of one attempt. A verifier that misses it is killed and the answer scores
-    0; any other reward's process is killed, and on_error says what follows."""
+    """Deadline of one call; http: of one attempt. A verifier that misses it is killed, and the answer scores
+    0; the process of any other reward is killed, and on_error applies."""
     max_concurrency: PositiveInt = 64
-    """Async functions, http: calls that may run at the same time."""
+    """Async functions, http: most concurrent calls."""
     url: Name | None = None
     """http: the address that samples are sent to, http://... or https://...; the protocol is in
     docs/how-to/own-reward.md."""
     token_env: Variable | None = None
     """http: the environment variable with the token that is sent as `Authorization: Bearer TOKEN`."""
     batch_size: PositiveInt = 64
-    """http: most samples in one request."""
+    """http: most samples per request."""
     retries: int = Field(2, ge=0, le=20)
-    """http: how often a request is sent again that got no answer in time, or a status such as 503."""
+    """http: how often a request is retried after a timeout or a status such as 503."""
     answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"
     """verifier, math: which part of the completion is the answer; tags is the last <answer>...</answer>. A
     completion without that part scores 0 and is counted."""
@@ -121,8 +121,8 @@ class RewardConfig(Config):
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
     """Keyword arguments of length, format and `module:attribute`."""
     secrets: dict[str, SecretPlace] = Field(default_factory=dict)
-    """`module:attribute`: more keyword arguments, each with the place of its value: env:VARIABLE, or
-    file:/absolute/path of a file of mode 0600. What is read there stands in no file, log or error."""
+    """`module:attribute`: additional keyword arguments, each with the location of its value: env:VARIABLE, or
+    file:/absolute/path of a file of mode 0600. The values appear in no file, log or error."""
 
     @check
     def _check_secret_arguments(self) -> RewardConfig:

@@ -50,7 +50,7 @@ class GRPORun(RunConfig):
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
     """Held-out prompts. None: the same source with another seed (generated data) or the rows after the
-    training rows (files); prompts that occur in it are left out of training, by text. Without an evaluation
+    training rows (files); prompts with the same text are left out of training. Without an evaluation
     (eval.before, eval.every, eval.after) nothing is held out."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)

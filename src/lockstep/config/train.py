@@ -32,7 +32,7 @@ class TrainConfig(Config):
     zero_stage: int = Field(2, ge=0, le=3)
     """Stage of DeepSpeed's ZeRO. Backend deepspeed only."""
     reshard_after_forward: bool = True
-    """fsdp2: give a block's gathered weights back after its forward, and gather them again in backward: less
+    """fsdp2: free a block's gathered weights after its forward and gather them again in backward: less
     memory, more traffic."""
     parameter_device: Literal["model", "cpu"] = "model"
     """cpu: fsdp2 and deepspeed (ZeRO 3) keep their share of the weights in host memory between uses."""
@@ -50,7 +50,7 @@ class TrainConfig(Config):
     padding_side: Literal["left", "right"] = "right"
     """Side on which the layout padded adds padding."""
     device: Name = "auto"
-    """auto: cuda where there is one, else cpu."""
+    """auto: cuda if available, else cpu."""
 
     token_budget: PositiveInt | Literal["auto"] = "auto"
     """Token slots of one micro-batch (in layout shared, those that are computed); decides activation memory.
@@ -60,18 +60,18 @@ class TrainConfig(Config):
     """Pad every pack to one of a few static capacities (one graph per bucket). None: on for compiled
     modes, else off."""
     max_recompiles: NonNegativeInt | None = None
-    """Compiled modes: a run stops after more recompiles than this (after its first step). None: no limit."""
+    """Compiled modes: stop the run after more recompiles than this (after its first step). None: no limit."""
     batch_invariant: bool | None = None
-    """A row of every forward, and so a logprob, does not depend on what else is in the batch, bit for bit;
-    with engine.name = 'native' the rollout's logprobs are then the trainer's own. None: on with that engine
-    on CUDA in bfloat16 under varlen attention, else off."""
+    """Make every row of a forward, and so every logprob, bitwise independent of the rest of the batch; with
+    engine.name = 'native' the rollout's logprobs then equal the trainer's. None: on with that engine on CUDA
+    in bfloat16 under varlen attention, else off."""
     reuse_rollout_logprobs: bool | None = None
-    """Take the rollout's logprobs as old_logprobs instead of a forward over every sample; a few micro-batches
-    of each step are computed again and must be bitwise equal. None: where trainer and engine have the same
-    kernel contract."""
+    """Use the rollout's logprobs as old_logprobs instead of a forward over every sample; a few micro-batches
+    of each step are recomputed and must be bitwise equal. None: on if trainer and engine have the same kernel
+    contract."""
     deterministic: bool = Field(False, json_schema_extra={"alias": "--deterministic"})
-    """The same run twice on the same machine gives the same weights, bit for bit; their hash is logged each
-    step. Slower on CUDA. Also written `--deterministic`."""
+    """Make the run reproducible: repeated on the same machine, it gives bitwise the same weights, whose hash
+    is logged each step. Slower on CUDA. Also written `--deterministic`."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a rollout batch."""
     accumulate: Literal["pack", "sample"] = "pack"
@@ -79,17 +79,17 @@ class TrainConfig(Config):
     one sample (with DPO one pair) at a time, which needs the activation memory of one; the gradients are the
     same."""
     score_all_every: PositiveInt = 10
-    """Every how many steps all groups are computed, starting with step 0. The steps between leave out groups
-    whose advantages are all zero, if the loss has no KL or entropy term. Gradients stay the same; metrics
-    such as entropy then cover scored_share of the tokens. Counts as 1 when the run is recorded, and in
-    compiled modes when max_recompiles is set."""
+    """Steps between those that compute all groups, from step 0. The steps in between skip groups whose
+    advantages are all zero, if the loss has no KL or entropy term. Gradients stay the same; metrics such as
+    entropy then cover scored_share of the tokens. Counts as 1 when the run is recorded, and in compiled modes
+    when max_recompiles is set."""
     cuda_graph: bool = False
-    """execution joint on CUDA: the decoder's forward and its backward are one CUDA graph each, with static
+    """execution joint on CUDA: run the decoder's forward and backward as one CUDA graph each, with static
     buffers; the head and the loss run between them."""
     epochs_per_batch: PositiveInt = 1
     """PPO epochs: passes over a rollout batch."""
     activation_checkpointing: bool = False
-    """Keep only the input of each block and compute the rest again in backward: less memory, more time."""
+    """Keep only the input of each block and recompute the rest in backward: less memory, more time."""
 
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
@@ -100,9 +100,9 @@ class TrainConfig(Config):
     min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
     """Learning rate at the end of linear and cosine decay, as a share of lr."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's."""
+    """Parameter of AdamW."""
     eps: PositiveFloat = 1e-8
-    """AdamW's."""
+    """Parameter of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay. It applies to matrices only, not to norms, biases or embeddings."""
     max_grad_norm: PositiveFloat = 1.0
@@ -205,7 +205,7 @@ class CheckpointConfig(Config):
     keep_last: PositiveInt = 2
     """Checkpoints to keep, newest first."""
     keep_best: NonNegativeInt = 0
-    """Also keep the best k by `metric`, which is known when checkpoint and evaluation fall on the same
+    """Also keep the k best checkpoints by `metric`, which is known if there is an evaluation at the same
     step."""
     metric: Name = "eval/lenient_accuracy"
     """eval/strict_accuracy, eval/lenient_accuracy, eval/mean_reward or eval/mean_completion_tokens; SFT:
@@ -215,7 +215,7 @@ class CheckpointConfig(Config):
     save_at_end: bool = True
     """Write a checkpoint after the last step."""
     background: bool = True
-    """Write while training goes on: a save delays a step only by the copy, and counts once it is complete.
+    """Write while training continues: a save delays a step only by the copy, and counts once it is complete.
     The last save is written at once. false: every save is written at once, without host memory for a copy."""
     export_at_end: bool = True
     """Write a Hugging Face folder under export/."""
@@ -225,7 +225,7 @@ class LogConfig(Config):
     """Where metrics go besides metrics.jsonl."""
 
     tensorboard: bool = True
-    """Event files under logs/tensorboard."""
+    """Write event files under logs/tensorboard."""
     wandb: bool = False
     """Log to Weights & Biases; needs the package and a login."""
     wandb_project: Name = "lockstep"
