@@ -1,4 +1,4 @@
-"""`lockstep chat`: talk to a run's checkpoint, or to any model.
+"""`lockstep chat`: chat with a run's checkpoint, or with any model.
 
 lockstep chat runs/demo
 echo "What is 2 + 3?" | lockstep chat runs/demo --temperature 0
@@ -29,18 +29,18 @@ CHAT_STEP = -3
 
 @dataclass(frozen=True, kw_only=True)
 class ChatArguments:
-    """Talk to a run's checkpoint, or to any model. /reset forgets the conversation, Ctrl-D ends."""
+    """Chat with a run's checkpoint, or with any model. /reset forgets the conversation, Ctrl-D ends."""
 
     model: Annotated[str, tyro.conf.Positional]
     """A run directory, or what model.name takes: a folder, a hub name, bundled:NAME."""
     checkpoint: str | None = None
-    """Checkpoint of a run: export, last, or a step. None: the export if there is one, else the last."""
+    """Checkpoint of a run: export, last, or a step. None: the export if it exists, else the last checkpoint."""
     temperature: float | None = None
-    """None: as the run samples; 0 is greedy."""
+    """Sampling temperature; 0 is greedy. None: the run's."""
     max_tokens: int = 512
     """Longest answer, in tokens."""
     seed: int = 0
-    """Another seed gives other answers."""
+    """Seed of the sampling noise."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`lockstep doctor`: what this machine can run, and the settings that usually bite.
+"""`lockstep doctor`: check what this machine can run, and settings that often cause trouble.
 
 lockstep doctor --json doctor.json
 """
@@ -63,17 +63,17 @@ _CORE = frozenset({"numpy", "safetensors", "pydantic", "tensorboard"})
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What this machine can run, and the settings that usually bite.
+    """Check what this machine can run, and settings that often cause trouble.
 
-    Exit status 1 when nothing can be trained.
+    Exit status 1 if nothing can be trained.
     """
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the findings to this file."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Prove this model as every command does at load, and list the differences."""
+    """Run the admission check of this model, as every load does, and list the differences."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Where runs would be written: its disk is checked."""
+    """Folder for runs, whose disk is checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

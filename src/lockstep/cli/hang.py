@@ -1,4 +1,4 @@
-"""`lockstep hang`: why a run makes no progress, from another shell.
+"""`lockstep hang`: explain, from another shell, why a run makes no progress.
 
 lockstep hang runs/demo-20260101-120000
 lockstep hang runs/demo-20260101-120000 --json hang.json
@@ -37,15 +37,13 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep hang",
-        "Say what every rank of a run is doing: its phase, its last collective, its stack. "
-        "The run may be running, hang, be stopped, or have ended; it is not disturbed. Ranks that run are "
-        "looked at twice: what moved in between does not hang.",
+        "Report what every rank of a run is doing: its phase, its last collective, its stack. The run may be "
+        "running, hanging, stopped or finished; it is not disturbed. Running ranks are checked twice: a rank "
+        "that made progress in between does not hang.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)
-    flags.value(
-        "--seconds", values.above_zero, "how long to wait between the two looks", SECONDS, metavar="SECONDS"
-    )
+    flags.value("--seconds", values.above_zero, "time between the two checks", SECONDS, metavar="SECONDS")
     flags.switch("--no-stacks", "send no signal to the ranks")
     flags.value("--json", values.path, "write the report to this file")
     return parser

@@ -1,4 +1,4 @@
-"""`lockstep logs`: the end of a rank's log; with --follow also what comes.
+"""`lockstep logs`: print the end of a rank's log; --follow keeps following it.
 
 lockstep logs runs/demo-20260101-120000
 lockstep logs runs/demo-20260101-120000 --rank 1 --follow
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_job(arguments: argparse.Namespace) -> int:
-    """What the driver of a submitted run has said, which is what rank 0 says."""
+    """Print the log of a submitted run's driver, which mirrors rank 0."""
     from lockstep.cluster.jobs import Jobs
 
     if arguments.rank:
@@ -74,12 +74,12 @@ def _follow(file: TextIO, run: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep logs",
-        "Print the end of a rank's log; the output of libraries is under logs/ranks/ of the run.",
+        "Print the end of a rank's log. The output of libraries is under logs/ranks/ of the run.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)
     flags.cluster()
-    flags.value("--rank", values.count, "which rank's log", 0)
-    flags.value("--lines", values.positive, "how many lines from the end", 40)
-    flags.switch("--follow", "show new lines until the run has ended")
+    flags.value("--rank", values.count, "rank whose log to show", 0)
+    flags.value("--lines", values.positive, "number of lines from the end", 40)
+    flags.switch("--follow", "show new lines until the run ends")
     return parser

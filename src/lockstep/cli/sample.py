@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.schema.rollout import Completion, Prompt
 
 SAMPLE_STEP = -2
-"""Stands in for the step in seeds, so that samples repeat no rollout of the run."""
+"""Used as step in seeds, so that samples differ from all rollouts of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,19 @@ class SampleArguments:
     model: Annotated[str, tyro.conf.Positional]
     """A run directory, or what model.name takes: a folder, a hub name, bundled:NAME."""
     prompt: str | None = None
-    """The user's text; the chat template is applied to it. None: held-out prompts of the run."""
+    """Text of the user; the chat template is applied. None: held-out prompts of the run."""
     num_prompts: int = 4
-    """Number of held-out prompts, if there is no --prompt."""
+    """Number of held-out prompts, without --prompt."""
     checkpoint: str | None = None
-    """Checkpoint of a run: export, last, or a step. None: the export if there is one, else the last."""
+    """Checkpoint of a run: export, last, or a step. None: the export if it exists, else the last checkpoint."""
     temperature: float | None = None
-    """None: as the run samples; 0 is greedy."""
+    """Sampling temperature; 0 is greedy. None: the run's."""
     max_tokens: int | None = None
-    """None: as the run samples."""
+    """Longest completion, in tokens. None: the run's."""
     n: int = 1
-    """Completions of each prompt."""
+    """Completions per prompt."""
     seed: int = 0
-    """Another seed gives other samples."""
+    """Seed of the sampling noise."""
     json: Path | None = None
     """Write prompts and completions to this file."""
 

@@ -1,4 +1,4 @@
-"""`lockstep status`: whether a run is still running, and what it is doing, from another shell.
+"""`lockstep status`: show, from another shell, whether a run is alive and what it is doing.
 
 lockstep status runs/demo-20260101-120000
 lockstep status runs/* --json status.json
@@ -21,7 +21,7 @@ from lockstep.ranks.watched_run import look
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0: what the runs are was told, whatever it is; 1: --ledger found a problem."""
+    """Exit status 0, whatever the state of the runs; 1 if --ledger found a problem."""
     arguments = _parser().parse_args(argv)
     good = True
     check_writable(arguments.json)
@@ -57,12 +57,12 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep status",
-        "Say whether runs are still running, how many steps are done, and what each rank is doing. "
-        "Only the run directory is read; the run is not disturbed.",
+        "Show whether runs are alive, how many steps are done, and what each rank is doing. Only the run "
+        "directory is read; the run is not disturbed.",
     )
     parser.add_argument("run", type=values.path, nargs="*", metavar="RUN_DIR", help="run directories")
     flags = values.Flags(parser)
     flags.cluster()
-    flags.switch("--ledger", "also check ledger.jsonl; exit status 1: samples were lost or trained twice")
-    flags.value("--json", values.path, "write the same to this file")
+    flags.switch("--ledger", "also check ledger.jsonl; exit status 1 if samples were lost or trained twice")
+    flags.value("--json", values.path, "write the status to this file")
     return parser

@@ -1,4 +1,4 @@
-"""`lockstep stop`: ask a run to save and end, and wait until it has.
+"""`lockstep stop`: ask a run to save a checkpoint and exit, and wait for it.
 
 lockstep stop runs/demo-20260101-120000
 lockstep stop /data/runs/a --cluster http://head:8265
@@ -34,11 +34,13 @@ def _say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep stop",
-        "Ask a run on this machine to save a checkpoint and end at its next step boundary, as Ctrl-C "
-        "does in the shell that started it. All its ranks end together.",
+        "Ask a run on this machine to save a checkpoint and exit at its next step boundary, like Ctrl-C in the "
+        "shell that started it. All its ranks end together.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)
     flags.cluster()
-    flags.value("--timeout", values.above_zero, "how long to wait for its end", 600.0, metavar="SECONDS")
+    flags.value(
+        "--timeout", values.above_zero, "how long to wait for the run to end", 600.0, metavar="SECONDS"
+    )
     return parser

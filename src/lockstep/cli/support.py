@@ -1,11 +1,11 @@
-"""`lockstep support`: what may be combined, from the table that validation and the parity tests use.
+"""`lockstep support`: list supported combinations, from the table behind validation and parity tests.
 
 lockstep support
 lockstep support --device cpu --attention flex
 lockstep support --backend local --engine hf --attention varlen --execution eager --layout packed \
     --device cuda --dtype bfloat16
 
-With all seven axes the question is about one combination: exit status 1 when it is unsupported.
+With all seven axes it checks one combination: exit status 1 if that is unsupported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATUSES = ("supported", "untested", "unsupported")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0, or 1 when the one combination asked for is unsupported."""
+    """Exit status 0, or 1 if the requested combination is unsupported."""
     arguments = _parser().parse_args(argv)
     check_writable(arguments.json)
     cell = {axis: value for axis in AXES if (value := getattr(arguments, axis)) is not None}
@@ -69,8 +69,8 @@ def describe(row: Mapping[str, str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep support",
-        "What may be combined. Give axes to see only the rows that may apply to them; give all seven to ask "
-        "about one combination (exit status 1 when it is unsupported).",
+        "List which combinations are supported. Give axes to see only rows that can apply to them; give all seven "
+        "to check one combination (exit status 1 if it is unsupported).",
     )
     flags = values.Flags(parser)
     for axis, known in AXES.items():
