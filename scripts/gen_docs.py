@@ -236,7 +236,7 @@ def support_page() -> str:
     return (
         "\n\n".join(
             [
-                "# What may be combined",
+                "# Supported combinations",
                 NOTE,
                 "The first row that matches a combination decides. "
                 "*supported* means that a parity test covers it, *untested* that it may be used, "

@@ -34,7 +34,7 @@ class ChatArguments:
     model: Annotated[str, tyro.conf.Positional]
     """A run directory, or what model.name takes: a folder, a hub name, bundled:NAME."""
     checkpoint: str | None = None
-    """Checkpoint of a run: export, last, or a step. None: the export if it exists, else the last checkpoint."""
+    """Checkpoint of a run: export, last, or a step. None: the export, else the last."""
     temperature: float | None = None
     """Sampling temperature; 0 is greedy. None: the run's."""
     max_tokens: int = 512

@@ -43,7 +43,7 @@ class SampleArguments:
     num_prompts: int = 4
     """Number of held-out prompts, without --prompt."""
     checkpoint: str | None = None
-    """Checkpoint of a run: export, last, or a step. None: the export if it exists, else the last checkpoint."""
+    """Checkpoint of a run: export, last, or a step. None: the export, else the last."""
     temperature: float | None = None
     """Sampling temperature; 0 is greedy. None: the run's."""
     max_tokens: int | None = None

@@ -34,8 +34,8 @@ def _say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep stop",
-        "Ask a run on this machine to save a checkpoint and exit at its next step boundary, like Ctrl-C in the "
-        "shell that started it. All its ranks end together.",
+        "Ask a run on this machine to save a checkpoint and exit at its next step boundary, like Ctrl-C in "
+        "the shell that started it. All its ranks end together.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)

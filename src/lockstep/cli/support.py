@@ -69,8 +69,8 @@ def describe(row: Mapping[str, str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep support",
-        "List which combinations are supported. Give axes to see only rows that can apply to them; give all seven "
-        "to check one combination (exit status 1 if it is unsupported).",
+        "List which combinations are supported. Give axes to see only rows that can apply to them; give all "
+        "seven to check one combination (exit status 1 if it is unsupported).",
     )
     flags = values.Flags(parser)
     for axis, known in AXES.items():
