@@ -137,8 +137,8 @@ class GRPOConfig(Config):
     """A policy-gradient algorithm over groups of rollouts."""
 
     name: PolicyAlgorithm = "grpo"
-    """Name of a published algorithm: options below that are left out take its published values. A
-    `module:Class` takes grpo's."""
+    """Name of a published algorithm, whose published values are used for the options below unless they are
+    set. A `module:Class` takes grpo's."""
     advantage: Advantage | None = None
     """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. group_mean_step_std: (r - mean of
     the group) / std of all rewards of the step. leave_one_out: r - mean of the others. batch_mean_std:

@@ -69,22 +69,22 @@ class RewardModelConfig(Config):
 
     name: Name
     """A hub name or a folder that AutoModelForSequenceClassification reads; code that comes with a model is
-    never run."""
+    never executed."""
     revision: Name | None = None
     """Hub revision: branch, tag or commit."""
     dtype: Dtype | Literal["auto"] = "auto"
-    """auto: bfloat16 where the device has fast bfloat16, else float32."""
+    """auto: bfloat16 if the device has fast bfloat16, else float32."""
     token_budget: PositiveInt = 8192
     """Tokens of one forward pass, pads included."""
     max_length: PositiveInt | None = None
-    """Longest prompt and completion together, in tokens; none: the model's own limit."""
+    """Most tokens of prompt and completion together. None: the model's own limit."""
     overlong: Literal["error", "truncate_left"] = "error"
     """What happens to a longer conversation; truncations are counted."""
     chat_template: Literal["auto", "none"] | str = "auto"
-    """auto: the reward model's own template when it has one; none: prompt and completion as plain text; or a
+    """auto: the reward model's own template if it has one; none: prompt and completion as plain text; or a
     jinja template."""
     weight: float = 1.0
-    """Factor of the logit in the total reward."""
+    """Weight of the logit in the total reward."""
 
 
 class RewardRoleConfig(RewardModelConfig):

@@ -27,12 +27,12 @@ class ClusterConfig(Config):
     section: ClassVar[str | None] = "cluster"
 
     nodes: PositiveInt = 1
-    """Nodes that ranks are spread over, equally."""
+    """Number of nodes, with equally many ranks on each."""
     gpus: NonNegativeInt = 0
-    """GPUs of each node that ranks are on, one per rank; 0: the ranks run on CPUs, as many on each node as
-    `slots`. dedicated_gpus and engine_gpus need more on top."""
+    """GPUs for ranks on each node, one per rank; 0: ranks run on CPUs, `slots` on each node. dedicated_gpus
+    and engine_gpus need additional GPUs."""
     slots: PositiveInt = 1
-    """Ranks on each node where there are no GPUs (gpus = 0)."""
+    """Ranks on each node without GPUs (gpus = 0)."""
     colocate: tuple[tuple[str, ...], ...] = ()
     """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. The groups name every
     role of the run. A group without the policy is remote: its roles run in a separate process beside each

@@ -25,21 +25,21 @@ class DataConfig(Config):
     """Rows to generate (reasoning_gym, ids) or at most to use (files). None: generated sources are endless,
     files whole. Generated rows of a sized set are distinct by question."""
     skip: NonNegativeInt = 0
-    """Rows to leave out at the beginning."""
+    """Number of rows to skip at the beginning."""
     seed: Seed = 1
     """Seed of generated rows."""
     prompt_column: str = "prompt"
     """Text, or a list of {role, content} messages. For reasoning_gym rows, `question` is used
     automatically."""
     messages_column: str = "messages"
-    """SFT: a whole conversation; used when the rows have it."""
+    """SFT: column with a whole conversation, used if it exists."""
     completion_column: str = "completion"
-    """SFT: the answer to train on, when there are no messages."""
+    """SFT: column with the answer to train on, without messages."""
     chosen_column: str = "chosen"
     """Pairs: the better answer, text or a list of messages; it includes the prompt when there is no
     prompt_column."""
     rejected_column: str = "rejected"
-    """Pairs: the worse answer, likewise."""
+    """Pairs: the worse answer, in the same form."""
     margin_column: str = "margin"
     """Reward models: by how much the chosen answer's score should exceed the other, a number >= 0; 0 where
     the rows have no such column."""
@@ -49,37 +49,37 @@ class DataConfig(Config):
     """DPO: what happens to a pair whose answers are the same token ids, so that there is nothing to
     prefer."""
     text_column: str = "text"
-    """SFT: plain text, when there are neither messages nor completions; every token is trained on."""
+    """SFT: column with plain text, without messages and completions; every token is trained on."""
     answer_column: str = "answer"
-    """What rewards see as `answer`; GSM8K's "... #### 42" is understood."""
+    """Column that rewards get as `answer`; GSM8K's "... #### 42" is understood."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Renames: {new name = name in the data}."""
     system_prompt: str | None = None
-    """A system message in front of conversations without one."""
+    """System message for conversations without one."""
     prompt_template: str = "{prompt}"
     """Wraps the user's (last) text; it may contain `{prompt}` and any column name; `{{` and `}}` are literal
     braces."""
     chat_template: Literal["auto", "none"] | str = "auto"
-    """auto: the tokenizer's template when it has one; none: plain text; or a jinja template (or a .jinja
+    """auto: the tokenizer's template if it has one; none: plain text; or a jinja template (or a .jinja
     file)."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the template, such as {enable_thinking = false}."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt, chat template included; longer ones follow `overlong_prompts`."""
+    """Most tokens of a prompt, including the chat template; `overlong_prompts` decides about longer ones."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
     """What happens to a longer prompt; drops and truncations are counted and reported."""
     max_length: PositiveInt = 2048
-    """SFT: tokens of one document; longer ones follow `overlong_documents`."""
+    """SFT: most tokens of a document; `overlong_documents` decides about longer ones."""
     overlong_documents: Literal["error", "drop", "truncate"] = "truncate"
     """SFT: what happens to a longer document; drops and truncations are counted. truncate keeps the
     beginning; for a reward model it keeps the end, where the document is scored."""
     untrained_documents: Literal["error", "drop"] = "error"
     """SFT: what happens to a document without a token to train on (truncation may have removed them)."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Which tokens carry loss. assistant: every assistant turn after the prompt, where a row has one apart;
-    last: only the last assistant turn; all: every token (SFT)."""
+    """Which tokens carry loss. assistant: every assistant turn (after the prompt, if the row has a separate
+    one); last: only the last assistant turn; all: every token (SFT)."""
     shuffle: bool = True
-    """A new order in every epoch, decided by the run's seed."""
+    """Shuffle in every epoch, by the run's seed."""
     exclude: Name | None = None
     """Another file, folder or hub set with the same columns; prompts whose text occurs in it are left out.
     Held-out prompts are left out of training anyway."""

@@ -27,11 +27,11 @@ class LoraConfig(Config):
     """Low-rank adapters through peft; only the adapters are trained."""
 
     rank: PositiveInt = Field(16, le=2**16)
-    """Columns of each adapter matrix."""
+    """Rank of the adapter matrices."""
     alpha: float = 32.0
-    """The adapters' product is scaled by alpha / rank."""
+    """The adapters' output is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout probability of the adapters' input during training."""
+    """Dropout probability of the adapters' input in training."""
     target_modules: tuple[str, ...] = LINEAR
     """Names of linear modules of the decoder, or ends of their paths ("layers.0.self_attn.q_proj"), or
     ["all-linear"]. Embeddings, norms and the head are not adapted."""

@@ -17,11 +17,11 @@ class RecordConfig(Config):
     enabled: bool = Field(False, json_schema_extra={"alias": "--record"})
     """Record inputs (micro-batches) and the policy's outputs for them. Also written `--record`."""
     every: PositiveInt = 1
-    """Every k-th input of the run; 1: all of them."""
+    """Record every k-th input of the run; 1: all."""
     first_step: NonNegativeInt = 0
-    """The first step that is recorded; steps count from 0."""
+    """First recorded step; steps count from 0."""
     last_step: NonNegativeInt | None = None
-    """The last step that is recorded; None: the run's last."""
+    """Last recorded step. None: the last of the run."""
     weights: str = Field("first", json_schema_extra={"alias": "--record-weights"})
     """Weights stored for replay. first: those that the first recorded input saw; `every K`: those of every
     K-th step as well; none. Also written `--record-weights`."""

@@ -70,9 +70,9 @@ class RolloutConfig(Config):
     """How much a step samples: prompts_per_step prompts with group_size samples each."""
 
     prompts_per_step: PositiveInt = 8
-    """Prompts of one rollout batch."""
+    """Prompts per rollout batch."""
     group_size: PositiveInt = 8
-    """Samples of each prompt."""
+    """Samples per prompt."""
     sampling: SamplingConfig = SamplingConfig()
     save: bool = True
     """Keep every rollout as JSONL under rollouts/."""

@@ -30,9 +30,9 @@ class RunConfig(Config):
     steps: PositiveInt = 100
     """Rollout batches (RL) or optimizer steps (SFT)."""
     run_dir: FilePath | None = None
-    """Folder that everything is written to. None: runs/NAME-TIMESTAMP."""
+    """Folder for all output. None: runs/NAME-TIMESTAMP."""
     name: Name = "run"
-    """Name of the run: its folder's name begins with it, and wandb shows it."""
+    """Name of the run, used for its folder and in wandb."""
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -40,12 +40,12 @@ class TrainConfig(Config):
     """sdpa, varlen, flex, hf:NAME, or your own `module:function`; auto: varlen if batch-invariant or on CUDA
     below float32, else sdpa."""
     execution: Execution | Literal["auto"] = "auto"
-    """compile: every block of layers by torch.compile. joint: forward and backward of the whole decoder as
-    one graph (not with ZeRO 3 or ring attention). deepcompile: DeepSpeed's. auto: compile on CUDA, where a
-    parity test covers it and the run's steps save more time than compiling takes; else eager."""
+    """compile: compile every block of layers with torch.compile. joint: forward and backward of the whole
+    decoder as one graph (not with ZeRO 3 or ring attention). deepcompile: DeepSpeed's. auto: compile on CUDA
+    if a parity test covers it and the run's steps save more time than compiling takes; else eager."""
     layout: Layout = "auto"
     """packed: documents end to end in one row. padded: one document per row, pads computed. shared: packed,
-    and a common prefix of documents, such as a group's prompt, is computed once. auto: shared where that is
+    and a common prefix of documents, such as a group's prompt, is computed once. auto: shared if that is
     tested and the run has groups or pairs, else packed."""
     padding_side: Literal["left", "right"] = "right"
     """Side on which the layout padded adds padding."""
@@ -112,8 +112,7 @@ class TrainConfig(Config):
     optimizer_device: Literal["model", "cpu"] = "model"
     """cpu: master weights and optimizer states live in host memory."""
     grad_accum_dtype: Literal["float32", "model"] = "float32"
-    """Dtype in which the gradients of several micro-batches are added up. deepspeed always uses the
-    model's."""
+    """Dtype in which gradients are accumulated over micro-batches. deepspeed always uses the model's."""
     num_threads: PositiveInt | None = Field(None, le=4096)
     """CPU threads of torch. None: OMP_NUM_THREADS, else torch's own default."""
 
@@ -163,10 +162,9 @@ class EvalConfig(Config):
     after: bool = True
     """Evaluate after the last step."""
     num_prompts: PositiveInt = 256
-    """Number of held-out prompts to use, from the first. A file of fewer than twice as many rows holds out a
-    fifth of them."""
+    """Number of held-out prompts. A file with less than twice as many rows holds out a fifth of them."""
     samples_per_prompt: PositiveInt = 1
-    """Completions of each prompt; accuracies are over all of them."""
+    """Completions per prompt; accuracies are over all of them."""
     temperature: Temperature = 0.0
     """0 is greedy."""
     max_tokens: PositiveInt | None = None
@@ -229,7 +227,7 @@ class LogConfig(Config):
     wandb: bool = False
     """Log to Weights & Biases; needs the package and a login."""
     wandb_project: Name = "lockstep"
-    """Project of the run at wandb."""
+    """Project in wandb."""
     display: Literal["auto", "live", "plain", "off"] = "auto"
     """auto: live in a terminal, one line per step elsewhere."""
     samples_per_step: NonNegativeInt = 1
