@@ -368,7 +368,7 @@ def _file_of(name: str, owner: int, size: int) -> str:
 
 
 class StateRanks:
-    """The ranks of a group; None is this process alone, and then nothing is collective."""
+    """The ranks of a group. None: this process only, without collectives."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -376,24 +376,23 @@ class StateRanks:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def gather(self, value: str | None) -> list[str | None]:
-        """Gather a value of every rank on every rank."""
+        """Gather every rank's value on every rank."""
         if self.size == 1:
             return [value]
         return gather_objects(value, str | None, group=self._group)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """A context that every rank leaves, after which all of them know whether one failed; no collectives
-        inside.
+    def fail_together(self) -> Iterator[None]:
+        """Make the body, which must not use collectives, fail on every rank if it fails on one.
 
         Raises:
-            CheckpointError: on every rank that did not fail itself, naming those that did; a rank that failed
+            CheckpointError: on every rank that did not fail itself; names the ranks that did. A failed rank
                 raises its own error, with its number if it is a CheckpointError.
         """
         failure: Exception | None = None
         try:
             yield
-        # Whatever it is, the others must hear of it: they would wait in the next collective.
+        # Any error must reach the others, which would otherwise wait in the next collective.
         except Exception as error:
             failure = error
         if self.size == 1:
@@ -401,13 +400,13 @@ class StateRanks:
                 raise failure
             return
         data = failure.data if isinstance(failure, LockstepError) else {"code": "peer-failed"}
-        told = self.gather(None if failure is None else json.dumps([f"{failure}", data]))
-        messages = [None if text is None else json.loads(text)[0] for text in told]
+        errors = self.gather(None if failure is None else json.dumps([f"{failure}", data]))
+        messages = [None if text is None else json.loads(text)[0] for text in errors]
         failed = [f"rank {rank} of {self.size}: {m}" for rank, m in enumerate(messages) if m is not None]
         if failure is not None and not isinstance(failure, (CheckpointError, OSError)):
             raise failure
         if failed:
-            # Often all ranks find the same fault: it is said once.
+            # Often all ranks find the same fault: report it once.
             text = failed[0] if len(set(messages)) > 1 or len(failed) == 1 else f"every rank: {messages[0]}"
-            first = next(json.loads(text)[1] for text in told if text is not None)
+            first = next(json.loads(text)[1] for text in errors if text is not None)
             raise CheckpointError(text, **first) from failure
