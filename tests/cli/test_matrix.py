@@ -104,7 +104,7 @@ def test_an_interrupt_says_how_to_go_on(
     assert main(["matrix", "rec dir", "--out", "m"]) == status
     out = capsys.readouterr().out
     assert "interrupted after 3 of 8 cells" in out
-    assert out.splitlines()[-1] == "go on with: lockstep matrix 'rec dir' --out m --resume"
+    assert out.splitlines()[-1] == "resume with: lockstep matrix 'rec dir' --out m --resume"
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ SUMMARY = {
                 "resume": "lockstep train --resume runs/demo",
             },
             130,
-            "train: interrupted, 3 steps, 584 s, runs/demo, go on with: lockstep train --resume runs/demo",
+            "train: interrupted, 3 steps, 584 s, runs/demo, resume with: lockstep train --resume runs/demo",
         ),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_run_is_seen_and_stopped_from_another_process(
         assert main(["stop", str(run)]) == 0
         out = capsys.readouterr().out
         assert "asked process" in out and f"{run}: interrupted" in out and "newest checkpoint" in out
-        assert f"go on with: lockstep train --resume {run}" in out
+        assert f"resume with: lockstep train --resume {run}" in out
         assert process.wait(timeout=60) == 143
         done = look(run).steps
         assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
@@ -97,7 +97,7 @@ def test_a_process_that_does_not_end_in_time_is_an_error_and_one_that_was_killed
         assert f"kill -9 {process.pid}" in error and "lockstep hang" in error
     seen = look(run)
     assert (seen.state, seen.steps, seen.total) == ("died", 0, 9)
-    assert f"go on with: lockstep train --resume {run}" in seen.text()
+    assert f"resume with: lockstep train --resume {run}" in seen.text()
 
 
 def test_a_run_of_another_machine_is_not_asked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

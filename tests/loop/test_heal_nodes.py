@@ -66,5 +66,5 @@ def test_a_rank_and_then_a_node_die_and_leave_no_trace_while_a_node_is_free(
     assert stuck.returncode not in (0, 124), stuck.stdout + stuck.stderr
     assert "cluster.node_seconds = 5" in stuck.stderr and "Traceback" not in stuck.stderr
     # The whole path: healing knows the run directory by it, and the command then works in any folder.
-    assert f"go on with: lockstep train --resume {tmp_path / 'stuck'} --cluster auto" in stuck.stderr
+    assert f"resume with: lockstep train --resume {tmp_path / 'stuck'} --cluster auto" in stuck.stderr
     assert not list(memory.iterdir()) and list((tmp_path / "stuck/checkpoints").iterdir())

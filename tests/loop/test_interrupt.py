@@ -28,7 +28,7 @@ def goes_on_exactly(
     lockstep: Commands, straight: Straight, ended: Ended, run: Path, *flags: str, toml: Path | None = None
 ) -> None:
     """The command that the interrupted run names brings it to the same end as an uninterrupted one."""
-    command = ended.verdict.rpartition("go on with: lockstep ")[2].split()
+    command = ended.verdict.rpartition("resume with: lockstep ")[2].split()
     assert command == ["train", "--resume", str(run)], ended.out + ended.err
     assert (run / "lock").read_text() == ""
     lockstep(*command, cwd=run.parent)

@@ -81,7 +81,7 @@ def test_a_terminal_is_live_and_is_given_back(tiny_toml: Path, tmp_path: Path) -
     assert process.wait(timeout=60) == 130
     os.close(primary)
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l") >= 0, "the cursor stays hidden"
-    assert b"train: interrupted, " in shown and b"go on with: lockstep train --resume" in shown
+    assert b"train: interrupted, " in shown and b"resume with: lockstep train --resume" in shown
 
 
 def read(handle: int) -> bytes:

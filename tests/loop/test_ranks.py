@@ -166,7 +166,7 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder, 
     assert stopped.code == 143, stopped.out + stopped.err
     last = stopped.out.splitlines()[-1]
     assert last.startswith("train: interrupted, ")
-    command = shlex.split(last.rpartition("go on with: lockstep ")[2])
+    command = shlex.split(last.rpartition("resume with: lockstep ")[2])
     assert command == ["train", "--resume", "stopped", "--ranks", "2"]
     resumed = lockstep(folder, *command)
     assert resumed.code == 0, resumed.out + resumed.err

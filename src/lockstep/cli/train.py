@@ -243,7 +243,7 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
         resume = "nothing had begun: start it again with the same command"
         if (folder / "config.toml").exists():
-            resume = f"go on with: {way_on(folder, again)}"
+            resume = f"resume with: {way_on(folder, again)}"
         echo(f"train: interrupted, stopped at once, {folder}, {resume}")
     return status
 
@@ -400,7 +400,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
         parts.append(f"evaluated with at most {budgets[0]} tokens before, {budgets[1]} after")
     parts.append(str(summary["run_dir"]))
     if "resume" in summary:
-        parts.append(f"go on with: {summary['resume']}")
+        parts.append(f"resume with: {summary['resume']}")
     return "train: " + ", ".join(parts)
 
 

@@ -140,5 +140,5 @@ def _version(file: Path) -> tuple[int, int] | None:
 def _say_how_to_resume(rules: RestartRules) -> None:
     how = "nothing had begun: start it again with the same command"
     if (rules.run_dir / "config.toml").is_file():
-        how = f"go on with: {way_on(rules.run_dir, rules.flags)}"
+        how = f"resume with: {way_on(rules.run_dir, rules.flags)}"
     echo(f"lockstep: the ranks of {rules.run_dir} could not be restarted; {how}", file=sys.stderr)

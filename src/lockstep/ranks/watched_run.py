@@ -84,7 +84,7 @@ class RunLook:
         if self.checkpoint is None and not self.steps and self.state == "failed":
             again = f"lockstep train {self.run / 'config.toml'} --run-dir {self.run}"
             return f"it failed before its first step; correct that, and start it again: {again}"
-        return f"go on with: {way_on(self.run)}"
+        return f"resume with: {way_on(self.run)}"
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""

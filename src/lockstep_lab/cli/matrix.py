@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     except Interrupted as stop:
         tell(f"interrupted after {stop.summary['cells']} of {stop.summary['total']} cells")
         echo(stop.summary["verdict"])
-        echo(f"go on with: {_go_on(argv, options.out)}")
+        echo(f"resume with: {_go_on(argv, options.out)}")
         return 143 if stop.summary["signal"] == 15 else 130
     return conclude(result, report(result), args, f"{options.out}/matrix.html, matrix.md, matrix.json")
 
