@@ -160,7 +160,7 @@ class ConfigError(LockstepError, ValueError):
 
 
 class DataError(LockstepError, ValueError):
-    """A dataset, a row or a prompt is not what it must be."""
+    """A dataset, a row or a prompt is invalid."""
 
 
 class RewardError(LockstepError, RuntimeError):
@@ -176,143 +176,129 @@ class EngineError(LockstepError, RuntimeError):
 
 
 class TrainError(LockstepError, RuntimeError):
-    """A train step cannot go on."""
+    """A train step cannot continue."""
 
 
 class CheckpointError(LockstepError, ValueError):
-    """A checkpoint is missing, damaged, or belongs to something else."""
+    """A checkpoint is missing, damaged, or belongs to another run or model."""
 
 
 class RecordingError(LockstepError, ValueError):
-    """A recording is missing, damaged, hostile, or does not fit the model it is replayed on."""
+    """A recording is missing, damaged, hostile, or does not match the model."""
 
 
 class ParityError(LockstepError, AssertionError):
-    """Two things that must agree do not."""
+    """Results that must agree differ."""
 
 
 CODES = {
-    "unknown-name": (
-        "A name is none of those that are known here. The message lists them and the nearest ones."
-    ),
-    "unknown-setting": "There is no such setting, flag or argument. The message names the nearest ones.",
-    "missing-setting": "A setting or flag that is needed here is not given. Give it.",
-    "wrong-type": "A value is of another type than the one expected, such as a text for a number.",
-    "out-of-range": "A number is outside of what is allowed. The message has the bounds.",
-    "wrong-format": "A text is not of the form expected. The message shows the form.",
-    "no-effect": "A setting would have no effect with the others. Leave it out, or set what it needs.",
+    "unknown-name": ("A name is unknown. The message lists the known names and suggests the nearest."),
+    "unknown-setting": "A setting, flag or argument does not exist. The message suggests the nearest names.",
+    "missing-setting": "A required setting or flag is missing. Set it.",
+    "wrong-type": "A value has the wrong type, such as text instead of a number.",
+    "out-of-range": "A number is outside the allowed range. The message has the bounds.",
+    "wrong-format": "A text has the wrong form. The message shows the expected form.",
+    "no-effect": "A setting would have no effect with the other settings. Remove it, or set what it needs.",
     "secret-in-config": (
-        "A setting holds a secret. Write the name of an environment variable, or of a file of mode 0600."
+        "A setting contains a secret. Name an environment variable or a file of mode 0600 instead."
     ),
     "contradiction": (
-        "Two settings or flags exclude each other, or their values do not fit together. Change one."
+        "Two settings or flags exclude each other, or their values conflict. Change one of them."
     ),
-    "unsupported-combination": (
-        "Settings that cannot be used together here. The message says which one to change."
-    ),
-    "not-divisible": "A number must be a multiple of another one, and is not.",
-    "duplicate": "Something that may be named once is named twice, or stands twice in a file.",
+    "unsupported-combination": ("Settings cannot be used together. The message says which one to change."),
+    "not-divisible": "A number is not a multiple of another one, as it must be.",
+    "duplicate": "Something is given or stored twice that must be unique.",
     "nothing-to-do": "With these settings nothing would be trained, recorded, measured or compared.",
-    "not-enough": "There is less than is asked for: data, prompts, nodes. Ask for less, or give more.",
-    "endless": "A source without an end was given where all of it is needed. Set its size.",
-    "ambiguous": "Several things fit. Name one of them.",
+    "not-enough": "There are fewer rows, prompts or nodes than requested. Request less, or add some.",
+    "endless": "A source without an end is used where a finite one is needed. Set its size.",
+    "ambiguous": "Several things match. Name one of them.",
     "missing-package": (
         "A Python package or program is not installed. The message has the command that installs it."
     ),
-    "missing-device": "This machine has no such device, or the work is not possible on this kind of device.",
-    "wrong-environment": (
-        "An environment variable, or the environment of this process, is not what it must be."
-    ),
-    "unsupported-version": "The version of a package or server, or of what it wrote, is not supported.",
+    "missing-device": "This machine lacks the device, or this kind of device cannot do the work.",
+    "wrong-environment": ("An environment variable, or the environment of this process, is wrong."),
+    "unsupported-version": "The version of a package, a server or a file is not supported.",
     "wrong-part": (
-        "A part of yours (backend, engine, reward, ...) cannot be loaded, or lacks what it must have."
+        "A custom part (backend, engine, reward, ...) cannot be loaded, or lacks a required member."
     ),
-    "missing-argument": "A part was made without an object that it needs.",
-    "no-such-file": "There is no such file or folder.",
-    "not-a-file": "A plain file or a folder was expected, and the path is something else.",
+    "missing-argument": "A part was constructed without a required object.",
+    "no-such-file": "A file or folder does not exist.",
+    "not-a-file": "The path is not a regular file or folder.",
     "bad-file-name": "No file can have this name.",
-    "already-exists": "The output exists already. Name another, or say that the present one may be used.",
+    "already-exists": "The output already exists. Choose another, or allow its use.",
     "cannot-read": "A file or folder cannot be read. The message has the cause.",
-    "cannot-write": "A file or folder cannot be made, written or removed. The message has the cause.",
-    "no-space": "The disk is full, or has less space than is needed.",
-    "not-text": "Bytes are not text in UTF-8, or text holds what no encoding can write.",
+    "cannot-write": "A file or folder cannot be created, written or removed. The message has the cause.",
+    "no-space": "The disk is full, or has too little free space.",
+    "not-text": "Bytes are not valid UTF-8, or text cannot be encoded.",
     "leads-out-of-folder": "A link or a name leads out of the folder that it must stay in.",
-    "too-large": "More bytes, values or entries than are read, or than fit.",
-    "too-deep": "Lists, tables or archives are nested more deeply than is read.",
+    "too-large": "Too many bytes, values or entries.",
+    "too-deep": "Lists, tables or archives are nested too deeply.",
     "not-json": "Not valid JSON.",
     "not-toml": "Not valid TOML.",
     "damaged-file": "A file is damaged. Fetch or copy it again.",
-    "wrong-field": "A field of a file has a value that it cannot have. The file was edited, or is damaged.",
-    "missing-field": "A file lacks a field that it must have.",
-    "version-differs": (
-        "Two sides are of different versions: a file and this Lockstep, a node and another one."
-    ),
+    "wrong-field": "A field of a file has an invalid value. The file was edited, or is damaged.",
+    "missing-field": "A file lacks a required field.",
+    "version-differs": ("Two versions differ: those of a file and of this Lockstep, or of two nodes."),
     "hash-differs": "The content of a file does not match its checksum. It is damaged or was edited.",
-    "mixed-files": "Files of two saves or recordings are mixed. Restore all of them from one.",
-    "incomplete": (
-        "Files or lines are missing from what was written. Restore them, or run what wrote them again."
-    ),
-    "out-of-order": "Lines of a file are out of order, or there twice.",
+    "mixed-files": "Files of several saves or recordings are mixed. Restore all files of one.",
+    "incomplete": ("Files or lines are missing. Restore them, or run the command that writes them again."),
+    "out-of-order": "Lines of a file are out of order or repeated.",
     "wrong-kind-of-file": (
-        "The file or folder is readable, and not what is expected there: no run, no recording, ..."
+        "The file or folder is readable, but not of the expected kind: not a run, not a recording, ..."
     ),
     "locked": "Another process uses it. Wait for it or end it.",
-    "forbidden-content": "A file asks for what would execute code, and nothing of it was executed.",
-    "wrong-row": "A row of a dataset is not what it must be. Correct it.",
-    "missing-column": (
-        "The rows have no such column, or one of them does not. Rename it, or set another name."
-    ),
+    "forbidden-content": "A file requests something that would execute code. Nothing was executed.",
+    "wrong-row": "A row of a dataset is invalid. Correct it.",
+    "missing-column": ("A column is missing in all rows, or in one of them. Rename it, or set another name."),
     "empty": "A prompt, a document or a text is empty.",
-    "too-long": "A text, document or path is longer than fits.",
-    "outside-vocabulary": "A token id is outside of the model's vocabulary.",
-    "no-tokenizer": "Text is to be read or written and the model has no (fitting) tokenizer.",
-    "no-chat-template": "A conversation needs a chat template and there is none.",
+    "too-long": "A text, document or path is too long.",
+    "outside-vocabulary": "A token id is outside the model's vocabulary.",
+    "no-tokenizer": "Text is needed, and the model has no (matching) tokenizer.",
+    "no-chat-template": "A conversation needs a chat template, and the tokenizer has none.",
     "unsupported-chat-template": "The chat template cannot be used for this purpose.",
-    "nothing-left": "No rows, prompts, inputs or losses are left after what was asked for.",
-    "wrong-pairs": "Answers do not make the pairs, or the two kinds, that the loss compares.",
+    "nothing-left": "No rows, prompts, inputs or losses remain after the selection.",
+    "wrong-pairs": "Answers do not form the pairs, or the two kinds, that the loss compares.",
     "unsupported-model": "The model's architecture, config or code is not supported.",
-    "wrong-shape": "A tensor, a list or a result has another shape or number of entries than it must have.",
-    "wrong-weights": "Names of weights are unknown, missing, or came twice.",
-    "other-model": "Files, weights, a server or a tokenizer are of another model than this one.",
+    "wrong-shape": "A tensor, a list or a result has the wrong shape or number of entries.",
+    "wrong-weights": "Names of weights are unknown, missing or repeated.",
+    "other-model": "Files, weights, a server or a tokenizer belong to another model.",
     "batch-dependent": "The results of a model depend on what else is in the batch.",
     "not-batch-invariant": (
         "Something has no batch-invariant form. Set train.batch_invariant = false, or change it."
     ),
-    "kernels-differ": "Trainer and generator do not compute with the same kernels.",
-    "values-differ": "Two things that must hold equal values do not.",
-    "wrong-state": "The call is not possible now: closed, asleep, busy, in an update, done already.",
-    "wrong-result": "An engine or a part of yours returned what it was not asked for.",
+    "kernels-differ": "Trainer and engine use different kernels.",
+    "values-differ": "Values that must be equal differ.",
+    "wrong-state": "The call is not possible in this state: closed, asleep, busy, updating, done.",
+    "wrong-result": "An engine or a custom part returned a wrong result.",
     "bad-reply": "A reply is malformed, or its status is an error.",
-    "refused": (
-        "A server, library, program or template refused what it was given. The message has its reason."
-    ),
+    "refused": ("A server, library, program or template rejected its input. The message has the reason."),
     "unreachable": "Nothing answers at the address, or the connection broke.",
-    "deadline": "Something did not happen in time. The message names the setting with the time.",
-    "process-died": "A process ended, or could not be started. The message names its log.",
+    "deadline": "Something took too long. The message names the setting of the deadline.",
+    "process-died": "A process died, or could not be started. The message names its log.",
     "port-in-use": "Another process has the port.",
     "server-settings": (
-        "A server was started with other settings than this run needs. The message has the flag."
+        "A server was started with settings that this run cannot use. The message has the flag."
     ),
-    "transfer-failed": "Weights could not be carried from the trainer to the engine.",
+    "transfer-failed": "Weights could not be sent from the trainer to the engine.",
     "unsupported-sampling": "The engine cannot honour a sampling parameter.",
-    "unrequested-abort": "The engine aborted samples and was not asked to; somebody else uses it.",
-    "not-authenticated": "A token or a secret is missing or wrong, or a cluster asks nobody for one.",
-    "not-ours": "Another user of the machine owns or may change a file or folder that has to be ours alone.",
+    "unrequested-abort": "The engine aborted samples without a request; somebody else uses it.",
+    "not-authenticated": "A token or a secret is missing or wrong, or a cluster does not require one.",
+    "not-ours": "Another user of the machine owns or can change a file or folder that must be private.",
     "not-finite": "A loss, a gradient, a score or a logprob is NaN or infinite.",
-    "out-of-memory": "The memory of a device or of the machine is too small. The message says what to lower.",
-    "no-gradients": "There are no gradients to step with.",
+    "out-of-memory": "A device or the machine has too little memory. The message says what to lower.",
+    "no-gradients": "There are no gradients for the optimizer step.",
     "missing-values": "A batch lacks what the loss needs, such as ref_logprobs.",
-    "wrong-batch": "Samples or a batch are of another kind than the loss or the packer takes.",
-    "too-many-recompiles": "Code was compiled again more often than train.max_recompiles allows.",
-    "ranks-differ": "Ranks were given different settings, data or micro-batches.",
-    "out-of-step": "A rank waits for another one that does something else, or has gone.",
-    "peer-failed": "This rank ends because another one failed or has gone.",
-    "not-resumable": "A run cannot go on with these settings.",
+    "wrong-batch": "Samples or a batch have the wrong kind for the loss or the packer.",
+    "too-many-recompiles": "Code was recompiled more often than train.max_recompiles allows.",
+    "ranks-differ": "Ranks have different settings, data or micro-batches.",
+    "out-of-step": "A rank waits for another one that does something else, or is gone.",
+    "peer-failed": "This rank ends because another one failed or is gone.",
+    "not-resumable": "A run cannot be resumed with these settings.",
     "equal-rewards": "Too few groups have rewards that differ.",
-    "reward-failed": "A reward raised, timed out, or returned no finite number.",
+    "reward-failed": "A reward raised, timed out, or did not return a finite number.",
     "cell-failed": "One of two compared configurations raised an error.",
 }
-"""The kinds of mistakes: what each code means, and what to do about it."""
+"""Error code -> what it means, and what to do about it."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
