@@ -272,7 +272,7 @@ class Ranks:
             return values
 
         made = SimpleNamespace(rank=rank, world_size=self.size, is_first=rank == 0, gather=gather)
-        made.together = lambda what: Together(gather, what)
+        made.fail_together = lambda what: Together(gather, what)
         return made
 
 
