@@ -341,7 +341,7 @@ class OfflineRun(RunConfig):
     batch_size: PositiveInt = 32
     """Documents (DPO: pairs, but for kto) per optimizer step."""
     eval_every: NonNegativeInt = 0
-    """Steps between held-out losses; 0: before and after only, when there is eval_data."""
+    """Steps between held-out evaluations; 0: only before and after, if eval_data is set."""
 
     def is_evaluation_due(self, name: Literal["before", "during", "after"], done: int) -> bool:
         """See RunConfig."""

@@ -128,7 +128,9 @@ def score(
     rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     texts = [(prompt, rollout.trajectory.text or "") for prompt, rollout in rollouts]
     share = texts[ranks.rank :: ranks.world_size]
-    everyone = ranks.gather_results(lambda: _mark(environment, share, kinds), _Marks, what="judging the evaluation")
+    everyone = ranks.gather_results(
+        lambda: _mark(environment, share, kinds), _Marks, what="judging the evaluation"
+    )
     strict = [mark for marks, _ in everyone for mark in marks]
     lenient = [(names, mark) for _, marks in everyone for names, mark in marks]
     by_kind = {name: [mark for names, mark in lenient if name in names] for name in kinds}
