@@ -135,7 +135,7 @@ def test_help_shows_the_docs_and_the_loaded_defaults(tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--steps INT Rollout batches (RL) or optimizer steps (SFT). (default: 123)" in shown
     assert "--checkpoint STEP" in shown and "--checkpoint.every INT" in shown
-    assert "--model.lora.rank INT Columns of each adapter matrix. (off; then 16)" in shown
+    assert "--model.lora.rank INT Rank of the adapter matrices. (off; then 16)" in shown
     assert "--train.schedule {constant,linear,cosine}" in shown
     assert main(["train", "--help"]) == 0
     assert "lockstep train --resume RUN_DIR" in capsys.readouterr().out
