@@ -104,8 +104,7 @@ class Builder:
         Raises:
             ConfigError: an evaluation is asked for, and the run has trained on all prompts.
         """
-        config, manifest = run.config, run.dir.read_manifest()
-        assert isinstance(config, GRPORun)
+        config, manifest = cast(GRPORun, run.config), run.dir.read_manifest()
         if evaluates(config) and not holds_out(config, manifest):
             raise ConfigError(
                 f"contradiction: eval.before = {config.eval.before}, eval.every = {config.eval.every}, "

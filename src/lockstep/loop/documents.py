@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -87,8 +87,7 @@ def build_documents(run: Run) -> tuple[OfflineTask, Policy, DocumentBatches]:
     Raises:
         ConfigError, DataError, ModelError: before anything is trained.
     """
-    config, ranks = run.config, run.ranks
-    assert isinstance(config, OfflineRun)
+    config, ranks = cast(OfflineRun, run.config), run.ranks
     task, machine = offline_task(config), find_machine(config, ranks)
     with ranks.together("loading model and data"):
         opened = open_model(config.model, task.head)

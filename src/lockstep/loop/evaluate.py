@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun
@@ -94,8 +95,7 @@ def evaluate(
 
 def evaluation_of(run: Run, engine: RolloutEngine, environment: Environment) -> Evaluate:
     """Return what a run calls for each of its evaluations."""
-    config = run.config
-    assert isinstance(config, GRPORun)
+    config = cast(GRPORun, run.config)
 
     def make(name: str, done: int) -> EvaluationResult | None:
         factor = config.eval.before_max_tokens_factor if name == "before" else 1
