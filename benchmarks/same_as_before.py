@@ -4,10 +4,11 @@
 
 OLD and NEW are checkouts of this repository. The same commands run with the src/ of each, on this machine:
 
-tiny, invariant, sft, dpo, fsdp2, demo
-        Training runs: `tiny`; `tiny` with engine native, batch-invariant; SFT and DPO of SmolLM2-135M cut to
-        two layers; `tiny` under fsdp2 on two ranks; five steps of OLD's recipe `demo`. Every field that OLD
-        writes to metrics.jsonl but times, speeds and memory must be equal; what only NEW has is listed.
+tiny, invariant, ppo, sft, dpo, fsdp2, demo
+        Training runs: `tiny`; `tiny` with engine native, batch-invariant; `tiny-ppo`; SFT and DPO of
+        SmolLM2-135M cut to two layers; `tiny` under fsdp2 on two ranks; five steps of OLD's recipe `demo`.
+        Every field that OLD writes to metrics.jsonl but times, speeds and memory must be equal; what only NEW
+        has is listed.
 replay  40 inputs of the shipped recording, forward and backward. Every field of results.jsonl but times and
         memory must be equal, and the kept logprobs and gradients bit for bit.
 speed   `tiny` with 40 steps in 5 alternating pairs: the median ratio of a step's seconds, NEW / OLD, must lie
@@ -48,6 +49,7 @@ CUT = ("--model.num-layers", "2", "--model.dtype", "float32", "--steps", "4", "-
 RUNS: dict[str, tuple[str, ...]] = {
     "tiny": TINY,
     "invariant": (*TINY, "--engine.name", "native", "--train.batch-invariant", "true"),
+    "ppo": ("train", "ppo", "--recipe", "tiny-ppo", *PACKED),
     "sft": ("train", "sft", "--data.source", "answers.jsonl", *CUT),
     "dpo": ("train", "dpo", "--data.source", "pairs.jsonl", *CUT),
     "fsdp2": (*TINY, "--train.backend", "fsdp2", "--ranks", "2"),
