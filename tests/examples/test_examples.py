@@ -59,6 +59,12 @@ def test_own_loop_trains_on_some_groups_and_exports(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_environment_of_two_turns_is_learnt(tmp_path: Path) -> None:
+    before, after = numbers(r"held-out mean reward ([\d.]+) -> ([\d.]+)", run("own_environment.py", tmp_path))
+    assert after > before + 0.05
+
+
+@pytest.mark.slow
 def test_a_loop_that_was_written_for_the_last_version_goes_on(tmp_path: Path) -> None:
     """examples/own_loop.py as it was before `Builder`: the same steps as the new one."""
     command = [sys.executable, "-W", "default", str(Path(__file__).with_name("own_loop_0_0.py"))]
