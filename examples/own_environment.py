@@ -1,5 +1,5 @@
-"""An environment of your own, with two turns: the policy guesses a number, is told whether that was too low or
-too high, and guesses again. It is paid for the distance of the second guess.
+"""An environment of your own, with two turns: the policy guesses a number, is told whether that was too low
+or too high, and guesses again. The reward is higher the closer the second guess is.
 
 python examples/own_environment.py              # random weights, under a minute
 """
