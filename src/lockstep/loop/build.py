@@ -35,7 +35,7 @@ from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, Trained
 from lockstep.loop.preflight import faults
 from lockstep.loop.resolve import Resolved, find_machine, resolve
-from lockstep.loop.roles import ValueRole, describe_reward_models, policy_steps
+from lockstep.loop.roles import ValueRole, describe_reward_models
 from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
 from lockstep.loop.world import World, check_devices
 from lockstep.loop.world_roles import WorldValue, build_others
@@ -195,7 +195,7 @@ class Builder:
         backend = build_backend(
             loaded.resolved,
             loaded.model,
-            total_steps=policy_steps(config) * config.train.minibatches * config.train.epochs_per_batch,
+            total_steps=config.policy_steps * config.train.minibatches * config.train.epochs_per_batch,
             temperature=config.rollout.sampling.temperature,
             ref=algorithm.needs_ref and "ref" not in config.remote_roles,
         )
@@ -206,7 +206,7 @@ class Builder:
             loaded,
             plan=make_planner(loaded.resolved, self.ranks),
             spans=self.hooks.spans,
-            warmup_steps=config.steps - policy_steps(config),
+            warmup_steps=config.steps - config.policy_steps,
         )
         self._trained.append(policy)
         return policy

@@ -155,11 +155,6 @@ class ValueRole(Trained):
         return {f"value/{name}": value for name, value in (_figures(trained) | combine(updates)).items()}
 
 
-def policy_steps(run: GRPORun) -> int:
-    """Return the rollout batches that train the policy: all but those of the value model's warm-up."""
-    return run.policy_steps
-
-
 def build_value(
     resolved: Resolved[GRPORun],
     config: ValueConfig,
