@@ -28,6 +28,7 @@ from lockstep.loop.world import World, packed, unpacked
 from lockstep.loop.world_roles import WorldScorer, WorldValue
 from lockstep.loop.world_server import Calls, RoleHost, serving
 from lockstep.loops.online import build_online
+from lockstep.observe.metrics import Spans
 from lockstep.packing import Planner
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext
@@ -235,7 +236,7 @@ def test_scores_of_another_shape_are_refused(world, host):
     batches = plan([rollout(9)], [torch.ones(9)])
     for wrong in ([], [torch.zeros(8)], [torch.zeros(9, dtype=torch.float64)], [0.0]):
         host.answers |= {"logprobs": wrong, "score": wrong}
-        value = WorldValue(world=world, backend=None, config=None)  # type: ignore[arg-type]
+        value = WorldValue(world=world, backend=None, config=None, spans=Spans())  # type: ignore[arg-type]
         for ask in (lambda: WorldScorer(world).logprobs(batches), lambda v=value: v.score([rollout(9)])):
             with pytest.raises(TrainError) as refused:
                 ask()
