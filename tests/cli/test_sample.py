@@ -5,8 +5,8 @@ import pytest
 import torch
 from raising import raises
 
-from lockstep.cli import chat, sample
 from lockstep.cli.common_model import find_weights
+from lockstep.cli.sample import chat, sample
 from lockstep.config.data import DataConfig
 from lockstep.config.load import dump_toml
 from lockstep.config.model import ModelConfig
@@ -40,10 +40,7 @@ def run_dir(tmp_path):
 
 def sampled(run_dir, *flags):
     out = run_dir / "out.json"
-    assert (
-        sample.main([str(run_dir), "--num-prompts", "2", "--max-tokens", "5", "--json", str(out), *flags])
-        == 0
-    )
+    assert sample([str(run_dir), "--num-prompts", "2", "--max-tokens", "5", "--json", str(out), *flags]) == 0
     return json.loads(out.read_text())
 
 
@@ -75,23 +72,23 @@ def test_checkpoints_that_are_not_there_are_refused(run_dir, tmp_path_factory):
         find_weights(tmp_path_factory.mktemp("empty"), None)
     (run_dir / "checkpoints" / "step-000010" / "model.safetensors").write_bytes(b"junk")
     with raises(CheckpointError, "damaged-file: model.safetensors"):
-        sample.main([str(run_dir)])
+        sample([str(run_dir)])
     with raises(ConfigError, "missing-setting: --prompt"):
-        sample.main(["shape:tiny-llama"])
+        sample(["shape:tiny-llama"])
     with raises(ConfigError, "no-tokenizer"):
-        sample.main(["shape:tiny-llama", "--prompt", "hello"])
+        sample(["shape:tiny-llama", "--prompt", "hello"])
 
 
 def test_chat_refuses_a_model_without_a_tokenizer(run_dir):
     with raises(ConfigError, "no-tokenizer"):
-        chat.main([str(run_dir)])
+        chat([str(run_dir)])
 
 
 @pytest.mark.slow
 def test_chat_answers_piped_lines_and_forgets_on_reset(monkeypatch, capsys):
     def talk(text):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        assert chat.main(["bundled:smollm2-135m", "--temperature", "0", "--max-tokens", "12"]) == 0
+        assert chat(["bundled:smollm2-135m", "--temperature", "0", "--max-tokens", "12"]) == 0
         return capsys.readouterr().out
 
     once = talk("Say hi.\n")

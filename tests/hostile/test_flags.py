@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import arguments, chat, sample
+from lockstep.cli import arguments, sample
 from lockstep.cli.main import main
 from lockstep_lab.cli import (
     bench,
@@ -109,7 +109,7 @@ class Command:
 SHOWN = "--device cpu"
 COMMANDS = [
     Command("sample", lambda: of_fields(sample.SampleArguments), "nowhere --prompt x"),
-    Command("chat", lambda: of_fields(chat.ChatArguments), "nowhere"),
+    Command("chat", lambda: of_fields(sample.ChatArguments), "nowhere"),
     Command("replay", lambda: of_parser(replay.parser()), SHOWN),
     Command("matrix", lambda: of_parser(matrix.parser()), f"{SHOWN} --axes packing --out new"),
     Command("matrix diff", lambda: of_parser(matrix.diff_parser()), "nowhere nowhere"),

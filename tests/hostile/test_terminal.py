@@ -15,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli import main as module
-from lockstep.cli.chat import Printer
 from lockstep.cli.main import COMMANDS, main
-from lockstep.cli.sample import show
+from lockstep.cli.sample import Printer, show
 from lockstep.errors import LockstepError
 from lockstep.observe.console import PlainConsole
 from lockstep.observe.display import Display

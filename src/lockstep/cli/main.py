@@ -17,8 +17,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
-from types import ModuleType, TracebackType
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
 from lockstep.config.old_names import SettingWarning
 from lockstep.errors import ConfigError, LockstepError, unknown_name
@@ -30,8 +30,8 @@ from lockstep.version import __version__
 
 COMMANDS = {
     "train": ("lockstep.cli.train", "train a policy: lockstep train grpo --recipe demo"),
-    "sample": ("lockstep.cli.sample", "print completions of a run's checkpoint"),
-    "chat": ("lockstep.cli.chat", "chat with a run's checkpoint"),
+    "sample": ("lockstep.cli.sample:sample", "print completions of a run's checkpoint"),
+    "chat": ("lockstep.cli.sample:chat", "chat with a run's checkpoint"),
     "generate": ("lockstep.cli.generate", "sample completions of many prompts into a file"),
     "score": ("lockstep.cli.score", "score the samples in a file with reward functions or a reward model"),
     "select": (
@@ -44,15 +44,15 @@ COMMANDS = {
         "check what this machine can run, and settings that often cause trouble",
     ),
     "support": (
-        "lockstep.cli.support",
+        "lockstep.cli.doctor:support",
         "list which combinations are supported, and the tests that cover them",
     ),
     "submit": ("lockstep.cli.submit", "submit a run to a Ray cluster, where it outlives this shell"),
-    "status": ("lockstep.cli.status", "show whether a run is alive and what it is doing"),
-    "stop": ("lockstep.cli.stop", "ask a run to save a checkpoint and exit, and wait for it"),
-    "logs": ("lockstep.cli.logs", "show the end of a rank's log; --follow keeps following it"),
+    "status": ("lockstep.cli.runs:status", "show whether a run is alive and what it is doing"),
+    "stop": ("lockstep.cli.runs:stop", "ask a run to save a checkpoint and exit, and wait for it"),
+    "logs": ("lockstep.cli.runs:logs", "show the end of a rank's log; --follow keeps following it"),
     "hang": (
-        "lockstep.cli.hang",
+        "lockstep.cli.runs:hang",
         "explain why a run makes no progress: which rank waits for which, in which collective, at which line",
     ),
     "recording": (
@@ -80,7 +80,8 @@ COMMANDS = {
         "measure the cost of an RL step in several configurations: bench step",
     ),
 }
-"""Command -> the module, imported on use, whose main(argv) returns the exit status; and one line of help."""
+"""Command -> the module, imported on use, and its function (`main` if none is named), which takes the
+arguments and returns the exit status; and one line of help."""
 _LABORATORY = "lockstep_lab."
 
 INTERRUPTED = 130
@@ -120,7 +121,7 @@ def _run(command: str, *rest: str) -> int:
         _check_launcher()
         if command not in COMMANDS:
             raise ConfigError(unknown_name("command", command, COMMANDS), code="unknown-name")
-        return int(_load(command).main(list(rest)))
+        return int(_load(command)(list(rest)))
     except LockstepError as error:
         sys.stdout.flush()
         if not _reported_by_launcher(error):
@@ -142,16 +143,16 @@ def _run(command: str, *rest: str) -> int:
         return 1
 
 
-def _load(command: str) -> ModuleType:
-    """Import a command's module.
+def _load(command: str) -> Callable[[Sequence[str]], int]:
+    """Import a command's module and return the command's function.
 
     Raises:
         ConfigError: the command's package, such as the laboratory's, cannot be imported.
     """
-    name = COMMANDS[command][0]
+    name, _, function = COMMANDS[command][0].partition(":")
     package = name.partition(".")[0]
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         # A module that the command itself imports and does not find is a bug, or a missing dependency.
         if package == "lockstep" or error.name is None or not f"{name}.".startswith(f"{error.name}."):
@@ -161,6 +162,8 @@ def _load(command: str) -> ModuleType:
             f"module {error.name!r}); it comes with lockstep-rl: pip install --force-reinstall --no-deps "
             "lockstep-rl, or put all of src on PYTHONPATH"
         ) from error
+    run: Callable[[Sequence[str]], int] = getattr(module, function or "main")
+    return run
 
 
 def _check_arguments(words: Sequence[str]) -> None:

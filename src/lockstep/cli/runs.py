@@ -1,0 +1,414 @@
+"""Commands about a run from another shell: `lockstep status`, `stop`, `logs` and `hang`.
+
+lockstep status runs/demo-20260101-120000
+lockstep status runs/* --json status.json
+lockstep status runs/demo-20260101-120000 --ledger
+lockstep status --cluster http://head:8265
+lockstep stop runs/demo-20260101-120000
+lockstep stop /data/runs/a --cluster http://head:8265
+lockstep logs runs/demo-20260101-120000
+lockstep logs runs/demo-20260101-120000 --rank 1 --follow
+lockstep logs /data/runs/a --cluster http://head:8265 --follow
+lockstep hang runs/demo-20260101-120000
+lockstep hang runs/demo-20260101-120000 --json hang.json
+
+Everything is read from the run directory, so it does not matter who started the run or whether that process
+is still alive. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import signal
+import socket
+import time
+import tomllib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from lockstep.cli import arguments as values
+from lockstep.errors import ConfigError, DataError, TrainError
+from lockstep.observe import flight
+from lockstep.observe.files import check_writable, open_plain, read_plain, write_json
+from lockstep.observe.ledger import check_ledger
+from lockstep.observe.lock import Owner, holding, holds, read_owner
+from lockstep.observe.run_history import (
+    check_layout,
+    gaps,
+    is_step,
+    read_lines,
+    read_summary,
+    recorded_steps,
+    way_on,
+)
+from lockstep.observe.text import echo, printable
+from lockstep.ranks.hang import find_records
+from lockstep.ranks.watchdog import PROGRESS, SECONDS, examine_twice, name_recording
+
+_POLL_SECONDS = 0.1
+_LOG_POLL_SECONDS = 0.25
+_SHOWN = ("reward/mean", "loss", "grad_norm")
+
+
+def status(argv: Sequence[str]) -> int:
+    """Run `lockstep status`. Exit status 0, whatever the state of the runs; 1 if --ledger found a problem."""
+    arguments = _status_parser().parse_args(argv)
+    good = True
+    check_writable(arguments.json)
+    if arguments.cluster is not None:
+        from lockstep.cluster.jobs import Jobs
+
+        jobs = Jobs(arguments.cluster)
+        found = [jobs.find(str(name)) for name in arguments.run] or jobs.all()
+        if not found:
+            echo(f"no runs were submitted to {arguments.cluster}")
+        texts, values_of = [job.text() for job in found], [asdict(job) for job in found]
+    elif arguments.run:
+        looks = [look(run) for run in arguments.run]
+        texts, values_of = [one.text() for one in looks], [one.as_dict() for one in looks]
+        if arguments.ledger:
+            checks = [check_ledger(run) for run in arguments.run]
+            texts = [f"{text}\n{check.text()}" for text, check in zip(texts, checks, strict=True)]
+            values_of = [
+                value | {"ledger": check.as_dict()} for value, check in zip(values_of, checks, strict=True)
+            ]
+            good = not any(check.problems for check in checks)
+    else:
+        raise ConfigError(
+            "missing-setting: status of what? name run directories, or --cluster http://HEAD:8265"
+        )
+    for line in texts:
+        echo(line)
+    if arguments.json is not None:
+        write_json(arguments.json, values_of)
+    return 0 if good else 1
+
+
+def _status_parser() -> argparse.ArgumentParser:
+    parser = values.command_parser(
+        "lockstep status",
+        "Show whether runs are alive, how many steps are done, and what each rank is doing. Only the run "
+        "directory is read; the run is not disturbed.",
+    )
+    parser.add_argument("run", type=values.path, nargs="*", metavar="RUN_DIR", help="run directories")
+    flags = values.Flags(parser)
+    flags.cluster()
+    flags.switch("--ledger", "also check ledger.jsonl; exit status 1 if samples were lost or trained twice")
+    flags.value("--json", values.path, "write the status to this file")
+    return parser
+
+
+def stop(argv: Sequence[str]) -> int:
+    """Run `lockstep stop`. Exit status 0: the run has ended; 1: it has not in time."""
+    arguments = _stop_parser().parse_args(argv)
+    if arguments.cluster is not None:
+        from lockstep.cluster.jobs import Jobs
+
+        job = Jobs(arguments.cluster).stop(str(arguments.run), seconds=arguments.timeout, say=_say)
+        echo(job.text())
+        return 0
+    echo(stop_run(arguments.run, seconds=arguments.timeout, say=_say).text())
+    return 0
+
+
+def _say(text: str) -> None:
+    echo(f"stop: {text}")
+
+
+def _stop_parser() -> argparse.ArgumentParser:
+    parser = values.command_parser(
+        "lockstep stop",
+        "Ask a run on this machine to save a checkpoint and exit at its next step boundary, like Ctrl-C in "
+        "the shell that started it. All its ranks end together.",
+    )
+    parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
+    flags = values.Flags(parser)
+    flags.cluster()
+    flags.value(
+        "--timeout", values.above_zero, "how long to wait for the run to end", 600.0, metavar="SECONDS"
+    )
+    return parser
+
+
+def logs(argv: Sequence[str]) -> int:
+    """Run `lockstep logs`. Exit status 0; with --follow once the run has ended."""
+    arguments = _logs_parser().parse_args(argv)
+    if arguments.cluster is not None:
+        return _of_job(arguments)
+    path = log_file(arguments.run, rank=arguments.rank)
+    with (
+        open_plain(path, DataError, root=arguments.run) as plain,
+        io.TextIOWrapper(plain, encoding="utf-8", errors="replace") as file,
+    ):
+        for line in deque(file, maxlen=arguments.lines):
+            echo(line.rstrip("\n"))
+        if arguments.follow:
+            _follow(file, arguments.run)
+    return 0
+
+
+def _of_job(arguments: argparse.Namespace) -> int:
+    """Print the log of a submitted run's driver, which mirrors rank 0."""
+    from lockstep.cluster.jobs import Jobs
+
+    if arguments.rank:
+        raise ConfigError(
+            f"unsupported-combination: --rank {arguments.rank} with --cluster: the cluster keeps what rank 0 "
+            "says; the logs of the others are in logs/ranks of the run directory"
+        )
+    jobs, name = Jobs(arguments.cluster), str(arguments.run)
+    log = jobs.log(name)
+    for line in log.splitlines()[-arguments.lines :]:
+        echo(line)
+    if arguments.follow:
+        for text in jobs.follow(name, said=len(log)):
+            echo(text, end="")
+    return 0
+
+
+def _follow(file: TextIO, run: Path) -> None:
+    while True:
+        # Asked before reading: a run that ends in between still has its last lines shown.
+        running = look(run).state == "running"
+        while line := file.readline():
+            echo(line.rstrip("\n"))
+        if not running:
+            return
+        time.sleep(_LOG_POLL_SECONDS)
+
+
+def _logs_parser() -> argparse.ArgumentParser:
+    parser = values.command_parser(
+        "lockstep logs",
+        "Print the end of a rank's log. The output of libraries is under logs/ranks/ of the run.",
+    )
+    parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
+    flags = values.Flags(parser)
+    flags.cluster()
+    flags.value("--rank", values.count, "rank whose log to show", 0)
+    flags.value("--lines", values.positive, "number of lines from the end", 40)
+    flags.switch("--follow", "show new lines until the run ends")
+    return parser
+
+
+def hang(argv: Sequence[str]) -> int:
+    """Run `lockstep hang`. Exit status 0: the report is about the run as it is."""
+    arguments = _hang_parser().parse_args(argv)
+    check_writable(arguments.json)
+    report = examine_twice(
+        find_records(arguments.run), seconds=arguments.seconds, stacks=not arguments.no_stacks
+    )
+    if report.cause != PROGRESS:
+        report = name_recording(report)
+    echo(report.text())
+    if arguments.json is not None:
+        write_json(arguments.json, report.as_dict())
+    who = ", ".join(map(str, report.culprits))
+    cause = "none, the run makes progress" if report.cause == PROGRESS else report.cause
+    echo(f"hang: {cause}" + (f", rank {who}" if who else ""))
+    return 0
+
+
+def _hang_parser() -> argparse.ArgumentParser:
+    parser = values.command_parser(
+        "lockstep hang",
+        "Report what every rank of a run is doing: its phase, its last collective, its stack. The run may be "
+        "running, hanging, stopped or finished; it is not disturbed. Running ranks are checked twice: a rank "
+        "that made progress in between does not hang.",
+    )
+    parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
+    flags = values.Flags(parser)
+    flags.value("--seconds", values.above_zero, "time between the two checks", SECONDS, metavar="SECONDS")
+    flags.switch("--no-stacks", "send no signal to the ranks")
+    flags.value("--json", values.path, "write the report to this file")
+    return parser
+
+
+# What a run directory tells, and how a run is stopped.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLook:
+    """What a run directory tells at one moment."""
+
+    run: Path
+    state: str
+    """running, finished, interrupted, failed; died: the process has gone without a word; elsewhere: another
+    machine has the run, and cannot be asked from here; not started."""
+    where: str | None
+    """The process and its machine, while there is one."""
+    steps: int
+    """That are done."""
+    total: int | None
+    """That the run has; None: its config does not say so."""
+    last: Mapping[str, float]
+    """Of the last step: reward/mean, loss, grad_norm."""
+    checkpoint: str | None
+    """The newest."""
+    doing: tuple[str, ...]
+    """A line for each rank of a running run."""
+    error: str | None
+    """With which it failed."""
+    gaps: tuple[str, ...] = ()
+    """Where its files do not tell of the same steps."""
+
+    def text(self) -> str:
+        """For a terminal."""
+        of = "" if self.total is None else f" of {self.total}"
+        lines = [f"{self.run}: {self.state}" + (f", {self.where}" if self.where else "")]
+        figures = "".join(f"  {name} {value:.4g}" for name, value in self.last.items())
+        lines.append(f"  {self.steps}{of} steps{figures}")
+        lines += [f"  {line}" for line in self.doing]
+        if self.error is not None:
+            lines.append(f"  {self.error}")
+        lines += [f"  warning: {gap}" for gap in self.gaps]
+        if self.checkpoint is not None and self.state != "finished":
+            lines.append(f"  newest checkpoint: {self.checkpoint}")
+        if self.state in ("interrupted", "failed", "died"):
+            lines.append(f"  {self._advice()}")
+        return "\n".join(map(printable, lines))
+
+    def _advice(self) -> str:
+        """What can be done with a run that has ended early."""
+        if self.checkpoint is None and not self.steps and self.state == "failed":
+            again = f"lockstep train {self.run / 'config.toml'} --run-dir {self.run}"
+            return f"it failed before its first step; correct that, and start it again: {again}"
+        return f"resume with: {way_on(self.run)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"run": str(self.run)}
+
+
+def look(run: Path) -> RunLook:
+    """Read a run directory.
+
+    Raises:
+        DataError: there is no run in it.
+        CheckpointError: its files are damaged.
+    """
+    owner = _owner(run)
+    summary = read_summary(run / "summary.json") or {}
+    state, where = _state(run, owner, summary)
+    rows = read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+    steps = [row for row in rows if "evaluation" not in row]
+    numbers = [row["step"] for row in steps if is_step(row.get("step"))]
+    folder = run / "checkpoints"
+    saved = sorted(path.name for path in folder.glob("step-*")) if folder.is_dir() else []
+    return RunLook(
+        run=run,
+        state=state,
+        where=where,
+        steps=recorded_steps(run)[0],
+        total=_total(run / "config.toml"),
+        last={name: float(steps[-1][name]) for name in _SHOWN if steps and name in steps[-1]},
+        checkpoint=str(folder / saved[-1]) if saved else None,
+        doing=_doing(run) if state == "running" else (),
+        gaps=tuple(gaps(run, numbers, running=state in ("running", "elsewhere"))),
+        error=str(summary["error"]) if state == "failed" and "error" in summary else None,
+    )
+
+
+def stop_run(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLook:
+    """Ask a run to save and end, as Ctrl-C does, and wait until it has; return what became of it.
+
+    Args:
+        seconds: the deadline.
+        say: called with what happens.
+
+    Raises:
+        DataError: there is no run in the folder, or none that runs on this machine.
+        TrainError: it has not ended in time, and goes on ending.
+    """
+    owner = _owner(run)
+    state, where = _state(run, owner, read_summary(run / "summary.json") or {})
+    if owner is None or state != "running":
+        raise DataError(
+            f"wrong-state: {run}: nothing to stop, the run is {state}"
+            + (f": {where}; give the command there" if state == "elsewhere" else "")
+        )
+    with holding(run / "lock", pid=owner.pid, started=owner.started) as holder:
+        if holder is None or not holder.send(signal.SIGTERM):
+            raise DataError(
+                f"wrong-state: {run}: nothing was stopped: {where} belongs to another user, or has ended "
+                "just now; give the command as the user who started the run"
+            )
+    say(f"asked {where} to save and end after its step")
+    until = time.monotonic() + seconds
+    while owner.alive():
+        if time.monotonic() > until:
+            doing = "; ".join(_doing(run)) or "no flight record"
+            raise TrainError(
+                f"deadline: {run}: {where} has not ended within {seconds:g} s ({doing}). It will end after "
+                f"its step. To see why it takes so long: lockstep hang {run}. To end it at once, and lose "
+                f"what came after the newest checkpoint: kill -9 {owner.pid}"
+            )
+        time.sleep(_POLL_SECONDS)
+    return look(run)
+
+
+def log_file(run: Path, *, rank: int) -> Path:
+    """Return the log of a rank.
+
+    Raises:
+        DataError: there is no run in the folder, or no such log.
+    """
+    _owner(run)
+    path = run / "logs" / f"rank-{rank}.log"
+    if not path.is_file():
+        there = sorted(each.stem for each in (run / "logs").glob("rank-*.log"))
+        raise DataError(
+            f"no-such-file: {path}: there is no such log; there are those of {', '.join(there) or 'no rank'}"
+        )
+    return path
+
+
+def _owner(run: Path) -> Owner | None:
+    """The process that says that it writes the run."""
+    if not (run / "config.toml").is_file():
+        raise DataError(
+            f"wrong-kind-of-file: {run}: holds no run (config.toml); give a folder as --run-dir named it"
+        )
+    check_layout(run)
+    return read_owner(run / "lock")
+
+
+def _state(run: Path, owner: Owner | None, summary: Mapping[str, Any]) -> tuple[str, str | None]:
+    if owner is None:
+        return str(summary.get("outcome", "not started")), None
+    where = f"process {owner.pid} on {owner.host}"
+    if owner.host != socket.gethostname():
+        return "elsewhere", where
+    # A process that has the pid now, or that somebody wrote into the lock, does not hold the lock open.
+    there = holds(run / "lock", pid=owner.pid, started=owner.started) is not False
+    return ("running", where) if there else ("died", f"{where} has gone")
+
+
+def _total(config: Path) -> int | None:
+    try:
+        steps = tomllib.loads(read_plain(config, DataError).decode("utf-8")).get("steps")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"not-toml: {config}: is not TOML: {error}") from error
+    return steps if isinstance(steps, int) else None
+
+
+def _doing(run: Path) -> tuple[str, ...]:
+    try:
+        flights = flight.read_all(find_records(run))
+    except DataError:  # a run without flight records goes on all the same
+        return ()
+    return tuple(map(_line, flights))
+
+
+def _line(each: flight.Flight) -> str:
+    beat = each.heartbeat
+    step, then = beat.get("step"), beat.get("time", each.started)
+    return (
+        f"rank {each.rank}: {beat.get('phase', 'starting')}"
+        + (f", step {step + 1}" if isinstance(step, int) else "")
+        + f", since {max(0.0, time.time() - float(then)):.0f} s"
+    )
