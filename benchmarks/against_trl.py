@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    from lockstep.models.bundled import bundled_folder
+    from lockstep.models.source import bundled_folder
 
     folder = bundled_folder("smollm2-135m")
     with tempfile.TemporaryDirectory() as scratch:

@@ -19,7 +19,7 @@ import time
 def attempt(attention: str, stage: int, execution: str) -> dict[str, object]:
     import torch
 
-    from lockstep.algorithms.sft import SFTLoss
+    from lockstep.algorithms.offline import SFTLoss
     from lockstep.config.model import ModelConfig
     from lockstep.config.train import TrainConfig
     from lockstep.models.load import load_model

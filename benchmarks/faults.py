@@ -389,9 +389,8 @@ def idle_driver(address: str) -> Iterator[None]:
 
 def provider(recipe: str = "demo") -> dict[str, Any]:
     """CPU seconds of a provider over the seconds of the steps."""
-    from lockstep.cluster.launch import launch_on
+    from lockstep.cluster.launch import launch_on, local_cluster
     from lockstep.cluster.ray import RayProvider
-    from lockstep.cluster.ray_head import local_cluster
     from lockstep.config.cluster import ClusterConfig
     from lockstep.protocols.cluster import Placement
 

@@ -145,7 +145,7 @@ def deterministic(number: int) -> list[dict[str, Any]]:
     from lockstep.config.train import TrainConfig
     from lockstep.loop.determinism import deterministic as deterministically
     from lockstep.models.load import load_model
-    from lockstep.recording.storage.files import fingerprint, module_tensors
+    from lockstep.recording.files import fingerprint, module_tensors
 
     config = ModelConfig(name="bundled:smollm2-135m", dtype="float32")
     module = load_model(config, attention="hf:sdpa", device=torch.device("cpu")).module

@@ -131,7 +131,7 @@ def _synchronize() -> None:
 
 def start_once(args: argparse.Namespace) -> None:
     """In a process of its own: seconds of every part of a start, as JSON on the last line of stdout."""
-    from lockstep.processes.garbage import gc_paused
+    from lockstep.processes.child import gc_paused
 
     with gc_paused():  # as `lockstep train` does
         import torch

@@ -39,7 +39,7 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep.observe.ledger import check_ledger
+from lockstep.observe.metrics import check_ledger
 from lockstep.ranks.environment import TURN
 
 DEADLINE = 300.0

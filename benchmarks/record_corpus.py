@@ -42,8 +42,8 @@ from lockstep.models.load import load_model
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.recording import Recording, RecordingWriter
+from lockstep.recording.files import fingerprint, module_tensors
 from lockstep.recording.recorder import Recorder, RecorderSettings
-from lockstep.recording.storage.files import fingerprint, module_tensors
 from lockstep.rollout.rewards import last_number
 from lockstep.rollout.sampler import GroupSampler, SampleKey
 from lockstep.schema.batch import PackedBatch, TrainSample

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.algorithms.sft import SFT
+from lockstep.algorithms.offline import SFT
 from lockstep.config.algorithm import SFTConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.loops.online import OnlineParts as OnlineParts
     from lockstep.loops.online import OnlineTrainer as OnlineTrainer
     from lockstep.loops.online import build_online as build_online
-    from lockstep.recording.hooks.record import record as record
+    from lockstep.recording.hooks import record as record
     from lockstep.rollout.environment import Environment as Environment
 
 _HOMES = {
@@ -42,7 +42,7 @@ _HOMES = {
     "SFTRun": "lockstep.config.run",
     "build_online": "lockstep.loops.online",
     "load_run": "lockstep.config.load",
-    "record": "lockstep.recording.hooks.record",
+    "record": "lockstep.recording.hooks",
     "train_offline": "lockstep.loops",
     "train_online": "lockstep.loops",
 }

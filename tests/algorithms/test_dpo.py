@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from raising import raises
 
-from lockstep.algorithms.preferences import DPO, RewardModel
+from lockstep.algorithms.offline import DPO, RewardModel
 from lockstep.config.algorithm import PREFERENCES, DPOConfig, PreferenceName, RewardModelLossConfig
 from lockstep.errors import DataError, TrainError
 from lockstep.ops.losses import dpo, robust_dpo

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.config.algorithm import GRPOConfig
-from lockstep.ops.kl import kl
+from lockstep.ops.losses import kl
 from lockstep.packing import pack
 from lockstep.schema.batch import PolicyBatch, policy_samples, rollout_samples
 from lockstep.schema.rollout import RolloutGroup

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from raising import raises
 
-from lockstep.algorithms.preferences import KTO, baseline, mismatched, pair_accuracy, with_baseline
+from lockstep.algorithms.offline import KTO, baseline, mismatched, pair_accuracy, with_baseline
 from lockstep.config.algorithm import DPOConfig
 from lockstep.errors import TrainError
 from lockstep.ops.losses import kto

@@ -20,7 +20,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.models.forward import decoder_inputs, hidden_states, run_decoder
 from lockstep.models.load import load_model
 from lockstep.packing import Bucket, pack, ring_shard
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.context import init_ranks
 from lockstep.schema.batch import PackedBatch, TrainSample
 

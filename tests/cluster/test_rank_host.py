@@ -13,7 +13,7 @@ import pytest
 from raising import raises
 from starting import until
 
-from lockstep.cluster import ray_head
+from lockstep.cluster import launch
 from lockstep.cluster.rank_host import CHUNK, NodeHost, RankHost, check_submitter, submitter
 from lockstep.errors import ConfigError
 from lockstep.loop import copy_keeper
@@ -118,7 +118,7 @@ def test_a_node_starts_one_generation_after_the_other(tmp_path, monkeypatch):
 
 
 def test_a_keeper_answers_or_is_given_up_before_the_driver_gives_the_node_up():
-    assert copy_keeper._START_SECONDS + copy_keeper._ANSWER_SECONDS < 0.75 * ray_head.START_SECONDS
+    assert copy_keeper._START_SECONDS + copy_keeper._ANSWER_SECONDS < 0.75 * launch.START_SECONDS
 
 
 def test_a_node_without_the_folder_refuses(tmp_path):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from raising import raises
 
-from lockstep.cluster import ray, ray_head
+from lockstep.cluster import launch, ray
+from lockstep.cluster.launch import ClusterError
 from lockstep.cluster.ray import RayProvider, _Member
-from lockstep.cluster.ray_head import ClusterError
 from lockstep.protocols.cluster import Answers, Placement, RankEnded, World
 
 if importlib.util.find_spec("ray") is None:
@@ -91,7 +91,7 @@ def places(monkeypatch: pytest.MonkeyPatch, answers: list[Any], *, new: Any) -> 
     made._ray.get, made._ray.kill, made._ray.nodes = get, killed.append, list
     made._ray.exceptions.RayActorError, made._ray.exceptions.GetTimeoutError = LostError, late
     made._ray.exceptions.ActorUnavailableError = UnavailableError
-    monkeypatch.setattr(ray_head, "START_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "START_SECONDS", 0.0)
     made._config, made._group = SimpleNamespace(node_seconds=1.0), None  # type: ignore[assignment]
     made._actors = [actor(answer) for answer in answers]
     monkeypatch.setattr(RayProvider, "_actor", lambda *_: actor(new))
@@ -129,7 +129,7 @@ def test_a_node_that_cannot_be_reached_for_a_moment_keeps_its_place(monkeypatch:
     """With the copies in its memory."""
     made, killed = places(monkeypatch, ["a", [UnavailableError(), UnavailableError(), "b"]], new="n")
     before = list(made._actors)
-    monkeypatch.setattr(ray_head, "START_SECONDS", 120.0)
+    monkeypatch.setattr(launch, "START_SECONDS", 120.0)
     assert made._living() == before and killed == []
 
 

@@ -14,7 +14,7 @@ from lockstep.config.data import DataConfig
 from lockstep.data.preferences import load_preferences, load_scored_pairs, load_unpaired
 from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
-from lockstep.models.bundled import bundled_folder
+from lockstep.models.source import bundled_folder
 
 Row = dict[str, Any]
 

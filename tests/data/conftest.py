@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from lockstep.models.bundled import bundled_folder
+from lockstep.models.source import bundled_folder
 
 
 @pytest.fixture(scope="session")

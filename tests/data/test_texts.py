@@ -23,8 +23,8 @@ from lockstep.data.chat import ChatFormat
 from lockstep.data.prompts import load_prompts
 from lockstep.data.sft import load_sft
 from lockstep.errors import DataError
-from lockstep.models.bundled import bundled_folder
 from lockstep.models.reward import RewardModel
+from lockstep.models.source import bundled_folder
 from lockstep.rollout.rows import read_parquet
 from lockstep.rollout.select import Choice, PairChoice, select, select_pairs, sft_row
 

@@ -40,7 +40,7 @@ from conformance_parts import (
 from conformance_parts import conformance_model as conformance_model  # for those who import this
 from raising import raises
 
-from lockstep.engine.admission import require_engine
+from lockstep.engine.spec import require_engine
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import Finished
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams

@@ -12,11 +12,11 @@ from raising import raises
 from lockstep.config.declarations import engines
 from lockstep.config.engine import EngineConfig
 from lockstep.engine import ENGINES
-from lockstep.engine.admission import attributes, load_engine_class, methods, protocol_of
 from lockstep.engine.build import Dispatcher, DispatcherOfOwnWeights, is_external, make_engine
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.engine.native import NativeEngine
 from lockstep.engine.sglang.engine import SGLangServer
+from lockstep.engine.spec import attributes, load_engine_class, methods, protocol_of
 from lockstep.engine.vllm.engine import VLLMEngine
 from lockstep.engine.vllm.server import VLLMServer
 from lockstep.errors import ConfigError

@@ -9,8 +9,8 @@ from raising import raises
 from torch import Tensor, nn
 
 from lockstep.errors import TrainError
-from lockstep.execution import cuda_graph
-from lockstep.execution.cuda_graph import GraphPool, RecordedStep
+from lockstep.execution import regions as cuda_graph
+from lockstep.execution.regions import GraphPool, RecordedStep
 
 
 def warm_up(forward, backward):

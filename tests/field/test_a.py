@@ -28,7 +28,7 @@ from scripted import SCRIPTED, prompts, save_scripted
 from transformers import AutoTokenizer
 
 from lockstep import loops
-from lockstep.algorithms.preferences import mismatched
+from lockstep.algorithms.offline import mismatched
 from lockstep.cli.main import main
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.data import DataConfig
@@ -522,7 +522,7 @@ def test_a_slow_step_is_no_hang(tmp_path: Path) -> None:
 
 def test_children_have_names_that_a_person_can_read() -> None:
     """Expected: the role that the child was given, not the program on its command line."""
-    job = JobProcess("lockstep.observe.template_sandbox", role="render")
+    job = JobProcess("lockstep.observe.chat_template", role="render")
     try:
         until = time.monotonic() + 60
         while not (mine := [each for each in children_of(os.getpid()) if "(lockstep:render)" in each]):

@@ -35,8 +35,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lockstep import errors
 from lockstep.cli.main import main
 from lockstep.cluster.jobs import packed
+from lockstep.cluster.launch import local_cluster
 from lockstep.cluster.ray import _running_here, check_token
-from lockstep.cluster.ray_head import local_cluster
 from lockstep.config.base import read_secrets
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.engine import EngineConfig

@@ -30,9 +30,8 @@ from lockstep.cli.train import parse
 from lockstep.config.load import build, load_resumed, override, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TrainError
-from lockstep.observe.ledger import check_ledger
 from lockstep.observe.lock import OwnedFolder, remove_left
-from lockstep.observe.metrics import JsonlWriter
+from lockstep.observe.metrics import JsonlWriter, check_ledger
 from lockstep.observe.run_history import read_lines
 
 TINY = """

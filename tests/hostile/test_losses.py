@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.grpo import PolicyAlgorithm
-from lockstep.algorithms.preferences import DPO
-from lockstep.algorithms.sft import SFT
+from lockstep.algorithms.offline import DPO, SFT
 from lockstep.config.algorithm import PUBLISHED, DPOConfig, GRPOConfig, SFTConfig
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats, TokenLoss

@@ -22,10 +22,10 @@ from recordings import assert_same, header, run_inputs, write
 
 from lockstep.errors import RecordingError
 from lockstep.recording import Recording, RecordingWriter
+from lockstep.recording.files import TensorFile, write_signed_json
+from lockstep.recording.format import metadata_digest
 from lockstep.recording.reader import KERNELS, header_problems, recorded_axes, recorded_model
-from lockstep.recording.storage.files import TensorFile, write_signed_json
-from lockstep.recording.storage.format import metadata_digest
-from lockstep.recording.storage.weights import save_tensors
+from lockstep.recording.weights import save_tensors
 from lockstep.schema.recording import RecordedInput
 from lockstep_lab.cli import recording as cli
 from lockstep_lab.recording.edit import Selection, merge_recordings, slice_recording

@@ -20,8 +20,8 @@ from lockstep.cli.doctor import settings
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout import grammar, sandbox, verifiers
 from lockstep.rollout import rewards as rewards_module
+from lockstep.rollout import sandbox, verifiers
 from lockstep.rollout.rewards import EXTRACTORS, RewardSet
 from lockstep.rollout.verifiers import VerifierFailure, VerifierProcess, evaluates
 
@@ -199,11 +199,11 @@ def test_math_holds(judge, canaries):
     ],
 )
 def test_grammar(text, literal, formula):
-    for check, passes in ((grammar.check_literal, literal), (grammar.check_formula, formula)):
+    for check, passes in ((sandbox.check_literal, literal), (sandbox.check_formula, formula)):
         if passes:
             check(text)
         else:
-            with pytest.raises(grammar.NotInGrammar):
+            with pytest.raises(sandbox.NotInGrammar):
                 check(text)
 
 

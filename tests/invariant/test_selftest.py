@@ -13,7 +13,7 @@ from lockstep import invariant
 from lockstep.errors import ModelError
 from lockstep.invariant import row_ops, selftest
 from lockstep.invariant import row_ops as linear_ops
-from lockstep.invariant.settings import dependence
+from lockstep.invariant.selftest import dependence
 
 
 @pytest.fixture(autouse=True)

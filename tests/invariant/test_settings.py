@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep import invariant
-from lockstep.invariant.settings import cuda_settings
+from lockstep.invariant.selftest import cuda_settings
 
 ATTRIBUTES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
@@ -76,10 +76,10 @@ def test_inductor_options_are_known_to_this_torch():
 def test_options_of_an_older_torch_are_left_out(monkeypatch):
     from torch._inductor import config
 
-    from lockstep.invariant.settings import _has
+    from lockstep.invariant.selftest import _has
 
     assert _has(config, "cpp.simdlen") and not _has(config, "cpp.nothing") and not _has(config, "no.thing")
     monkeypatch.setattr(
-        "lockstep.invariant.settings._has", lambda config, name: name == "emulate_precision_casts"
+        "lockstep.invariant.selftest._has", lambda config, name: name == "emulate_precision_casts"
     )
     assert invariant.inductor_options() == {"emulate_precision_casts": True}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms.sft import SFTLoss
+from lockstep.algorithms.offline import SFTLoss
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import load_model

@@ -18,8 +18,8 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import load_model
 from lockstep.packing import Bucket, pack
-from lockstep.recording.storage.files import fingerprint, module_tensors
-from lockstep.recording.storage.weights import save_weights
+from lockstep.recording.files import fingerprint, module_tensors
+from lockstep.recording.weights import save_weights
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
 from lockstep.train.local import LocalBackend

@@ -8,8 +8,8 @@ import torch
 from raising import raises
 from recorded import recording_header
 
+from lockstep.algorithms.offline import SFTLoss
 from lockstep.algorithms.policy_loss import PolicyLoss
-from lockstep.algorithms.sft import SFTLoss
 from lockstep.errors import RecordingError
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import RecordingHeader

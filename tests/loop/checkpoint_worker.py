@@ -30,7 +30,7 @@ from lockstep.errors import CheckpointError
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.checkpoint_files import verify
 from lockstep.loop.roles import ALGORITHM, Roles
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks import node_folders
 from lockstep.ranks.context import RankContext, init_ranks

@@ -20,7 +20,7 @@ from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.engine.remote.driver import EventStreams
 from lockstep.engine.remote.http import Unreachable
-from lockstep.observe.ledger import check_ledger
+from lockstep.observe.metrics import check_ledger
 from lockstep.observe.run_history import read_lines
 
 pytestmark = pytest.mark.slow

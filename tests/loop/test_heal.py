@@ -13,7 +13,7 @@ import pytest
 from loop_runs import OF_HEALING, everything, healed_toml
 from starting import lockstep
 
-from lockstep.observe.ledger import check_ledger
+from lockstep.observe.metrics import check_ledger
 from lockstep.ranks.launch import Launch
 from lockstep.ranks.restart import RestartRules, launch_with_restarts
 

@@ -18,7 +18,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.loop.determinism import deterministic, prepare_cublas
 from lockstep.models.load import load_model
-from lockstep.recording.storage.files import fingerprint, module_tensors
+from lockstep.recording.files import fingerprint, module_tensors
 
 DOCS = Path(__file__).parents[2] / "docs"
 FLAGS = ("--deterministic", "--steps", "3", "--train.device", "cpu")

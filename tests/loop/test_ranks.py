@@ -24,7 +24,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.models.load import load_model
 from lockstep.ranks.launch import launch_command
 from lockstep.recording import Recording
-from lockstep.recording.storage.weights import load_weights
+from lockstep.recording.weights import load_weights
 
 SECONDS = 300
 RL = ("train", "tiny.toml")

@@ -27,7 +27,7 @@ from lockstep.errors import TrainError
 from lockstep.models.load import load_model
 from lockstep.observe.run_history import read_lines
 from lockstep.recording import Recording
-from lockstep.recording.storage.weights import find_weights, load_weights
+from lockstep.recording.weights import find_weights, load_weights
 from lockstep.schema.batch import PolicyBatch
 from lockstep.schema.recording import RecordedInput
 from lockstep.train.local import LocalBackend

@@ -22,7 +22,7 @@ from world_kills import kill_at
 from lockstep import loops
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
-from lockstep.observe.ledger import check_ledger
+from lockstep.observe.metrics import check_ledger
 from lockstep.observe.run_history import read_lines
 
 QUESTIONS = [f"{i} + {i + 3} = ?" for i in range(12)]

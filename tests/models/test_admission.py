@@ -8,7 +8,7 @@ from raising import raises
 from transformers import AutoConfig, LlamaConfig
 
 from lockstep.config.model import ModelConfig
-from lockstep.engine.admission import EMBEDDED, decoded_gap, decoding_proof
+from lockstep.engine.spec import EMBEDDED, decoded_gap, decoding_proof
 from lockstep.errors import ModelError
 from lockstep.models import admission, architectures, heads
 from lockstep.models.admission import (
@@ -23,9 +23,9 @@ from lockstep.models.admission import (
     random_miniature,
     tiny_model,
 )
-from lockstep.models.bundled import bundled_config
 from lockstep.models.load import load_model
 from lockstep.models.shape_table import SHAPES
+from lockstep.models.source import bundled_config
 
 PUBLISHED = {
     "qwen2.5-7b": {

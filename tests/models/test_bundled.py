@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
-from lockstep.models import bundled
+from lockstep.models import source as bundled
 from lockstep.models.load import load_model
 
 NAME = "smollm2-135m"

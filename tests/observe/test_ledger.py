@@ -14,8 +14,7 @@ from raising import raises
 from lockstep.cli.main import main
 from lockstep.errors import DataError
 from lockstep.loop.rollout_rows import ledger_rows
-from lockstep.observe.ledger import check_ledger
-from lockstep.observe.metrics import MetricsLog
+from lockstep.observe.metrics import MetricsLog, check_ledger
 from lockstep.observe.run_dir import RunDir
 from lockstep.observe.run_history import read_lines
 from lockstep.schema.rollout import SampleRecord

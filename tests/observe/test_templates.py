@@ -12,7 +12,7 @@ from raising import raises
 from transformers import AutoTokenizer
 
 from lockstep.errors import DataError
-from lockstep.observe.template_sandbox import Renderer, render_chat
+from lockstep.observe.chat_template import Renderer, render_chat
 from lockstep.processes import child
 
 CHAT = [
@@ -81,7 +81,7 @@ def test_a_child_that_does_not_read_is_late_as_one_that_does_not_reply(
 
 FORK = """
 import os, sys
-from lockstep.observe.template_sandbox import _renderer
+from lockstep.observe.chat_template import _renderer
 def rendered(text):
     reply = _renderer.run({"template": "{{ x }}", "variables": {"x": text}}, "row 1")
     return reply["text"], _renderer._process.pid

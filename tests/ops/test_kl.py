@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lockstep.ops.kl import kl
+from lockstep.ops.losses import kl
 
 
 @pytest.mark.parametrize(

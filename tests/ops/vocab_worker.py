@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ops.logprobs import HeadOptions, VocabShard, linear_logprob_loss, linear_logprobs
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.context import init_ranks
 
 R, C = 7, 5

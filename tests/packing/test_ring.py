@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from fractions import Fraction
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.packing import RingShard, ring, ring_shard
+from lockstep.packing import RingShard, ring_shard
 from lockstep.schema.batch import RingStep
 
 
@@ -193,7 +194,7 @@ def test_documents_that_are_short_for_their_pack_stay_whole(monkeypatch: pytest.
     """A share is 4096 rows, so documents below 128 tokens are whole; they fill up what the others leave. So
     they do where nothing is even enough, when all others are divided."""
     assert shards([7600] + [129] * 4, 2)[0].lengths == (3800, 129, 129)
-    monkeypatch.setattr(ring, "_SLACK", Fraction(-1))
+    monkeypatch.setattr(importlib.import_module("lockstep.packing.balance"), "_SLACK", Fraction(-1))
     found = shards([7600] + [74] * 8, 2)
     assert found[0].lengths == (3800, 74, 74, 74, 74) and found[0].sizes == (4096, 4096)
     assert shards([7600] + [129] * 4, 2)[0].lengths == (3800, 65, 65, 65, 65)

@@ -12,8 +12,8 @@ import torch
 from parity_models import relative_error
 from torch import Tensor
 
+from lockstep.algorithms.offline import RewardModel
 from lockstep.algorithms.ppo import ValueLoss
-from lockstep.algorithms.preferences import RewardModel
 from lockstep.config.algorithm import RewardModelLossConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import ValueConfig

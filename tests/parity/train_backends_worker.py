@@ -26,7 +26,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.models.load import load_model
 from lockstep.packing import RowCapacity, share
 from lockstep.packing.packs import Bucket, repack
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.context import init_ranks
 from lockstep.recording import Recording
 from lockstep.schema.batch import PackedBatch, PolicyBatch

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from lockstep.processes.garbage import gc_paused
+from lockstep.processes.child import gc_paused
 
 CYCLE = """
 import gc
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 
 class Node:
     def __init__(self):

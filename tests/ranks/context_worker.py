@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.errors import RewardError
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.context import RankContext, init_ranks
 
 

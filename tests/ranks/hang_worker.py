@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.observe import flight
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.context import RankContext, init_ranks
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.context import RankContext, RankError, init_ranks
 from lockstep.ranks.guard import Desync, Guard
 from lockstep.ranks.launch import leave

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lockstep.algorithms.sft import SFTLoss
+from lockstep.algorithms.offline import SFTLoss
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.recording import Recording
-from lockstep.recording.storage.weights import find_weights, load_weights
+from lockstep.recording.weights import find_weights, load_weights
 from lockstep.schema.recording import RecordedInput
 from lockstep.train.local import LocalBackend
 

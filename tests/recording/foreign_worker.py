@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from foreign_parts import VOCAB, tiny_policy, unpadded
 
 import lockstep
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.process_group import ensure_process_group
 
 STEPS, MICRO_BATCHES, TEMPERATURE = 2, 2, 0.9

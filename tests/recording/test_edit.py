@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.errors import RecordingError
 from lockstep.recording import Recording, RecordingWriter
-from lockstep.recording.storage.weights import load_weights, save_weights
+from lockstep.recording.weights import load_weights, save_weights
 from lockstep.schema.recording import RecordedInput
 from lockstep_lab.recording.edit import Selection, merge_recordings, parse_numbers, slice_recording
 

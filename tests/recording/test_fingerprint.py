@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lockstep.recording.storage.files import fingerprint, module_tensors
+from lockstep.recording.files import fingerprint, module_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 ROW = 256 * 8

@@ -18,8 +18,8 @@ from lockstep.errors import RecordingError
 from lockstep.observe.files import parse_json
 from lockstep.packing import Bucket, pack
 from lockstep.recording import Recording
-from lockstep.recording.storage.entries import InputEntry, checked
-from lockstep.recording.storage.format import decode, encode
+from lockstep.recording.entries import InputEntry, checked
+from lockstep.recording.format import decode, encode
 from lockstep.schema.batch import ScoredSample
 
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.algorithms.sft import SFTLoss
+from lockstep.algorithms.offline import SFTLoss
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import RecordingError
 from lockstep.models.load import load_model
 from lockstep.ops.losses import ppo_clip
 from lockstep.recording import Recording
-from lockstep.recording.hooks.calls import foreign_call
+from lockstep.recording.calls import foreign_call
 from lockstep.train.local import LocalBackend
 
 

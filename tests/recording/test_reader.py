@@ -12,7 +12,7 @@ from recordings import assert_same, batch, recorded, run_inputs, write
 
 from lockstep.errors import RecordingError
 from lockstep.recording import Recording, reader
-from lockstep.recording.storage.files import TensorFile
+from lockstep.recording.files import TensorFile
 
 
 def test_inputs_come_in_the_order_of_their_keys(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from lockstep.observe.metrics import Spans
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats
 from lockstep.recording import Recording
+from lockstep.recording.files import fingerprint, module_tensors
 from lockstep.recording.recorder import Recorder, RecorderSettings, draws_random_numbers
-from lockstep.recording.storage.files import fingerprint, module_tensors
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample
 from lockstep.schema.rollout import Rollout, RolloutGroup
 

@@ -13,8 +13,8 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import RecordingError
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.recording.storage.files import fingerprint, module_tensors
-from lockstep.recording.storage.weights import FILE, find_weights, load_weights, save_weights
+from lockstep.recording.files import fingerprint, module_tensors
+from lockstep.recording.weights import FILE, find_weights, load_weights, save_weights
 from lockstep.schema.recording import InputMeta
 from lockstep.train.local import LocalBackend
 

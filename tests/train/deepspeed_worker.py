@@ -28,7 +28,7 @@ from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel, load_model, share_parameters
 from lockstep.models.lora import merged_state_dict
 from lockstep.observe.metrics import Spans
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.protocols.train import LossOutput
 from lockstep.ranks.context import init_ranks
 from lockstep.schema.batch import PackedBatch

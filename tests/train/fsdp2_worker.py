@@ -34,13 +34,13 @@ sys.path += [str(Path(__file__).parents[1] / name) for name in ("loop", "common"
 
 from scored_tools import compare_on_ranks
 
+from lockstep.algorithms.offline import DPO
 from lockstep.algorithms.ppo import ValueLoss
-from lockstep.algorithms.preferences import DPO
 from lockstep.config.algorithm import DPOConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.execution import install_joint
 from lockstep.packing.packs import pack, repack
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.schema.batch import PreferenceSample
 

@@ -29,7 +29,7 @@ from lockstep.models.load import attention_implementation
 from lockstep.models.shapes import random_model
 from lockstep.models.source import kept_buffers, random_source
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.train.fsdp2.tensor_parallel import (
     TensorParallel,

@@ -17,7 +17,7 @@ from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.packing import Planner
 from lockstep.train.local import LocalBackend
-from lockstep.transfer.verify import Verifier, compare_heads, probe_prompts
+from lockstep.transfer.buckets import Verifier, compare_heads, probe_prompts
 
 
 def verifier_of(model: LoadedModel, engine: Any, *, when: Any, **settings: Any) -> tuple[Any, Verifier]:

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.wire.groups import GroupError, Rendezvous, announce, connect_group, host_store
+from lockstep.wire.receive import GroupError, Rendezvous, announce, connect_group, host_store
 
 PEER = """
 import sys, time, torch
-from lockstep.wire.groups import Rendezvous, connect_group
+from lockstep.wire.receive import Rendezvous, connect_group
 port, rank, size, count = map(int, sys.argv[1:])
 rendezvous = Rendezvous(name="g", address="127.0.0.1", port=port, world_size=size, backend="gloo")
 group = connect_group(rendezvous, rank=rank, seconds=30)
@@ -138,7 +138,7 @@ def test_an_unknown_backend() -> None:
 
 SLOW_ABORT = """
 import sys, time
-from lockstep.wire.groups import Group
+from lockstep.wire.receive import Group
 
 class Slow:
     def abort(self):

@@ -21,9 +21,9 @@ ALGORITHMS = Registry(
         "cispo": _POLICY,
         "sapo": _POLICY,
         "ppo": "lockstep.algorithms.ppo:PPO",
-        "sft": "lockstep.algorithms.sft:SFT",
-        "dpo": "lockstep.algorithms.preferences:DPO",
-        "bradley_terry": "lockstep.algorithms.preferences:RewardModel",
+        "sft": "lockstep.algorithms.offline:SFT",
+        "dpo": "lockstep.algorithms.offline:DPO",
+        "bradley_terry": "lockstep.algorithms.offline:RewardModel",
     },
 )
 """The classes behind `algorithm.name`: PolicyAlgorithm(config, max_tokens=...), PPO(config, max_tokens=...),

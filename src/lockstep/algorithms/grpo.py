@@ -14,8 +14,7 @@ from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.config.algorithm import PER_STEP, GRPOConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.ops.advantages import batch_mean_std, group_mean, normalize_then_sum, reward_to_go
-from lockstep.ops.kl import kl_k1
-from lockstep.ops.losses import loss_weights, overlong_penalty
+from lockstep.ops.losses import kl_k1, loss_weights, overlong_penalty
 from lockstep.schema.batch import RolloutSample, TrainSample
 from lockstep.schema.rollout import RolloutGroup
 

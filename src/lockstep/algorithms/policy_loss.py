@@ -11,11 +11,12 @@ from torch import Tensor
 from lockstep.algorithms import OBJECTIVES
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.ops.kl import kl, kl_k3
 from lockstep.ops.losses import (
     cispo,
     geometric_mask,
     importance_log_ratio,
+    kl,
+    kl_k3,
     off_policy_mask,
     ppo_clip,
     rollout_is_weight,

@@ -73,8 +73,8 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
     """
     import torch
 
-    from lockstep.engine.admission import admit_decoding
     from lockstep.engine.hf.engine import HFEngine
+    from lockstep.engine.spec import admit_decoding
     from lockstep.models.load import load_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -223,7 +223,7 @@ def axis(kind: str, *, device: str) -> list[Finding]:
 def proofs(name: str) -> list[Finding]:
     """Compare each way to compute this model's logprobs with transformers' own."""
     from lockstep.config.model import ModelConfig
-    from lockstep.engine.admission import EMBEDDED, decoding_proof
+    from lockstep.engine.spec import EMBEDDED, decoding_proof
     from lockstep.models.admission import check_proof, forward_gaps
     from lockstep.models.load import prepared_config
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from lockstep.config.old_names import SettingWarning
 from lockstep.errors import ConfigError, LockstepError, unknown_name
 from lockstep.observe.text import echo, printable
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.environment import in_launcher, without_local_rank
 from lockstep.ranks.launch import leave
 from lockstep.version import __version__

@@ -34,8 +34,8 @@ from lockstep.cli import arguments as values
 from lockstep.errors import ConfigError, DataError, TrainError
 from lockstep.observe import flight
 from lockstep.observe.files import check_writable, open_plain, read_plain, write_json
-from lockstep.observe.ledger import check_ledger
 from lockstep.observe.lock import Owner, holding, holds, read_owner
+from lockstep.observe.metrics import check_ledger
 from lockstep.observe.run_history import (
     check_layout,
     gaps,

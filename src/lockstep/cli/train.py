@@ -38,7 +38,7 @@ from lockstep.observe.lock import SHARED_MEMORY, remove_left
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
-from lockstep.processes.garbage import gc_paused
+from lockstep.processes.child import gc_paused
 from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS, in_launcher, recovery
 from lockstep.ranks.in_memory_checkpoint import PLACE, remove_leftovers
 from lockstep.ranks.launch import end_process, launch_ranks

@@ -30,10 +30,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.cluster.launch import check_nodes, launch_on, launch_on_with_restarts
+from lockstep.cluster.launch import (
+    ClusterError,
+    check_nodes,
+    import_ray,
+    launch_on,
+    launch_on_with_restarts,
+    local_cluster,
+)
 from lockstep.cluster.rank_host import check_submitter, submitter, travelling
 from lockstep.cluster.ray import RayProvider, check_token
-from lockstep.cluster.ray_head import ClusterError, import_ray, local_cluster
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import dump_toml, to_values
 from lockstep.config.run import RunConfig

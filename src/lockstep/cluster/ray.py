@@ -31,8 +31,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from lockstep.cluster.launch import _END_SECONDS, START_SECONDS, ClusterError, import_ray
 from lockstep.cluster.rank_host import COMPARED, NodeHost, facts
-from lockstep.cluster.ray_head import _END_SECONDS, START_SECONDS, ClusterError, import_ray
 from lockstep.config.cluster import ClusterConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo

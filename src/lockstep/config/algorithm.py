@@ -44,7 +44,8 @@ NO_PENALTY = {
     "which can raise the KL",
     ("loss", "k1"): "the expected gradient of k1 in the loss is 0",
 }
-"""(place, estimator) -> why it holds the policy to no reference. lockstep.ops.kl has the gradients of all."""
+"""(place, estimator) -> why it holds the policy to no reference. The gradients of all are in
+lockstep.ops.losses."""
 
 
 class KLConfig(Config):

@@ -14,9 +14,8 @@ from lockstep.config.data import DataConfig
 from lockstep.data.sources import UNREAD, column_names
 from lockstep.data.sources import configured_columns as named_columns
 from lockstep.errors import ConfigError, DataError, nearest
-from lockstep.observe.chat_template import ChatTemplate, row_columns, row_variables
+from lockstep.observe.chat_template import ChatTemplate, Rendered, row_columns, row_variables
 from lockstep.observe.files import file_errors, path_problem, read_plain
-from lockstep.observe.template_sandbox import Rendered
 from lockstep.observe.text import printable
 
 Message = dict[str, Any]

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig, has_own_weights
-from lockstep.engine.admission import admit_decoding, load_engine_class, require_engine
 from lockstep.engine.served.engine import ServedEngine
-from lockstep.engine.spec import EngineSpec
+from lockstep.engine.spec import EngineSpec, admit_decoding, load_engine_class, require_engine
 from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.errors import ConfigError, EngineError
 from lockstep.models.load import LoadedModel
@@ -51,7 +50,7 @@ def make_engine(
     Raises:
         ConfigError: unknown engine, or one that cannot run like this here.
         EngineError: an engine did not start; those that did are closed.
-        ModelError: its decoding of this model fails the proof of lockstep.engine.admission.
+        ModelError: its decoding of this model fails the proof of lockstep.engine.spec.
     """
     factory = load_engine_class(config.name)
     if has_own_weights(config) and not factory.external:

@@ -35,9 +35,15 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import ConfigError, ModelError, unknown_name
-from lockstep.execution.cuda_graph import GraphPool, RecordedStep
-from lockstep.execution.regions import decoder, decoder_layers, log_build, use_compile_cache
-from lockstep.processes.garbage import gc_paused
+from lockstep.execution.regions import (
+    GraphPool,
+    RecordedStep,
+    decoder,
+    decoder_layers,
+    log_build,
+    use_compile_cache,
+)
+from lockstep.processes.child import gc_paused
 
 
 def install_joint(

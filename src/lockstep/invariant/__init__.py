@@ -7,8 +7,14 @@ training pack, in a prefill, or one token at a time.
 
 from lockstep.invariant.converter import Report, convert, is_converted, kernels_of
 from lockstep.invariant.modules import head_kernels
-from lockstep.invariant.selftest import Verdict, self_test
-from lockstep.invariant.settings import configure_cuda, configured, dependence, inductor_options
+from lockstep.invariant.selftest import (
+    Verdict,
+    configure_cuda,
+    configured,
+    dependence,
+    inductor_options,
+    self_test,
+)
 
 __all__ = [
     "Report",

@@ -55,7 +55,7 @@ from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.contract import KernelContract
 from lockstep.train import BACKENDS
 from lockstep.transfer import make_transfer
-from lockstep.transfer.verify import Verifier
+from lockstep.transfer.buckets import Verifier
 
 Run = TypeVar("Run", bound=RunConfig)
 

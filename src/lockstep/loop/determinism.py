@@ -20,7 +20,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.models.load import LoadedModel
 from lockstep.protocols import TrainBackend
-from lockstep.recording.storage.files import fingerprint, module_tensors
+from lockstep.recording.files import fingerprint, module_tensors
 from lockstep.schema.contract import KernelContract
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -79,7 +79,7 @@ def prepare_cublas() -> None:
 
 
 def weights_hash(backend: TrainBackend) -> str:
-    """Hash the policy's weights in the compute dtype with lockstep.recording.storage.files. Collective
+    """Hash the policy's weights in the compute dtype with lockstep.recording.files. Collective
     where ranks have parts of them."""
     update = backend.weights(policy_version=0)
     if update.shared_module is not None:

@@ -14,8 +14,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from lockstep.algorithms.preferences import DPO, KTO, RewardModel, baseline, mismatched, with_baseline
-from lockstep.algorithms.sft import SFT
+from lockstep.algorithms.offline import DPO, KTO, SFT, RewardModel, baseline, mismatched, with_baseline
 from lockstep.config.algorithm import DPOConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.run import OfflineRun

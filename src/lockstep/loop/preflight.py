@@ -104,7 +104,7 @@ def _rollout_checks(run: GRPORun) -> Iterator[Check]:
 
 def _check_engine(run: GRPORun) -> None:
     if ":" in run.engine.name:
-        from lockstep.engine.admission import load_engine_class  # needs torch, as their engine does
+        from lockstep.engine.spec import load_engine_class  # needs torch, as their engine does
 
         load_engine_class(run.engine.name)
     elif run.engine.name not in (*ENGINES, "auto"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from lockstep.observe.ledger import sample_id
+from lockstep.observe.metrics import sample_id
 from lockstep.observe.run_dir import RunDir
 from lockstep.schema.rollout import RolloutGroup, SampleRecord, Trajectory
 

@@ -21,8 +21,7 @@ from lockstep.ranks.context import RankContext
 from lockstep.rollout.environment import Environment
 from lockstep.rollout.sampler import GroupSampler, OnProgress, Resampling, SampledStep, SampleKey
 from lockstep.transfer import buckets
-from lockstep.transfer.buckets import serving
-from lockstep.transfer.verify import Verifier
+from lockstep.transfer.buckets import Verifier, serving
 
 
 @dataclass(kw_only=True)

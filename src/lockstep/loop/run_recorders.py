@@ -24,7 +24,7 @@ from lockstep.protocols import TrainBackend
 from lockstep.ranks.context import RankContext
 from lockstep.ranks.node_folders import NodeFolders
 from lockstep.recording.recorder import Recorder, RecorderSettings
-from lockstep.recording.storage.shards import rank_folder
+from lockstep.recording.shards import rank_folder
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import RecordingHeader
 from lockstep.version import library_versions

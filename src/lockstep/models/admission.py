@@ -5,7 +5,7 @@ config ─► miniature ─► each document alone, transformers' eager attentio
                   └──► every way of ours to compute the same token ────────┴─► largest gap ─► kept, or refused
 
 The result is kept by the hash of the miniature's config, so models that differ in sizes only share it. This
-module proves the trainer's forward; lockstep.engine.admission proves what the embedded engines decode.
+module proves the trainer's forward; lockstep.engine.spec proves what the embedded engines decode.
 """
 
 from __future__ import annotations

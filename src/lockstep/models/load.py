@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, ModelError
-from lockstep.models import bundled, lora, shapes
+from lockstep.models import lora, shapes
 from lockstep.models.architectures import (
     SUPPORTED,
     causal_lm,
@@ -39,6 +39,8 @@ from lockstep.models.folder import (
 from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, with_one_label
 from lockstep.models.source import (
     WeightSource,
+    bundled_config,
+    bundled_folder,
     folder_source,
     module_without_weights,
     random_source,
@@ -306,7 +308,7 @@ def prepared_config(config: ModelConfig, head: HeadKind = "logits") -> Pretraine
     if config.name.startswith(shapes.PREFIX):
         hf_config = shapes.shape_config(config.name.removeprefix(shapes.PREFIX))
     elif config.name.startswith("bundled:"):
-        hf_config = bundled.bundled_config(config.name.removeprefix("bundled:"))
+        hf_config = bundled_config(config.name.removeprefix("bundled:"))
     else:
         hf_config = read_config(model_folder(config, local_only=True), config)
     return _prepared(hf_config, config, head)
@@ -351,7 +353,7 @@ def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
             the folder.
     """
     if config.name.startswith("bundled:"):
-        return bundled.bundled_folder(config.name.removeprefix("bundled:"))
+        return bundled_folder(config.name.removeprefix("bundled:"))
     path = Path(config.name).expanduser()
     if path.is_dir():
         return check_folder(path)

@@ -1,7 +1,7 @@
 """Pack documents into micro-batches: balanced by token count, padded to static capacities, as plain
 tensors."""
 
-from lockstep.packing.balance import balance
+from lockstep.packing.balance import balance, ring_shard
 from lockstep.packing.packs import (
     Bucket,
     PackLimits,
@@ -12,7 +12,6 @@ from lockstep.packing.packs import (
     plan_micro_batches,
     repack,
 )
-from lockstep.packing.ring import ring_shard
 from lockstep.packing.shared import RowCapacity, share, share_in_few_shapes
 from lockstep.schema.batch import RingShard
 

@@ -10,9 +10,16 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
 
 from lockstep.errors import DataError
+from lockstep.ops.masks import cu_seqlens
+from lockstep.schema.batch import RingShard, RingStep
 
 Packs = list[list[int]]
 
@@ -219,3 +226,201 @@ def _search(lengths: Sequence[int], num_packs: int, bound: int, limit: int) -> P
 
     assign(0)
     return best
+
+
+# Assign the slots of a pack to the ranks of a ring: whole documents where that is even, else zigzags.
+#
+# A document of L tokens that is divided is cut into 2R chunks, as equal as can be, and rank r owns chunks r
+# and 2R - 1 - r. With R = 2 and L = 8:
+#
+#     token      0 1 | 2 3 | 4 5 | 6 7
+#     chunk       0  |  1  |  2  |  3
+#     rank        0  |  1  |  1  |  0
+#
+# Causal attention costs a chunk as many key chunks as there are before it, so an early chunk (cheap) and a
+# late one (dear) together cost the same on every rank. Better, every *step* of the ring does: of a rank s < r
+# all queries see the early chunk and nothing else, of a rank s > r only the queries of the late chunk see
+# anything, and they see both. Each is two chunks times one chunk, for every r and s.
+#
+# Dividing is not free. On 4 H200s, 131,072 tokens in one document keep 0.96 of one GPU's throughput per GPU;
+# in 16 documents of 8,192, all divided, 0.72, and 0.80 if nothing is sent: kernels on small pieces are
+# slower. Assigned whole, four to a rank, the 16 need neither pieces nor messages. So only what must be
+# divided is.
+
+
+# A document below this part of a rank's share is never divided: one more of them stays within _SLACK.
+_WHOLE_SHARE = 32
+_SLACK = Fraction(1, 32)  # benchmarks/ring_attention.py sets -1, which nothing meets, to divide all it can
+_PAD_ROWS = 128  # the rows that a flash kernel computes together: smaller pieces would cost the same
+
+
+def ring_shard(
+    lengths: Sequence[int], *, rank: int, size: int, num_documents: int | None = None
+) -> RingShard:
+    """Return the part of rank `rank` of a ring of `size` ranks. Pure host arithmetic, the same on every rank.
+
+    Only the longest documents are divided: 0, 1, 2, 4, 8, ... of them, the first number with which the
+    others, each whole on one rank, leave no rank more than 1 + 1/32 of the mean, be it of rows or of the cost
+    of attention (the sum of n^2). They are assigned longest first, each to the rank whose larger share of the
+    two ends up smallest. Short documents, of less than 2R tokens or 1/32 of a rank's share of the rows, are
+    never divided.
+
+    So either both bounds hold, or all but the short documents are divided. The short ones then go to the rank
+    with the fewest rows, so that the ranks' rows differ by about one of them. If nothing is divided, nothing
+    is sent.
+
+    Args:
+        lengths: of the documents in pack order, pads last (`PackedBatch.lengths`).
+        num_documents: how many of them are real (`len(batch.sample_ids)`); None: all. The others are pads,
+            which are not read and not counted in the bounds: their slots fill ranks that have too few rows,
+                in
+            pieces so small that their attention costs next to nothing. Results there differ from one process.
+
+    Raises:
+        ValueError: an empty document, or no such rank.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not one of a ring of {size}")
+    if min(lengths, default=1) < 1:
+        raise ValueError(f"document {list(lengths).index(min(lengths))} has {min(lengths)} tokens")
+    documents = [range(first, last) for first, last in pairwise([0, *accumulate(lengths)])]
+    real = len(lengths) if num_documents is None else num_documents
+    divided: list[range] = []
+    owned = [documents]
+    if size > 1:
+        divided, owned = _assign(documents[:real], size)
+        _fill(owned, _pieces(documents[real:], size), _divided_rows(divided, size))
+    chunks = [_chunks(document, size) for document in divided]
+    rows = _divided_rows(divided, size)
+    local = sorted(owned[rank], key=lambda part: part.start)
+    slots = [part for c in chunks for part in (c[rank], c[-1 - rank])] + local
+    lengths_here = [len(c[rank]) + len(c[-1 - rank]) for c in chunks] + [len(part) for part in local]
+    return RingShard(
+        rank=rank,
+        size=size,
+        index=_index(slots),
+        lengths=tuple(lengths_here),
+        sizes=tuple(rows[r] + sum(map(len, owned[r])) for r in range(size)),
+        divided=tuple(rows),
+        own=_step(lengths_here, lengths_here),
+        others=tuple(_other(chunks, rank, (rank - i) % size) for i in range(1, size)) if chunks else (),
+    )
+
+
+def _assign(documents: Sequence[range], size: int) -> tuple[list[range], list[list[range]]]:
+    """The documents to divide, in pack order, and for each rank its whole documents."""
+    least = max(2 * size, -(-sum(map(len, documents)) // (size * _WHOLE_SHARE)))
+    longest = sorted(documents, key=lambda document: (-len(document), document.start))
+    candidates = sum(len(document) >= least for document in longest)
+    for count in _ring_counts(candidates):
+        owned = _assign_evenly(longest[count:], longest[:count], size)
+        if owned is not None:
+            break
+    else:
+        count, owned = candidates, [[] for _ in range(size)]
+        _fill(owned, longest[count:], _divided_rows(longest[:count], size))
+    return sorted(longest[:count], key=lambda document: document.start), owned
+
+
+def _ring_counts(most: int) -> Iterator[int]:
+    """0, 1, 2, 4, ... and `most`: doubling, because each costs the host time."""
+    count = 0
+    while count < most:
+        yield count
+        count = max(1, 2 * count)
+    yield most
+
+
+def _assign_evenly(whole: Sequence[range], divided: Sequence[range], size: int) -> list[list[range]] | None:
+    """The documents of `whole` by rank, longest first; None: a rank would exceed the slack.
+
+    Shares of the mean are integers, so that no rounding differs between ranks: of rows, rows R / T, and of
+    cost, (its n^2 R + all n^2 of the divided) / C, both times T C.
+    """
+    tokens = sum(map(len, whole)) + sum(map(len, divided))
+    shared = sum(len(document) ** 2 for document in divided)
+    cost = sum(len(document) ** 2 for document in whole) + shared
+    most = int(tokens * cost * (1 + _SLACK))
+    row_shares = [rows * size * cost for rows in _divided_rows(divided, size)]
+    cost_shares = [shared * tokens] * size
+    if max(*row_shares, *cost_shares) > most:
+        return None
+    owned: list[list[range]] = [[] for _ in range(size)]
+    for document in whole:
+        more_rows = len(document) * size * cost
+        more_cost = len(document) ** 2 * size * tokens
+        larger, r = min(
+            (rows + more_rows if rows + more_rows > costs + more_cost else costs + more_cost, r)
+            for r, (rows, costs) in enumerate(zip(row_shares, cost_shares, strict=True))
+        )
+        if larger > most:
+            return None
+        owned[r].append(document)
+        row_shares[r] += more_rows
+        cost_shares[r] += more_cost
+    return owned
+
+
+def _fill(owned: Sequence[list[range]], parts: Sequence[range], divided: Sequence[int]) -> None:
+    """Add each part, longest first, to the rank that has the fewest rows, `divided` ones included."""
+    loads = [
+        (rows + sum(map(len, mine)), r) for r, (rows, mine) in enumerate(zip(divided, owned, strict=True))
+    ]
+    heapq.heapify(loads)
+    for part in sorted(parts, key=lambda part: (-len(part), part.start)):
+        rows, r = loads[0]
+        owned[r].append(part)
+        heapq.heapreplace(loads, (rows + len(part), r))
+
+
+def _pieces(pads: Sequence[range], size: int) -> list[range]:
+    """The slots of pads, which lie together, in pieces of at most _PAD_ROWS."""
+    if not pads:
+        return []
+    slots = range(pads[0].start, pads[-1].stop)
+    piece = min(_PAD_ROWS, -(-len(slots) // size))
+    return [slots[first : first + piece] for first in range(0, len(slots), piece)]
+
+
+def _divided_rows(divided: Sequence[range], size: int) -> list[int]:
+    """Rows of divided documents, by rank."""
+    rows = [0] * size
+    for document in divided:
+        base, extra = divmod(len(document), 2 * size)
+        for r in range(size):
+            rows[r] += 2 * base + (r < extra) + (2 * size - 1 - r < extra)
+    return rows
+
+
+def _chunks(document: range, size: int) -> list[range]:
+    """Cut a document into 2R parts; the first len % 2R of them have one token more."""
+    base, extra = divmod(len(document), 2 * size)
+    ends = [0, *accumulate(base + (chunk < extra) for chunk in range(2 * size))]
+    return [document[first:last] for first, last in pairwise(ends)]
+
+
+def _other(chunks: Sequence[Sequence[range]], rank: int, source: int) -> RingStep:
+    """The divided rows of `rank` against those of `source`: two segments per document, one of which has no
+    queries (source before rank: no query here sees the late chunk) or no keys (source behind rank: the early
+    queries see nothing). So both tensors are used in place, without a copy of halves."""
+    q, k = [], []
+    for document in chunks:
+        early_q, late_q = len(document[rank]), len(document[-1 - rank])
+        early_k, late_k = len(document[source]), len(document[-1 - source])
+        if source < rank:
+            q += [early_q + late_q, 0]
+            k += [early_k, late_k]
+        else:
+            q += [early_q, late_q]
+            k += [0, early_k + late_k]
+    return _step(q, k)
+
+
+def _step(q: Sequence[int], k: Sequence[int]) -> RingStep:
+    return RingStep(cu_q=cu_seqlens(q), cu_k=cu_seqlens(k), max_q=max(q, default=0), max_k=max(k, default=0))
+
+
+def _index(parts: Sequence[range]) -> Tensor:
+    if not parts:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.cat([torch.arange(part.start, part.stop) for part in parts])

@@ -48,7 +48,8 @@ _ANYWHERE = (
 _FILES = (
     (
         "slow or stuck file",
-        r"observe/files\.py|\bfsync\b|safetensors/|/storage/\w+\.py|/checkpoint\w*\.py",
+        r"observe/files\.py|\bfsync\b|safetensors/|/checkpoint\w*\.py"
+        r"|recording/(entries|files|format|shards|weights)\.py",
     ),
 )
 _WAITS = (

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.ranks.environment import LAUNCHER_PID, SECRET
-from lockstep.wire.groups import host_store as host_store
+from lockstep.wire.receive import host_store as host_store
 
 # How ranks connect, and how each of them verifies that the others are ranks of its run.
 #

@@ -11,18 +11,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.recording.hooks.record import record as record
+    from lockstep.recording.files import fingerprint as fingerprint
+    from lockstep.recording.hooks import record as record
     from lockstep.recording.reader import Recording as Recording
     from lockstep.recording.reader import corpus_path as corpus_path
-    from lockstep.recording.storage.files import fingerprint as fingerprint
     from lockstep.recording.writer import RecordingWriter as RecordingWriter
 
 _HOMES = {
     "Recording": "lockstep.recording.reader",
     "RecordingWriter": "lockstep.recording.writer",
     "corpus_path": "lockstep.recording.reader",
-    "fingerprint": "lockstep.recording.storage.files",
-    "record": "lockstep.recording.hooks.record",
+    "fingerprint": "lockstep.recording.files",
+    "record": "lockstep.recording.hooks",
 }
 """Public name -> the module that defines it; imported at first use."""
 

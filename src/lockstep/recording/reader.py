@@ -21,10 +21,10 @@ from lockstep.config.support import TABLE
 from lockstep.errors import RecordingError, unknown_name
 from lockstep.observe.files import cache_root
 from lockstep.observe.text import printable
-from lockstep.recording.storage.entries import Count, HeaderEntry, checked
-from lockstep.recording.storage.files import read_signed_json
-from lockstep.recording.storage.shards import RankFiles, Shard, check_version, read_rank
-from lockstep.recording.storage.weights import find_weights, verified
+from lockstep.recording.entries import Count, HeaderEntry, checked
+from lockstep.recording.files import read_signed_json
+from lockstep.recording.shards import RankFiles, Shard, check_version, read_rank
+from lockstep.recording.weights import find_weights, verified
 from lockstep.schema.recording import REWARD, VALUE, InputMeta, RecordedInput, RecordingHeader
 
 HEADER = "recording.json"

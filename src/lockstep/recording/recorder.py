@@ -27,8 +27,8 @@ from lockstep.errors import RecordingError
 from lockstep.observe.metrics import Spans
 from lockstep.protocols.train import FinishSave, Scorer, StepStats, TokenLoss, TrainBackend
 from lockstep.ranks.context import RankContext
-from lockstep.recording.storage.files import fingerprint, module_tensors
-from lockstep.recording.storage.weights import FILE, save_tensors, save_weights, stored_fingerprint
+from lockstep.recording.files import fingerprint, module_tensors
+from lockstep.recording.weights import FILE, save_tensors, save_weights, stored_fingerprint
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import CompileReport

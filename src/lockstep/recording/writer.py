@@ -18,11 +18,11 @@ from typing import Any
 from lockstep.errors import RecordingError
 from lockstep.observe.files import JSON_BYTES, JSON_VALUES, file_errors, jsonable
 from lockstep.observe.tensor_file import tensor_bytes
+from lockstep.recording.entries import HeaderEntry, IndexEntry, checked
+from lockstep.recording.files import dtype_name, write_signed_json, write_tensors
+from lockstep.recording.format import Encoded, encode, join, sealed
 from lockstep.recording.reader import HEADER, read_root
-from lockstep.recording.storage.entries import HeaderEntry, IndexEntry, checked
-from lockstep.recording.storage.files import dtype_name, write_signed_json, write_tensors
-from lockstep.recording.storage.format import Encoded, encode, join, sealed
-from lockstep.recording.storage.shards import (
+from lockstep.recording.shards import (
     INDEX,
     Shard,
     empty_index,

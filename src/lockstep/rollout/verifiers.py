@@ -33,7 +33,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.text import printable
 from lockstep.processes.child import JobProcess, Message, ProcessEnded, end_jobs, receive, send
 from lockstep.processes.supervisor import close_all_but
-from lockstep.rollout import grammar, sandbox
+from lockstep.rollout import sandbox
 from lockstep.rollout.reward_functions import decoded, encoded
 
 if TYPE_CHECKING:
@@ -425,7 +425,7 @@ def main(package: str, jobs: int, replies: int) -> None:
     first: Message = {"ready": True}
     try:
         importlib.import_module(package)
-        grammar.guard()
+        sandbox.guard()
     except Exception as error:
         first = {"error": f"{package} cannot be imported: {type(error).__name__}: {error}"}
     sandbox.limits()

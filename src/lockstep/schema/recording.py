@@ -59,7 +59,7 @@ class InputMeta:
     time: float = 0.0
     """Unix time, seconds."""
     weights: str | None = None
-    """Fingerprint of the weights that saw this input (recording/storage/files.py); None: unknown."""
+    """Fingerprint of the weights that saw this input (recording/files.py); None: unknown."""
     checkpoint: str | None = None
     """A folder with these weights: "weights/step-000000" in the recording, or "../checkpoints/step-000010" of
     the run that the recording is in; None: not stored."""

@@ -24,8 +24,7 @@ from lockstep.observe.tensor_file import save_tensors
 from lockstep.protocols.engine import ReceivesWeights
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.wire.buckets import Layout, TensorSpec, heads, pack, unpack
-from lockstep.wire.groups import Group, GroupError, Rendezvous, connect_group, host_store
-from lockstep.wire.receive import export_handle
+from lockstep.wire.receive import Group, GroupError, Rendezvous, connect_group, export_handle, host_store
 
 _GRACE_SECONDS = 2.0
 """Seconds for the trainer's side of a collective to end, once the engine's side has failed."""

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.errors import RecordingError
 from lockstep.observe.files import file_errors, open_plain
 from lockstep.recording.reader import Recording
-from lockstep.recording.storage.weights import FILE, find_weights, verified
+from lockstep.recording.weights import FILE, find_weights, verified
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.recording import InputKey, InputMeta, RecordingHeader
 

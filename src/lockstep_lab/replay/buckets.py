@@ -15,8 +15,8 @@ from lockstep.errors import ConfigError, RecordingError
 from lockstep.models.forward import dense_shape
 from lockstep.models.memory import ModelShape, forward_sizes, gib, total_bytes
 from lockstep.packing import Bucket, buckets_for, repack, share, share_in_few_shapes
+from lockstep.recording.format import MAX_DOCUMENT_SLOTS
 from lockstep.recording.reader import recorded_axes
-from lockstep.recording.storage.format import MAX_DOCUMENT_SLOTS
 from lockstep.schema.batch import PackedBatch
 from lockstep_lab.replay.cell import Cell, train_config
 

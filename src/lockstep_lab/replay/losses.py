@@ -8,10 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.offline import DPOLoss, KTOLoss, RewardModelLoss, SFTLoss
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.ppo import ValueLoss
-from lockstep.algorithms.preferences import DPOLoss, KTOLoss, RewardModelLoss
-from lockstep.algorithms.sft import SFTLoss
 from lockstep.config.algorithm import DPOConfig, RewardModelLossConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.protocols.train import LossOutput, StepStats, TokenLoss

@@ -316,7 +316,7 @@ class Policy:
 
     @staticmethod
     def _fingerprint(module: nn.Module) -> str:
-        from lockstep.recording.storage.files import fingerprint, module_tensors
+        from lockstep.recording.files import fingerprint, module_tensors
 
         return fingerprint(module_tensors(module).items())
 
@@ -324,7 +324,7 @@ class Policy:
         folder = self._stored(meta)
         if folder == self._checkpoint:
             return
-        from lockstep.recording.storage.weights import load_weights
+        from lockstep.recording.weights import load_weights
 
         if folder is None:
             base = self._load_base().module
@@ -341,14 +341,14 @@ class Policy:
             return None
         key = (meta.checkpoint, meta.weights, meta.step)
         if key not in self._stored_folders:
-            from lockstep.recording.storage.weights import find_weights
+            from lockstep.recording.weights import find_weights
 
             self._stored_folders[key] = find_weights(self.recording.path, meta)
         return self._stored_folders[key]
 
     @torch.no_grad()
     def _copy(self, source: nn.Module) -> None:
-        from lockstep.recording.storage.files import module_tensors
+        from lockstep.recording.files import module_tensors
 
         tensors = module_tensors(source)
         for name, tensor in module_tensors(self.model.module).items():

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from lockstep.errors import ConfigError, LockstepError, ModelError
 from lockstep.observe.files import jsonable, naming
 from lockstep.observe.text import echo
-from lockstep.processes.garbage import relax_gc
+from lockstep.processes.child import relax_gc
 from lockstep.ranks.environment import in_launcher, without_local_rank
 from lockstep.ranks.launch import launch_command, leave
 from lockstep_lab.suite.job_files import RANK_LOGS, RESULT, Job, WorkerOutcome, read_job_file

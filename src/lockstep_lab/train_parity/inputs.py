@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.offline import DPO, KTO, SFT, RewardModel, with_baseline
 from lockstep.algorithms.ppo import WHITENING_EPS, ValueLoss
-from lockstep.algorithms.preferences import DPO, KTO, RewardModel, with_baseline
-from lockstep.algorithms.sft import SFT
 from lockstep.config.algorithm import DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
 from lockstep.config.base import Record
 from lockstep.config.data import DataConfig

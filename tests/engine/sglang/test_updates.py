@@ -18,7 +18,7 @@ from lockstep.engine.sglang.weights import Expected, check_no_padding, tensor_pa
 from lockstep.errors import EngineError
 from lockstep.schema.weights import WeightBucket, WeightUpdate
 from lockstep.transfer import make_transfer
-from lockstep.wire.groups import Rendezvous, announce, connect_group, host_store
+from lockstep.wire.receive import Rendezvous, announce, connect_group, host_store
 
 from .fakes import (
     asked,

@@ -31,8 +31,8 @@ from torch import Tensor
 from lockstep import invariant
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.engine.admission import admit_decoding, load_engine_class
 from lockstep.engine.remote.server import LOOPBACK
+from lockstep.engine.spec import admit_decoding, load_engine_class
 from lockstep.errors import EngineError, LockstepError
 from lockstep.models.load import (
     LoadedModel,

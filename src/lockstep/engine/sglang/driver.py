@@ -53,7 +53,7 @@ from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.files import read_json
 from lockstep.observe.text import printable
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
-from lockstep.wire.groups import GroupError, announce
+from lockstep.wire.receive import GroupError, announce
 
 NAME = "sglang"
 _GB = 1 << 30

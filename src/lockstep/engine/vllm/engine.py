@@ -31,8 +31,16 @@ from torch import Tensor
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.streaming import Ended, ReceivingEngine, Turn
-from lockstep.engine.vllm.core import NAME, Core, claim, release, same_threads
-from lockstep.engine.vllm.translate import vllm_environment, vllm_logprobs_mode, vllm_sampling
+from lockstep.engine.vllm.translate import (
+    NAME,
+    Core,
+    claim,
+    release,
+    same_threads,
+    vllm_environment,
+    vllm_logprobs_mode,
+    vllm_sampling,
+)
 from lockstep.errors import ConfigError, EngineError
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest

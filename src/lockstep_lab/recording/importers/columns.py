@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import RecordingError
-from lockstep.recording.hooks.calls import CU_SEQLENS, Layout, find_documents
+from lockstep.recording.calls import CU_SEQLENS, Layout, find_documents
 from lockstep.schema.batch import IGNORE_LABEL
 
 IDS = ("input_ids", "sequences", "sequence", "token_ids", "tokens")

@@ -28,7 +28,7 @@ from lockstep.models.load import model_folder, read_config
 from lockstep.observe.tensor_file import DTYPES
 from lockstep.observe.text import printable
 from lockstep.packing import pack
-from lockstep.recording.hooks.program import versions
+from lockstep.recording.program import versions
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicySample, TrainSample
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.recording.hooks.calls import (
+from lockstep.recording.calls import (
     ForeignCall,
     canonical_batch,
     labelled,
@@ -22,7 +22,7 @@ from lockstep.recording.hooks.calls import (
     tensors_of,
     unusable_call,
 )
-from lockstep.recording.storage.files import fingerprint
+from lockstep.recording.files import fingerprint
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordedOutputs
 
 _LOGITS = ("logits", "output", "output.0")

@@ -26,15 +26,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.errors import RecordingError
 from lockstep.observe.text import echo
-from lockstep.recording.hooks.calls import ForeignCall, bound_arguments, unusable_call, watched_call
-from lockstep.recording.hooks.program import (
+from lockstep.recording.calls import ForeignCall, bound_arguments, unusable_call, watched_call
+from lockstep.recording.program import (
     ForeignModule,
     foreign_header,
     foreign_module,
     inner_optimizer,
     save_foreign_weights,
 )
-from lockstep.recording.hooks.seen import SeenCall, recorded_input, watch_output
+from lockstep.recording.seen import SeenCall, recorded_input, watch_output
 from lockstep.recording.writer import InputError, RecordingWriter
 from lockstep.schema.recording import RecordedInput, RecordingHeader
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from lockstep.errors import RecordingError
 from lockstep.observe.files import parse_json
-from lockstep.recording.storage.entries import IndexEntry, InputEntry, ShardEntry, checked
-from lockstep.recording.storage.files import TensorFile, read_signed_json, write_signed_json
-from lockstep.recording.storage.format import column_offsets, decode, metadata_digest
+from lockstep.recording.entries import IndexEntry, InputEntry, ShardEntry, checked
+from lockstep.recording.files import TensorFile, read_signed_json, write_signed_json
+from lockstep.recording.format import column_offsets, decode, metadata_digest
 from lockstep.schema.recording import FORMAT, VERSION, InputKey, RecordedInput
 
 INDEX = "index.json"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import RecordingError
 from lockstep.observe.tensor_file import DTYPES
 from lockstep.packing import pack
-from lockstep.recording.storage.format import MAX_DOCUMENTS
+from lockstep.recording.format import MAX_DOCUMENTS
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, TrainSample
 
 CU_SEQLENS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_k", "cu_seqlens_k")

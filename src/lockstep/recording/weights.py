@@ -19,7 +19,7 @@ from lockstep.errors import RecordingError
 from lockstep.observe.files import open_plain
 from lockstep.observe.tensor_file import DTYPES
 from lockstep.observe.text import printable
-from lockstep.recording.storage.files import TensorFile, fingerprint, module_tensors, write_tensors
+from lockstep.recording.files import TensorFile, fingerprint, module_tensors, write_tensors
 from lockstep.schema.recording import InputMeta
 
 FILE = "model.safetensors"

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from lockstep.config.model import ModelConfig
 from lockstep.errors import RecordingError
 from lockstep.models.architectures import text_config
+from lockstep.recording.files import fingerprint, module_tensors, write_tensors
 from lockstep.recording.reader import KERNELS
-from lockstep.recording.storage.files import fingerprint, module_tensors, write_tensors
-from lockstep.recording.storage.weights import save_weights
+from lockstep.recording.weights import save_weights
 from lockstep.schema.recording import RecordingHeader
 
 if TYPE_CHECKING:
-    from lockstep.recording.hooks.seen import SeenCall
+    from lockstep.recording.seen import SeenCall
 
 _PACKAGES = (
     "torch",

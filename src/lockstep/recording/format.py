@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lockstep.errors import RecordingError
 from lockstep.observe.files import jsonable
-from lockstep.recording.storage.entries import BATCH_FLOATS, FLOATS, OUTPUT_FLOATS, InputEntry, Spread
+from lockstep.recording.entries import BATCH_FLOATS, FLOATS, OUTPUT_FLOATS, InputEntry, Spread
 from lockstep.schema.batch import (
     IGNORE_LABEL,
     PackedBatch,

@@ -1,1 +1,0 @@
-"""`lockstep.record`: hooks on the modules of other programs."""
