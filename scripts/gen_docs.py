@@ -28,6 +28,7 @@ from lockstep.config.engine import HAS_EFFECT, EngineConfig
 from lockstep.config.load import recipes, toml_value
 from lockstep.config.old_names import RENAMED
 from lockstep.config.ppo import PPOConfig, PPORun
+from lockstep.config.rules import RULES
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.config.support import AXES, BATCH_INVARIANT, SETTINGS, support_rows
 from lockstep.engine.sglang import translate as sglang
@@ -62,6 +63,7 @@ def pages() -> dict[str, str]:
         "docs/reference/support.md": support_page(),
         "docs/reference/engines.md": engines_page(),
         "docs/reference/errors.md": errors_page(),
+        "docs/reference/rules.md": rules_page(),
     }
     for path, name, text in (
         ("docs/reference/algorithms.md", "published", published_table()),
@@ -307,6 +309,21 @@ def published_table() -> str:
         for name, values in PUBLISHED.items()
     )
     return table(("`algorithm.name`", *(f"`{option}`" for option in options)), rows)
+
+
+def rules_page() -> str:
+    """The combinations of settings that are refused, by table."""
+    parts = [
+        "# Refused combinations of settings",
+        NOTE,
+        "Within one table of settings these combinations are errors before anything is loaded; the first that"
+        " applies is shown. `...` stands for the value that was given. What the axes of a run (backend, "
+        "engine, attention, ...) can be combined with is in [what may be combined](support.md).",
+    ]
+    for name, rules in sorted(RULES.items()):
+        rows = ((f"`{r.setting}`", f"`{r.code}`", re.sub(r"\{[^}]*\}", "...", r.say)) for r in rules)
+        parts += [f"## {name}", table(("setting", "code", "message"), rows)]
+    return "\n\n".join(parts) + "\n"
 
 
 def errors_page() -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PositiveFloat, field_validator
 
 from lockstep.config.base import Config, OneOf, PositiveInt, check
+from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError
 
 ALGORITHM_NAMES = (
@@ -110,16 +111,7 @@ class RolloutCorrectionConfig(Config):
 
     @check
     def _check(self) -> RolloutCorrectionConfig:
-        if self.geometric_low is not None and self.geometric_high is None:
-            raise ConfigError(
-                f"no-effect: geometric_low = {self.geometric_low} has no effect without geometric_high; set "
-                "that, too, or leave it out"
-            )
-        if self.kind == "icepop" and self.low >= self.high:
-            raise ConfigError(
-                f"contradiction: low = {self.low} is not below high = {self.high}: every token would be "
-                "masked"
-            )
+        refuse(self, "algorithm.rollout_correction")
         return self
 
 
@@ -371,18 +363,7 @@ class DPOConfig(Config):
                 raise ConfigError(
                     f"no-effect: {option} = {value} has no effect with name = {self.name!r}; leave it out"
                 )
-        if self.desirable_weight == 0 == self.undesirable_weight:
-            raise ConfigError(
-                "nothing-to-do: desirable_weight = 0 and undesirable_weight = 0: nothing would be trained; "
-                "raise one"
-            )
-        if self.average and self.name == "kto":
-            raise ConfigError("no-effect: average = true has no effect with name = 'kto'; leave it out")
-        if self.average is False and self.name == "orpo":
-            raise ConfigError(
-                "unsupported-combination: average = false with name = 'orpo': the odds of a whole answer "
-                "are 0 in any float; leave it out"
-            )
+        refuse(self, "algorithm (dpo)")
         return self
 
     def resolved(self) -> Self:

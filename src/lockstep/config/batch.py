@@ -9,6 +9,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import Dtype, ModelConfig
 from lockstep.config.rollout import RewardConfig, SamplingConfig
+from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError
 
 Column = Literal["prompt_token_ids", "token_ids", "logprobs"]
@@ -39,28 +40,7 @@ class GenerateConfig(Config):
 
     @check
     def _check(self) -> GenerateConfig:
-        if self.sampling.temperature == 0 and self.n > 1:
-            raise ConfigError(
-                f"unsupported-combination: n = {self.n} with sampling.temperature = 0 would sample one and "
-                f"the same completion {self.n} times; set sampling.temperature above 0, or n = 1"
-            )
-        if self.model.lora is not None:
-            raise ConfigError(
-                "unsupported-combination: model.lora is for training: fresh adapters change nothing; name a "
-                "run directory whose adapters were trained, or leave model.lora out"
-            )
-        if self.iteration is not None and self.max_samples is not None:
-            raise ConfigError(
-                f"contradiction: iteration = {self.iteration} takes rollout_batch_size = "
-                f"{self.rollout_batch_size} prompts; leave max_samples out (data.size bounds the data)",
-                setting="max_samples",
-            )
-        if self.iteration is None and self.max_samples is None and self.data.generated and not self.data.size:
-            raise ConfigError(
-                f"missing-setting: data.source = {self.data.source!r} has no end; set max_samples, "
-                "iteration or data.size",
-                setting="max_samples",
-            )
+        refuse(self, "generate")
         return self
 
 
@@ -110,11 +90,7 @@ class RewardRoleConfig(RewardModelConfig):
             raise ConfigError(
                 f"duplicate: others: {twice!r} is named twice; each model of an ensemble is another one"
             )
-        if self.aggregation != "mean" and not self.others:
-            raise ConfigError(
-                f"no-effect: aggregation = {self.aggregation!r} has no effect with one model; name others, "
-                "or leave it out"
-            )
+        refuse(self, "reward_model")
         return self
 
 
@@ -129,10 +105,5 @@ class ScoreConfig(Config):
 
     @check
     def _check(self) -> ScoreConfig:
-        if not self.rewards and self.reward_model is None:
-            raise ConfigError(
-                "missing-setting: nothing to score with: set rewards (--reward math) or reward_model.name "
-                "(--reward-model NAME)",
-                setting="rewards",
-            )
+        refuse(self, "score")
         return self

@@ -19,6 +19,7 @@ from lockstep.config.base import (
     check,
 )
 from lockstep.config.declarations import engines
+from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError
 
 _WHY = {
@@ -235,16 +236,7 @@ def _check_own_weights(config: EngineConfig) -> None:
             "unsupported-combination: engine.transfer = 'memory' needs the engine in the trainer's process, "
             "and this one is a server; set 'auto', 'ipc', 'collective' or 'disk'"
         )
-    if config.url is not None and config.transfer == "ipc":
-        raise ConfigError(
-            "unsupported-combination: engine.transfer = 'ipc' needs a server that Lockstep started on the "
-            "trainer's GPU; set 'auto', 'collective' or 'disk' with engine.url"
-        )
-    if config.url is not None and not config.url.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"wrong-format: engine.url = {config.url!r} does not start with http:// or https://, such as "
-            "http://127.0.0.1:8000"
-        )
+    refuse(config, "engine")
     _check_devices(config)
     if here in HAS_EFFECT["unseeded"][0] and not config.batch_invariant and not config.unseeded:
         raise ConfigError(
@@ -253,11 +245,7 @@ def _check_own_weights(config: EngineConfig) -> None:
             "(a run can be repeated then), or engine.unseeded = true to accept it",
             setting="engine.batch_invariant",
         )
-    if config.unseeded and config.batch_invariant:
-        raise ConfigError(
-            "no-effect: engine.unseeded = true has no effect with engine.batch_invariant = true: each sample "
-            "has its seed then; leave it out"
-        )
+    refuse(config, "engine (seeds)")
 
 
 def _check_devices(config: EngineConfig) -> None:

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lockstep.config.algorithm import GRPOConfig, KLConfig
 from lockstep.config.base import PositiveInt, check
+from lockstep.config.rules import refuse
 from lockstep.config.run import GRPORun, Role
 from lockstep.config.support import check_backend
 from lockstep.config.value import POLICY as POLICY
@@ -30,12 +31,7 @@ class PPOKLConfig(KLConfig):
 
     @check
     def _check_target(self) -> PPOKLConfig:
-        if self.target is not None and (self.coef == 0 or self.place == "loss"):
-            why = "kl.coef = 0 stays 0" if self.coef == 0 else "kl.place = 'loss' has a fixed coefficient"
-            raise ConfigError(
-                f"no-effect: target = {self.target} has no effect: {why}; set kl.coef above 0 and "
-                "kl.place = 'reward', or leave target out"
-            )
+        refuse(self, "algorithm.kl (ppo)")
         return self
 
 
@@ -79,12 +75,7 @@ class PPOConfig(GRPOConfig):
                 f"contradiction: reward_clip = {list(self.reward_clip)}: the first bound is not below the "
                 "second, so every reward would be the same; swap them"
             )
-        if self.lam_length_alpha is not None and self.lam != 1.0:
-            raise ConfigError(
-                f"no-effect: lam = {self.lam} has no effect with lam_length_alpha = "
-                f"{self.lam_length_alpha}, which takes its place; leave one of them out (lam_value is that "
-                "of the returns)"
-            )
+        refuse(self, "algorithm (ppo)")
         return self
 
 

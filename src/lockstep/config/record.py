@@ -5,6 +5,7 @@ import re
 from pydantic import Field, field_validator
 
 from lockstep.config.base import Config, NonNegativeInt, PositiveInt, check
+from lockstep.config.rules import refuse
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 
@@ -38,11 +39,7 @@ class RecordConfig(Config):
 
     @check
     def _check_steps(self) -> RecordConfig:
-        if self.last_step is not None and self.last_step < self.first_step:
-            raise ConfigError(
-                f"nothing-to-do: last_step = {self.last_step} is before first_step = {self.first_step}, so "
-                "nothing would be recorded; raise last_step, or leave it out for the run's last step"
-            )
+        refuse(self, "record")
         return self
 
     @property

@@ -17,6 +17,7 @@ from lockstep.config.base import (
     Variable,
     check,
 )
+from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError
 
 
@@ -56,13 +57,7 @@ class SamplingConfig(Config):
 
     @check
     def _check(self) -> SamplingConfig:
-        if self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                f"contradiction: min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; "
-                "lower min_tokens"
-            )
-        if self.top_k == 0:
-            raise ConfigError("out-of-range: top_k = 0 would leave no token; set -1 to turn it off")
+        refuse(self, "rollout.sampling")
         return self
 
 
@@ -126,11 +121,7 @@ class RewardConfig(Config):
 
     @check
     def _check_secret_arguments(self) -> RewardConfig:
-        if self.secrets and ":" not in self.name:
-            raise ConfigError(
-                f"no-effect: secrets has no effect with name = {self.name!r}; leave it out (http has "
-                "token_env)"
-            )
+        refuse(self, "rewards")
         if both := self.secrets.keys() & self.kwargs.keys():
             raise ConfigError(
                 f"duplicate: {min(both)!r} is in kwargs and in secrets; leave one out", setting="secrets"

@@ -30,6 +30,7 @@ from lockstep.config.declarations import (
     names,
     rows_in_order,
 )
+from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -291,25 +292,15 @@ def check_backend(train: TrainConfig, *, lora: bool, lora_dropout: float = 0.0) 
     backend = backends().get(train.backend)
     if backend is not None:
         _check_reads(train, backend.reads)
-    if train.tp_plan != "auto" and train.tp == 1:
-        raise ConfigError(
-            f"no-effect: train.tp_plan = {train.tp_plan!r} splits nothing with train.tp = 1; set train.tp, "
-            "or leave train.tp_plan at 'auto'"
-        )
-    if train.cuda_graph and train.execution != "joint":
-        raise ConfigError(
-            f"no-effect: train.cuda_graph = true has no effect with train.execution = {train.execution!r}: "
-            "it replays joint graphs; set train.execution = 'joint', or leave train.cuda_graph out"
-        )
+    refuse(train, "train")
     check_capacity(train)
-    _check_batch_invariant_backend(train)
+    refuse(train, "train (batch-invariant)")
     refusal = shared_refusal(train, lora_dropout=lora_dropout) if train.layout == "shared" else None
     if refusal is not None:
         raise ConfigError(f"unsupported-combination: train.layout = 'shared': {refusal}")
-    if train.ring > 1:
-        _check_ring(train)
+    refuse(train, "train (ring)")
     if backend is None or backend.spans_ranks:
-        _check_spanning(train)
+        refuse(train, "train (backends of several ranks)")
     _check_refused(train, backend.refuses if backend is not None else (), lora=lora)
 
 
@@ -366,49 +357,9 @@ def _values(train: TrainConfig, *, lora: bool) -> dict[str, Any]:
     return {**dict(train), "lora": lora}
 
 
-def _check_spanning(train: TrainConfig) -> None:
-    if train.optimizer == "adamw8bit":
-        raise ConfigError(
-            "unsupported-combination: train.optimizer = 'adamw8bit' is not available with train.backend = "
-            f"{train.backend!r}: its blocks of 8-bit codes would lie across the ranks' shards; set "
-            "train.optimizer = 'adamw', and train.optimizer_device = 'cpu' for memory"
-        )
-    if train.device.startswith("cuda:"):
-        raise ConfigError(
-            f"unsupported-combination: train.device = {train.device!r} names one GPU, and train.backend = "
-            f"{train.backend!r} gives each rank one: local rank r takes cuda:r. Set train.device = 'cuda', "
-            "and CUDA_VISIBLE_DEVICES for fewer"
-        )
-
-
 def check_capacity(train: TrainConfig) -> None:
     """Raises ConfigError for joint graphs of every shape that comes along."""
-    if train.execution == "joint" and train.static_capacity is False:
-        raise ConfigError(
-            "unsupported-combination: train.static_capacity = false with train.execution = 'joint' makes one "
-            "graph of the whole decoder for every length of a pack; leave it out, or set train.execution = "
-            "'compile'"
-        )
-
-
-def _check_batch_invariant_backend(train: TrainConfig) -> None:
-    if train.batch_invariant:
-        for name, why in (
-            ("tp", "sums over ranks add up in another order than one rank does"),
-            ("ring", "its ranks each attend to a part of the keys and merge what they got"),
-        ):
-            if getattr(train, name) > 1:
-                raise ConfigError(
-                    f"unsupported-combination: train.batch_invariant = true with train.{name} = "
-                    f"{getattr(train, name)}: {why}, so that logprobs differ in their last bits from those "
-                    f"of one rank; set train.{name} = 1, or train.batch_invariant = false",
-                    setting=f"train.{name}",
-                )
-    if train.reuse_rollout_logprobs and train.batch_invariant is False:
-        raise ConfigError(
-            "unsupported-combination: train.reuse_rollout_logprobs = true needs train.batch_invariant = "
-            "true: elsewhere the engine's logprobs are not the trainer's. Leave it out, and they are computed"
-        )
+    refuse(train, "train (joint graphs)")
 
 
 def shared_refusal(train: TrainConfig, *, lora_dropout: float) -> str | None:
@@ -432,29 +383,3 @@ def shared_refusal(train: TrainConfig, *, lora_dropout: float) -> str | None:
         if applies:
             return f"{why}; set {instead}, or train.layout = 'packed'"
     return None
-
-
-def _check_ring(train: TrainConfig) -> None:
-    refused = (
-        (
-            train.layout not in ("auto", "packed"),
-            f"it shards packs, and train.layout = {train.layout!r} has none",
-            "train.layout = 'packed'",
-        ),
-        (
-            train.execution not in ("eager", "auto"),
-            "ring attention talks to other ranks inside of a layer, which layers under train.execution = "
-            f"{train.execution!r} cannot",
-            "train.execution = 'eager'",
-        ),
-        (
-            train.attention not in ("auto", "varlen", "sdpa"),
-            f"ring attention runs the kernels of 'varlen', not of train.attention = {train.attention!r}",
-            "train.attention = 'varlen'",
-        ),
-    )
-    for applies, why, instead in refused:
-        if applies:
-            raise ConfigError(
-                f"unsupported-combination: train.ring = {train.ring}: {why}; set {instead}, or train.ring = 1"
-            )

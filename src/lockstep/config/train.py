@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, fie
 
 from lockstep.config.base import Config, Name, NonNegativeInt, OneOf, PositiveInt, Temperature, check
 from lockstep.config.declarations import names
+from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError
 
 Backend = Annotated[str, AfterValidator(OneOf("train backend", names("backend")))]
@@ -186,12 +187,7 @@ class EvalConfig(Config):
                     f"wrong-format: kinds.{name} = {expression!r} is not a regular expression: {error}; "
                     "correct it"
                 ) from error
-        if self.samples_per_prompt > 1 and self.temperature == 0:
-            raise ConfigError(
-                f"unsupported-combination: samples_per_prompt = {self.samples_per_prompt} at temperature = "
-                "0 would sample one and the same completion every time; set temperature above 0, or "
-                "samples_per_prompt = 1"
-            )
+        refuse(self, "eval")
         return self
 
 

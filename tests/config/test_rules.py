@@ -1,0 +1,120 @@
+"""Rules about combinations of settings: each has a config here that breaks it, and nothing before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from raising import problems
+
+from lockstep.config.algorithm import DPOConfig, RolloutCorrectionConfig
+from lockstep.config.batch import GenerateConfig, RewardRoleConfig, ScoreConfig
+from lockstep.config.engine import EngineConfig, check_engine
+from lockstep.config.ppo import PPOConfig, PPOKLConfig
+from lockstep.config.record import RecordConfig
+from lockstep.config.rollout import RewardConfig, SamplingConfig
+from lockstep.config.rules import RULES, Rule, refuse
+from lockstep.config.support import check_backend
+from lockstep.config.train import EvalConfig, TrainConfig
+from lockstep.errors import ConfigError
+
+
+def train(**values: Any) -> None:
+    check_backend(TrainConfig(**values), lora=False)
+
+
+def engine(**values: Any) -> None:
+    check_engine(EngineConfig(**values))
+
+
+BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
+    "algorithm (dpo)": (
+        DPOConfig,
+        [
+            {"name": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0},
+            {"name": "kto", "average": True},
+            {"name": "orpo", "average": False},
+        ],
+    ),
+    "algorithm (ppo)": (PPOConfig, [{"lam": 0.5, "lam_length_alpha": 0.05}]),
+    "algorithm.kl (ppo)": (
+        PPOKLConfig,
+        [{"target": 6.0, "coef": 0.0}, {"target": 6.0, "coef": 0.1, "place": "loss"}],
+    ),
+    "algorithm.rollout_correction": (
+        RolloutCorrectionConfig,
+        [{"geometric_low": 0.5}, {"kind": "icepop", "low": 2.0, "high": 2.0}],
+    ),
+    "engine": (
+        engine,
+        [
+            {"name": "sglang", "url": "http://127.0.0.1:8000", "transfer": "ipc"},
+            {"name": "vllm", "url": "127.0.0.1:8000"},
+        ],
+    ),
+    "engine (seeds)": (engine, [{"name": "sglang", "unseeded": True, "batch_invariant": True}]),
+    "eval": (EvalConfig, [{"samples_per_prompt": 2}]),
+    "generate": (
+        GenerateConfig,
+        [
+            {"n": 2, "sampling": {"temperature": 0.0}},
+            {"model": {"name": "m", "lora": {}}},
+            {"iteration": 0, "max_samples": 4},
+            {"data": {"source": "ids", "shuffle": False}},
+        ],
+    ),
+    "record": (RecordConfig, [{"first_step": 3, "last_step": 2}]),
+    "reward_model": (RewardRoleConfig, [{"name": "m", "aggregation": "min"}]),
+    "rewards": (RewardConfig, [{"name": "math", "secrets": {"key": "env:KEY"}}]),
+    "rollout.sampling": (SamplingConfig, [{"min_tokens": 9, "max_tokens": 8}, {"top_k": 0}]),
+    "score": (ScoreConfig, [{}]),
+    "train": (train, [{"backend": "fsdp2", "tp_plan": "hf"}, {"cuda_graph": True}]),
+    "train (joint graphs)": (train, [{"execution": "joint", "static_capacity": False}]),
+    "train (batch-invariant)": (
+        train,
+        [
+            {"backend": "fsdp2", "batch_invariant": True, "tp": 2},
+            {"backend": "fsdp2", "batch_invariant": True, "ring": 2},
+            {"reuse_rollout_logprobs": True, "batch_invariant": False},
+        ],
+    ),
+    "train (ring)": (
+        train,
+        [
+            {"backend": "fsdp2", "ring": 2, "layout": "padded"},
+            {"backend": "fsdp2", "ring": 2, "execution": "compile"},
+            {"backend": "fsdp2", "ring": 2, "attention": "flex"},
+        ],
+    ),
+    "train (backends of several ranks)": (
+        train,
+        [{"backend": "fsdp2", "optimizer": "adamw8bit"}, {"backend": "fsdp2", "device": "cuda:1"}],
+    ),
+}
+CASES = [
+    pytest.param(rule, make, values, id=f"{table}-{rule.setting}-{number}")
+    for table, rules in RULES.items()
+    for make, all_values in [BREAKING[table]]
+    for number, (rule, values) in enumerate(zip(rules, all_values, strict=True))
+]
+
+
+@pytest.mark.parametrize(("rule", "make", "values"), CASES)
+def test_each_rule_has_a_config_that_breaks_it(
+    rule: Rule, make: Callable[..., Any], values: dict[str, Any]
+) -> None:
+    with pytest.raises((ValidationError, ConfigError)) as caught:
+        make(**values)
+    (problem,) = problems(caught.value)
+    assert (problem["code"], problem["setting"]) == (rule.code, rule.setting)
+    begins = rule.say.partition("{")[0]
+    assert begins in str(caught.value) and "{0" not in str(caught.value)
+
+
+def test_the_first_rule_that_is_broken_is_the_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse(SamplingConfig.model_construct(min_tokens=9, max_tokens=8, top_k=0), "rollout.sampling")
+    assert str(caught.value) == "min_tokens = 9 exceeds max_tokens = 8; lower min_tokens"
+    refuse(SamplingConfig.model_construct(min_tokens=0, max_tokens=8, top_k=1), "rollout.sampling")
