@@ -11,7 +11,7 @@ from raising import raises
 from lockstep import Environment
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
-from lockstep.errors import ConfigError, EngineError, RewardError
+from lockstep.errors import ConfigError, DataError, EngineError, RewardError
 from lockstep.loops import train_online
 from lockstep.observe.run_history import read_lines
 from lockstep.rollout.environment import Sampler, Trajectories
@@ -118,3 +118,24 @@ def test_a_reward_model_is_not_for_an_environment_of_ones_own(tmp_path: Path, ti
     settings["reward_model.name"] = str(tiny_folder)
     with raises(ConfigError, "no-effect: reward_model.name"):
         train_online(run_of(tmp_path / "run", **settings), environment=Asks())
+
+
+def test_a_run_with_an_environment_is_resumed_with_the_same_one(tmp_path: Path) -> None:
+    train_online(run_of(tmp_path / "run", steps=1), environment=Asks())
+    for other in (None, type("Other", (Asks,), {})()):
+        with raises(ConfigError, "values-differ") as caught:
+            train_online(run_of(tmp_path / "run", steps=2), resume=tmp_path / "run", environment=other)
+        assert "was started with the environment Asks" in str(caught.value)
+
+
+def test_what_the_environment_takes_the_place_of_is_not_read(tmp_path: Path) -> None:
+    nowhere = {"data.source": str(tmp_path / "nowhere.jsonl"), "steps": 1}
+    summary = train_online(run_of(tmp_path / "run", **nowhere), environment=Asks())
+    assert summary["outcome"] == "finished"
+    with raises(ConfigError, "contradiction"):
+        train_online(run_of(tmp_path / "two"), environment=Asks(), rewards=[lambda **_: 1.0])
+    with raises(ConfigError, "nothing-to-do: eval.before") as caught:
+        train_online(run_of(tmp_path / "evaluates", **{"eval.after": True}), environment=Asks())
+    assert "held_out of Asks returns no task" in str(caught.value)
+    with raises(DataError, "too-long"):
+        train_online(run_of(tmp_path / "long", **{"data.max_prompt_tokens": 2}), environment=Asks())

@@ -405,3 +405,55 @@ def test_a_generation_that_one_rank_aborts_is_aborted_on_all():
         )
 
     assert all(found.aborted and found.groups == () for found in on_ranks(2, samples))
+
+
+def test_an_abort_between_two_turns_ends_every_trajectory():
+    """The engine has nothing running when the abort comes, and would go on with the next turns."""
+    asked = []
+
+    class Odd(FakeEngine):
+        def next(self, handle, sample, prompt):
+            asked.append(prompt)
+            return super().next(handle, sample, prompt)
+
+        def abort(self):
+            asked.append("abort")
+
+    class Replies(Numbers):
+        async def run(self, task, sample):
+            await sample(max_tokens=1)
+            return await sample([1], max_tokens=1)
+
+    # Cancelled once three of the twelve first turns have ended.
+    sampler = GroupSampler(engine=Odd(), environment=Replies(), cancelled=lambda: len(asked) >= 3)
+    key, sampling = SampleKey(run_seed=5, step=2), SamplingConfig(max_tokens=4)
+    out = sampler.groups([make_prompt(i) for i in range(4)], key, sampling=sampling, group_size=3)
+    assert out.aborted and out.groups == ()
+    assert asked.count("abort") == 1
+    assert [len(prompt) for prompt in asked if prompt != "abort"] == [2] * 12 + [4] * 2, (
+        "no turn begins after the abort; the two that had begun before it end"
+    )
+
+
+def test_a_turn_that_the_environment_limits_is_no_truncation_and_may_be_short():
+    class Short(Numbers):
+        async def run(self, task, sample):
+            return await sample(max_tokens=1)
+
+    engine = FakeEngine()
+    sampler = GroupSampler(engine=engine, environment=Short())
+    key, sampling = SampleKey(run_seed=5, step=2), SamplingConfig(max_tokens=8, min_tokens=3)
+    found = sampler.groups([make_prompt(1)], key, sampling=sampling, group_size=2)
+    assert [rollout.trajectory.finish_reason for rollout in found.groups[0].rollouts] == ["stop", "stop"]
+    assert [(r.sampling.min_tokens, r.sampling.max_tokens) for r in engine.requests] == [(1, 1)]
+    assert {r.trajectory.finish_reason for group in sample().groups for r in group.rollouts} == {"length"}
+
+
+@pytest.mark.parametrize("scores", [[], [[1.0]], [[1.0] * 3, [1.0] * 2]])
+def test_scores_that_are_not_one_for_each_trajectory_are_refused(scores):
+    class Wrong(Numbers):
+        def score(self, groups):
+            return scores
+
+    with raises(RewardError, "wrong-result"):
+        sample(environment=Wrong())

@@ -184,6 +184,12 @@ class Streaming:
 
     # for the engines
 
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Handle]:
+        """Submit requests that are known together, which replicas spread evenly; see `submit`."""
+        with self._turn:
+            self._require_no_generate("submit")
+            return self._submit_all(requests)
+
     def _submit_all(self, requests: Sequence[GenerationRequest]) -> list[Handle]:
         return [self._submit(request) for request in requests]
 

@@ -90,6 +90,8 @@ class Builder:
         self.worlds: tuple[World, ...] = ()
         """Of the roles that are not in this process."""
         self.reward_models: RewardModels | None = None
+        self.own_environment: str | None = None
+        """The class of an environment of the user's; None: the config's."""
         self._machine = find_machine(config, self.ranks)
         self._opened: OpenedModel | None = None
         self._resolved: Resolved[GRPORun] | None = None
@@ -121,6 +123,7 @@ class Builder:
                 on_progress=run.progress,
                 stopping=run.stopping,
                 cancelled=run.is_cancelled,
+                closing=run.stop_deferring,
             ),
         )
 
@@ -141,6 +144,7 @@ class Builder:
     def close(self) -> None:
         """Close all parts, the engine first, because it reads the policy's Parameters. One that fails to
         close does not stop the others."""
+        self.hooks.closing()
         self._closing.close()
 
     def environment(
@@ -156,6 +160,16 @@ class Builder:
             ConfigError, DataError, ModelError: all faults of the data and of the rewards together.
         """
         config = self.config
+        if own is not None:
+            self._closing.callback(own.close)
+            self.own_environment = type(own).__qualname__
+        then = self.manifest.get("environment", self.own_environment)
+        if then != self.own_environment:
+            names = [name or "that of the config" for name in (then, self.own_environment)]
+            raise ConfigError(
+                f"values-differ: the run was started with the environment {names[0]} and would go on with "
+                f"{names[1]}; resume it with the same one: train_online(run, resume=..., environment=...)"
+            )
         with self.ranks.together("loading model and data"):
             check_devices(config, ranks=self.ranks)
             opened = self._opened = open_model(config.model)
@@ -167,7 +181,17 @@ class Builder:
                 self._closing.callback(of_config.close)
                 prompts, held_out = _load_prompts(config, opened, of_config, hold_out=self.hold_out)
                 return SingleTurn(of_config, prompts=prompts, held_out=held_out)
-            self._closing.callback(own.close)
+            if rewards:
+                raise ConfigError(
+                    "contradiction: rewards and environment are both given, and an environment has its own "
+                    "score; leave rewards out"
+                )
+            if evaluates(config) and not len(own.held_out(config.eval.num_prompts)):
+                raise ConfigError(
+                    f"nothing-to-do: eval.before = {config.eval.before}, eval.every = {config.eval.every}, "
+                    f"eval.after = {config.eval.after}, but held_out of {type(own).__name__} returns no "
+                    "task; return some there, or turn the evaluations off"
+                )
             if config.reward_model is not None:
                 raise ConfigError(
                     f"no-effect: reward_model.name = {config.reward_model.name!r} scores the samples of the "
@@ -226,8 +250,9 @@ class Builder:
         if critic is not None:
             self._closing.callback(critic.backend.close)
             self._trained.append(critic)
-        if isinstance(environment, SingleTurn):
-            environment.reward_models = self.reward_models = others.reward_models
+        self.reward_models = others.reward_models
+        if self.own_environment is None and isinstance(environment, SingleTurn):
+            environment.reward_models = others.reward_models
         reference = None
         if algorithm.needs_ref:
             scorer = policy.backend.ref if others.ref is None else others.ref
@@ -290,7 +315,12 @@ def describe(
     worlds = {world.name: world.describe() for world in build.worlds}
     invariance = policy.batch_invariance
     run.dir.update_manifest(
-        {"held_out": build.hold_out, "engine": report, "worlds": list(worlds.values())}
+        {
+            "held_out": build.hold_out,
+            "environment": build.own_environment,
+            "engine": report,
+            "worlds": list(worlds.values()),
+        }
         | batch_invariance_manifest(invariance, contract)
     )
     of_models = describe_reward_models(
@@ -299,7 +329,11 @@ def describe(
     run.display.notes(
         [*report_lines(report), *batch_invariance_lines(invariance, contract), *changed],
         [f"{name}: in processes of its own, log {world['log']}" for name, world in worlds.items()],
-        [*environment.notes(), *of_models, *_small_set_notes(build.config, environment)],
+        [
+            *environment.notes(),
+            *of_models,
+            *(() if build.own_environment else _small_set_notes(build.config, environment)),
+        ],
     )
 
 

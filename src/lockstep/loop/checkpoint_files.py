@@ -31,7 +31,7 @@ def seen_field(role: str) -> str:
 
 
 def checked_run_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the run_state, its fields checked to be what `Session` writes. Raises CheckpointError."""
+    """Return the run_state, its fields checked to be what `Saving` writes. Raises CheckpointError."""
     evaluations = state.get("evaluations")
     known = isinstance(evaluations, dict) and all(
         name in EVALUATIONS and is_evaluation(each) for name, each in evaluations.items()

@@ -98,7 +98,9 @@ class Policy(Trained):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps per rollout batch."""
+        """Optimizer steps per step of the run."""
+        if not self.resolved.run.online:
+            return 1
         return self._train.minibatches * self._train.epochs_per_batch
 
     def pack(

@@ -56,12 +56,14 @@ def preflight(
     checkpoint: int | None,
     restart: bool = False,
     own_rewards: bool = False,
+    own_data: bool = False,
 ) -> dict[str, Any] | None:
     """Check a run before anything is loaded. Returns the summary of a run that is already finished, and so
     has nothing to resume; else None.
 
     Args:
         own_rewards: Python callables take the place of `run.rewards`, which are not looked at.
+        own_data: an environment takes the place of the config's data, which is not looked at.
 
     Raises:
         ConfigError, DataError, ModelError: the run cannot start: its folder is taken, or a file, task, shape
@@ -73,13 +75,13 @@ def preflight(
         done = finished(resume, steps=run.steps)
         if done is not None:
             return done
-    found = faults(_checks(run.without_rewards() if own_rewards else run))
+    found = faults(_checks(run.without_rewards() if own_rewards else run, own_data=own_data))
     if found:
         raise together(found)
     return None
 
 
-def _checks(run: RunConfig) -> Iterator[Check]:
+def _checks(run: RunConfig, *, own_data: bool) -> Iterator[Check]:
     """Every fault that can be known by now has a check of its own: all are reported together."""
     for setting, name in run.model_names.items():
         yield partial(check_model, name, setting=setting)
@@ -88,6 +90,8 @@ def _checks(run: RunConfig) -> Iterator[Check]:
     yield partial(check_own_attention, run.train.attention)
     yield partial(_check_backend, run)
     yield partial(_check_packages, run)
+    if own_data:
+        return
     for section, config in run.data_sections.items():
         yield partial(_check_data, section, config, run)
     yield from row_checks(run)

@@ -36,6 +36,8 @@ class LoopHooks:
     """Whether the run stops at this point; collective."""
     cancelled: Callable[[], bool] | None = None
     """Whether this process was asked to stop."""
+    closing: Callable[[], None] = lambda: None
+    """Called before the parts are closed: from here on a signal no longer waits for a step's end."""
 
 
 class HasBackend(Protocol):
@@ -180,7 +182,11 @@ class Rollouts:
         if options.dynamic_sampling:
             self._resampling = Resampling(keep=algorithm.keep, max_rounds=options.max_resample_rounds)
         self._sampler = engine.sampler(
-            environment, on_progress=hooks.on_progress, spans=hooks.spans, cancelled=hooks.cancelled
+            environment,
+            on_progress=hooks.on_progress,
+            spans=hooks.spans,
+            cancelled=hooks.cancelled,
+            max_prompt_tokens=config.data.max_prompt_tokens,
         )
 
     def next(self, step: int) -> SampledStep | None:

@@ -228,7 +228,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._deferring.close()
+        self.stop_deferring()
         if error is not None and self._log is not None:
             self._log.error(error)
         with contextlib.ExitStack() as last:
@@ -386,6 +386,10 @@ class Run:
                 return
             yield done, batch
             assert self._logged == done + 1, "log() ends each step"
+
+    def stop_deferring(self) -> None:
+        """Let a signal stop the process at once again: nothing that it could wait for comes any more."""
+        self._deferring.close()
 
     def _say_stopping(self, abort: Callable[[], None]) -> None:
         self.display.note("stopping: saving first (Ctrl-C again stops at once, without saving)")

@@ -42,7 +42,7 @@ class RunManifest:
         fingerprint: str | None,
         resumed: bool,
     ) -> None:
-        """Write what "auto" became, and show it: see Session.describe. Raises DataError."""
+        """Write what "auto" became, and show it: see Run.describe. Raises DataError."""
         axes = resolved.axes
         same = axes | {
             "device": resolved.device.partition(":")[0],
@@ -169,7 +169,7 @@ def wandb_settings(run: RunConfig) -> dict[str, Any] | None:
 
 
 def evaluation_line(name: str, done: int, numbers: Mapping[str, Any], *, budget_factor: int) -> str:
-    """Return what is shown of an evaluation, see Session.log_evaluation."""
+    """Return what is shown of an evaluation, see EvaluationResult."""
     text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
     budget = ""
     if budget_factor != 1:

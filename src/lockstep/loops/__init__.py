@@ -36,8 +36,8 @@ def train_online(
             together, and the folder stays as it was.
         LockstepError: it failed on the way; what was trained is saved.
     """
-    own = bool(rewards) or environment is not None
-    finished = _check(run, start, own_rewards=own)
+    own_data = environment is not None
+    finished = _check(run, start, own_rewards=bool(rewards) or own_data, own_data=own_data)
     return rl.train(run, rewards=rewards, environment=environment, **start) if finished is None else finished
 
 
@@ -55,7 +55,9 @@ def train(run: RunConfig, **how: Any) -> dict[str, Any]:
     return train_offline(cast(OfflineRun, run), **how)
 
 
-def _check(run: RunConfig, start: Start, *, own_rewards: bool = False) -> dict[str, Any] | None:
+def _check(
+    run: RunConfig, start: Start, *, own_rewards: bool = False, own_data: bool = False
+) -> dict[str, Any] | None:
     """The summary of a run that is already finished. Raises what `preflight` raises."""
     return preflight(
         run,
@@ -63,4 +65,5 @@ def _check(run: RunConfig, start: Start, *, own_rewards: bool = False) -> dict[s
         checkpoint=start.get("checkpoint"),
         restart=start.get("restart", False),
         own_rewards=own_rewards,
+        own_data=own_data,
     )

@@ -14,7 +14,7 @@ from lockstep.loop.run import EvaluationResult, Run, Start
 
 
 def train(config: OfflineRun, **start: Unpack[Start]) -> dict[str, Any]:
-    """Train on documents; returns the run's summary. `lockstep.train` checks the config first.
+    """Train on documents; returns the run's summary. `lockstep.train_offline` checks the config first.
 
     Args:
         start: resume, checkpoint, restart, ranks.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +45,7 @@ from lockstep.schema.rollout import RolloutGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineParts:
-    """Everything an RL loop is made of. Replace any of them with `dataclasses.replace` and go on."""
+    """Everything an RL loop is made of. Replace a part by `dataclasses.replace` before making a trainer."""
 
     build: Builder
     connected: RolloutEngine
@@ -159,6 +159,18 @@ class OnlineTrainer:
         spans: Spans | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
+        if parts.engine is not parts.connected.engine or parts.transfer is not parts.connected.transfer:
+            connected = RolloutEngine(
+                parts.engine,
+                parts.transfer,
+                config=parts.run.engine,
+                device=parts.resolved.device,
+                ranks=parts.ranks,
+                spans=parts.build.hooks.spans,
+            )
+            parts = replace(parts, connected=connected)
+        if parts.value is not None:
+            parts.value.engine = parts.connected
         self.parts = parts
         self.spans = spans or parts.build.hooks.spans
         self._cancelled = cancelled

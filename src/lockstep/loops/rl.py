@@ -30,7 +30,7 @@ def train(
     environment: Environment | None = None,
     **start: Unpack[Start],
 ) -> dict[str, Any]:
-    """Train a policy with RL; returns the run's summary. `lockstep.train` checks the config first.
+    """Train a policy with RL; returns the run's summary. `lockstep.train_online` checks the config first.
 
     Args:
         rewards: Python callables that replace `config.rewards`, called as f(prompt=, completion=, row=).
@@ -54,8 +54,8 @@ def train(
             ref_logprobs = reference.logprobs(samples) if reference else None
             estimates = estimate(algorithm, sampled.groups, samples, values=values, ref_logprobs=ref_logprobs)
             critic_update = critic.begin_update(samples, estimates) if critic else dict
-            batches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
             run.write_rollouts(step, estimates.groups)  # in a thread, while the policy is trained
+            batches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
             updates = [policy.update(micro_batches, batches.loss) for micro_batches in batches]
             metrics = rollout_metrics(estimates.groups) | policy.metrics(batches, updates)
             metrics |= {**estimates.metrics, **critic_update(), **sampled.counts}

@@ -3,12 +3,13 @@
     tasks ──► run(task, sample) ⇄ engine, turn by turn ──► trajectories ──► score ──► rewards
 
 The default is `SingleTurn`: a prompt, one completion, and the rewards of the config. An environment of your
-own is a subclass of `Environment`; pass it to `lockstep.train`.
+own is a subclass of `Environment`; pass it to `lockstep.train_online`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,8 @@ class Turn:
     reply: tuple[int, ...]
     """Token ids that the policy did not write, before its turn."""
     sampling: SamplingParams
+    limited: bool = False
+    """The environment has given the turn less than what is left of the budget."""
 
     def __await__(self) -> Generator[Turn, Trajectory, Trajectory]:
         return (yield self)
@@ -82,7 +85,9 @@ class Sampler:
                 "left; end the trajectory there (`sample.left` says what is left), or raise the setting"
             )
         most = room if max_tokens is None else min(room, max_tokens)
-        return Turn(reply=tuple(reply), sampling=replace(self.sampling, max_tokens=most))
+        least = min(self.sampling.min_tokens, most)
+        sampling = replace(self.sampling, max_tokens=most, min_tokens=least)
+        return Turn(reply=tuple(reply), sampling=sampling, limited=most < room)
 
     def add(self, reply: tuple[int, ...], completion: Completion) -> Trajectory:
         """Append a finished turn, and return the trajectory."""
@@ -268,16 +273,30 @@ class _Episode:
         self.turn: Turn | None = None
         """None: the trajectory has ended."""
         self._coroutine = environment.run(sampler.task, sampler)
+        if not inspect.iscoroutine(self._coroutine):
+            raise EngineError(
+                f"wrong-result: {self._name}: {type(environment).__name__}.run returned "
+                f"{type(self._coroutine).__name__}; write it as `async def run(self, task, sample)`"
+            )
         self._advance(None)
 
     def add(self, completion: Completion) -> None:
         """Append the turn that was waited for. One that was aborted ends the trajectory where it is."""
-        assert self.turn is not None, "nobody waits for a turn"
-        trajectory = self.sampler.add(self.turn.reply, completion)
+        turn = self.turn
+        assert turn is not None, "nobody waits for a turn"
+        trajectory = self.sampler.add(turn.reply, completion)
         if completion.finish_reason == "abort":
             self.close()
-        else:
-            self._advance(trajectory)
+            return
+        self._advance(trajectory)
+        if self.turn is None and turn.limited and completion.finish_reason == "length":
+            # The environment ended it there, with some of the budget left: that is no truncation.
+            self.sampler.trajectory = replace(trajectory, finish_reason="stop")
+
+    def cut(self) -> None:
+        """End the trajectory where it is, as if its last turn had been aborted."""
+        self.sampler.trajectory = replace(self.trajectory, finish_reason="abort")
+        self.close()
 
     def close(self) -> None:
         """Let the environment's coroutine end."""
@@ -316,49 +335,62 @@ class _Episode:
 def run_episodes(
     engine: InferenceEngine,
     environment: Environment,
-    tasks: Sequence[Prompt],
-    seeds: Sequence[Sequence[int]],
+    tasks: Sequence[tuple[Prompt, Sequence[int]]],
     *,
     sampling: SamplingParams,
     on_end: Callable[[int, int, Trajectory], None],
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[list[Trajectory]]:
     """Run every trajectory of the tasks to its end; one list per task, in order of its seeds. First turns of
     a task that are alike are one request, so that the engine computes their prompt once.
 
     Args:
+        tasks: each with the seeds of its trajectories.
         on_end: called with the number of the task, the index of the seed, and the trajectory when it has
             ended.
+        stop: whether no further turn is to begin: the engine's `abort` may come when no turn is running.
+            Trajectories that were not at their end then end with finish_reason "abort".
 
     Raises:
         EngineError: from the engine; or it returned other samples than were asked for. And what
             `environment.run` raises. Nothing of the call is left in the engine.
     """
-    episodes = [
-        [_Episode(environment, Sampler(task, sampling=sampling, seed=seed)) for seed in of_task]
-        for task, of_task in zip(tasks, seeds, strict=True)
-    ]
-    asked: dict[Handle, tuple[int, list[_Episode]]] = {}
+    episodes: list[list[_Episode]] = [[] for _ in tasks]
+    asked: list[tuple[int, list[_Episode]]] = []
+    requests: list[GenerationRequest] = []
+    stopped = False
     try:
-        for number, (task, group) in enumerate(zip(tasks, episodes, strict=True)):
+        for number, (task, seeds) in enumerate(tasks):
+            group = episodes[number]
+            for seed in seeds:
+                group.append(_Episode(environment, Sampler(task, sampling=sampling, seed=seed)))
             for first, alike in _alike(group):
-                request = GenerationRequest(
-                    prompt_token_ids=task.token_ids,
-                    sampling=first,
-                    seeds=tuple(episode.sampler.seed for episode in alike),
+                asked.append((number, alike))
+                requests.append(
+                    GenerationRequest(
+                        prompt_token_ids=task.token_ids,
+                        sampling=first,
+                        seeds=tuple(episode.sampler.seed for episode in alike),
+                    )
                 )
-                asked[engine.submit(request)] = number, alike
+        handles = dict(zip(_submit(engine, requests), asked, strict=True))
         with contextlib.closing(engine.finished()) as stream:
             for done in stream:
-                number, alike = asked[done.handle]
+                number, alike = handles[done.handle]
                 episode = alike[done.sample]
                 _check(number, episode, done.completion)
                 episode.add(done.completion)
                 if episode.turn is not None:
-                    engine.continue_(done, episode.turn.reply, sampling=episode.turn.sampling)
-                    continue
+                    if not stopped and (done.completion.finish_reason == "abort" or stop()):
+                        stopped = True
+                        engine.abort()  # the one before may have come between two turns
+                    if not stopped:
+                        engine.continue_(done, episode.turn.reply, sampling=episode.turn.sampling)
+                        continue
+                    episode.cut()
                 on_end(number, episodes[number].index(episode), episode.trajectory)
     except BaseException:
-        _drop(engine, [one for group in episodes for one in group], submitted=bool(asked))
+        _drop(engine, [one for group in episodes for one in group], submitted=bool(requests))
         raise
     if missing := sum(episode.turn is not None for group in episodes for episode in group):
         raise EngineError(f"wrong-result: the engine ended without {missing} of the samples asked for")
@@ -376,13 +408,21 @@ def _alike(group: Sequence[_Episode]) -> list[tuple[SamplingParams, list[_Episod
 
 def _drop(engine: InferenceEngine, episodes: Sequence[_Episode], *, submitted: bool) -> None:
     """Leave nothing of a call that failed, in the engine or in the environment."""
-    for episode in episodes:
-        episode.close()
     if submitted:  # before the stream began, or it would have dropped them
         engine.abort()
         with contextlib.suppress(EngineError), contextlib.closing(engine.finished()) as stream:
             for _ in stream:
                 pass
+    for episode in episodes:
+        with contextlib.suppress(RuntimeError):  # of a coroutine that awaits while it is closed
+            episode.close()
+
+
+def _submit(engine: InferenceEngine, requests: Sequence[GenerationRequest]) -> Sequence[Handle]:
+    """Submit all of them: together where the engine spreads them over replicas."""
+    together: Callable[[Sequence[GenerationRequest]], Sequence[Handle]] | None
+    together = getattr(engine, "submit_all", None)
+    return [engine.submit(request) for request in requests] if together is None else together(requests)
 
 
 def _check(number: int, episode: _Episode, completion: Completion) -> None:

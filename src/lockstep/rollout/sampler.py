@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
-from lockstep.errors import RewardError
+from lockstep.errors import DataError, RewardError
 from lockstep.observe.metrics import Spans
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.ranks.context import RankContext
@@ -144,6 +144,17 @@ class ScoreStream:
         """Whether `score` raised."""
         return self._failure is not None
 
+    def _scored(self, groups: Sequence[Trajectories]) -> list[Sequence[Scored | float | None]]:
+        """The scores of the groups. Raises RewardError: there is not one for each trajectory."""
+        scores = [list(of_group) for of_group in self._score(groups)] if groups else []
+        got, wanted = [len(of_group) for of_group in scores], [len(group[1]) for group in groups]
+        if got != wanted:
+            raise RewardError(
+                f"wrong-result: the environment's score returned lists of {got} rewards for groups of "
+                f"{wanted} trajectories; return one list per group with one reward per trajectory"
+            )
+        return list(scores)
+
     def _run(self) -> None:
         stopping = False
         while not stopping:
@@ -153,7 +164,7 @@ class ScoreStream:
             stopping = None in batch
             groups = [added for added in batch if added is not None]
             try:
-                scores = self._score([group for _, group in groups]) if groups else []
+                scores = self._scored([group for _, group in groups])
             except BaseException as error:  # raised where the results are waited for
                 self._failure = error
                 self._on_failure()
@@ -189,6 +200,8 @@ class GroupSampler:
     """Called before every generation: True counts as aborted. An engine's `abort` ends only what is running,
     so it alone would have no effect while rewards are computed between the rounds of dynamic sampling."""
     ranks: RankContext = field(default_factory=RankContext.alone)
+    max_prompt_tokens: int | None = None
+    """Of each task; None: not checked."""
     around: Callable[[Callable[[], Any]], Any] | None = None
     """Makes each rank's call that samples its share, and has collectives around it
     (BucketTransfer.serve)."""
@@ -238,6 +251,13 @@ class GroupSampler:
             return _Share(aborted=True)
         if not tasks:
             return _Share()
+        for task in tasks:
+            if self.max_prompt_tokens is not None and len(task.token_ids) > self.max_prompt_tokens:
+                raise DataError(
+                    f"too-long: {task.where or f'task {task.index}'} has a prompt of {len(task.token_ids)} "
+                    f"tokens, above data.max_prompt_tokens = {self.max_prompt_tokens}; raise it, or shorten "
+                    "the prompt"
+                )
         scores = ScoreStream(self.environment.score, on_failure=self.engine.abort)
         total, done = len(tasks) * group_size, itertools.count(1)
         ended: list[dict[int, Trajectory]] = [{} for _ in tasks]
@@ -254,10 +274,10 @@ class GroupSampler:
             trajectories = run_episodes(
                 self.engine,
                 self.environment,
-                tasks,
-                [key.seeds(task.index, group_size) for task in tasks],
+                [(task, key.seeds(task.index, group_size)) for task in tasks],
                 sampling=sampling_params(sampling),
                 on_end=score,
+                stop=lambda: scores.failed or (self.cancelled is not None and self.cancelled()),
             )
         except BaseException:
             scores.stop()

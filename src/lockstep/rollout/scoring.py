@@ -227,7 +227,7 @@ def _key(item: ToScore) -> tuple[int, int]:
 
 # Sample many prompts into a file, a rollout batch at a time.
 #
-# prompts ──► batches ──► engine.generate ──► a row as soon as its sample is finished ──► RowFile
+# prompts ──► batches ──► run_episodes ──►    a row as soon as its sample is finished ──► RowFile
 #                ▲                                                                            │
 #                └── a batch with missing rows is sampled again, as a whole ◄────────── crash ┘
 #
@@ -389,8 +389,10 @@ class _BatchCall:
         run_episodes(
             self.engine,
             Environment(),
-            [prompt for prompt, _ in batch],
-            [[sample_seed(seed, step, prompt.index, i) for i in samples] for prompt, samples in batch],
+            [
+                (prompt, [sample_seed(seed, step, prompt.index, i) for i in samples])
+                for prompt, samples in batch
+            ],
             sampling=self.work.sampling,
             on_end=self._write,
         )
