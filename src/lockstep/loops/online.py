@@ -13,6 +13,7 @@ from lockstep.config.run import GRPORun
 from lockstep.data.prompts import PromptSet
 from lockstep.errors import ConfigError
 from lockstep.loop.build import Builder
+from lockstep.loop.determinism import BatchInvariance
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.gap_check import BitwiseCheck
 from lockstep.loop.metrics import rollout_metrics, world_metrics
@@ -67,6 +68,8 @@ class OnlineParts:
     plan: Planner
     reward_models: RewardModels | None = None
     """Score each rollout beside `rewards`."""
+    batch_invariance: BatchInvariance | None = None
+    """The parts that were made batch-invariant; None: none was asked for."""
     bitwise_check: BitwiseCheck | None = None
     """Set where trainer and engine have the same kernel contract; None: their logprobs are close, not
     equal."""
@@ -133,6 +136,7 @@ def build_online(
         rewards=environment.rewards,
         reward_models=environment.reward_models,
         plan=policy.plan,
+        batch_invariance=policy.batch_invariance,
         bitwise_check=policy.check,
         value=critic,
         on_progress=on_progress,
@@ -249,7 +253,7 @@ class OnlineTrainer:
         parts = self.parts
         policy = Policy(
             parts.backend,
-            LoadedPolicy(resolved=parts.resolved, model=parts.model, batch_invariance=None),
+            LoadedPolicy(resolved=parts.resolved, model=parts.model, batch_invariance=parts.batch_invariance),
             plan=parts.plan,
             spans=self.spans,
             warmup_steps=self.warmup_batches,
