@@ -18,8 +18,8 @@ from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.peer_copy import PeerCopies
+from lockstep.loop.policy import Policy
 from lockstep.loop.preflight import check_own_backend
-from lockstep.loops.online import OnlineTrainer
 from lockstep.observe.metrics import MetricsLog
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
@@ -167,15 +167,15 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GRPORun]:
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv(COPIES, str(tmp_path / "memory"))
     run = tiny(tmp_path / "run")
-    update = OnlineTrainer.update
+    pack = Policy.pack
 
-    def killed(self: OnlineTrainer, *args: Any, step: int, **kwargs: Any) -> Any:
+    def killed(self: Policy, step: int, *args: Any, **kwargs: Any) -> Any:
         if step == 3:
             raise Killed
-        return update(self, *args, step=step, **kwargs)
+        return pack(self, step, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(OnlineTrainer, "update", killed)
+        patch.setattr(Policy, "pack", killed)
         loops.train(run)
     for thread in threading.enumerate():  # those of a process that is killed would have ended with it
         if thread.name.startswith("copy-"):
