@@ -66,7 +66,7 @@ def test_it_trains_to_the_bit_as_with_hf(transport: str, tmp_path: Path) -> None
     loops.train(run_of(tmp_path, "external", **chosen))
     assert_same(tmp_path / "external", tmp_path / "hf")
     engine = external.MADE[-1]
-    assert engine.finished == 5  # before the first step, and after each
+    assert engine.sessions == 5  # before the first step, and after each
     assert engine.log.count("sleep") == engine.log.count("wake") == 4
     starts = [i for i, entry in enumerate(engine.log) if entry == "begin"]
     assert all(engine.log[i - 2 : i] == ["sleep", "wake"] for i in starts[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lockstep.loop.determinism import (
     make_invariant,
 )
 from lockstep.models.load import load_model
+from lockstep.protocols.engine import Finished
 from lockstep.recording import Recording
 from lockstep.schema.contract import KernelContract
 from lockstep.train.local import LocalBackend
@@ -106,18 +108,18 @@ def test_the_manifest_and_the_recording_say_the_contract(tmp_path: Path) -> None
 
 
 def test_one_wrong_bit_of_the_engine_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = NativeEngine.generate
+    plain = NativeEngine.finished
 
-    def generate(self: NativeEngine, requests: Any, **hooks: Any) -> Any:
-        groups = plain(self, requests, **hooks)
-        if self.stats().policy_version == 1:
-            last = groups[2][3]
-            bits = torch.tensor(last.logprobs)
-            bits.view(torch.int32)[1] += 1  # one unit in the last place
-            groups[2][3] = dataclasses.replace(last, logprobs=tuple(bits.tolist()))
-        return groups
+    def finished(self: NativeEngine) -> Iterator[Finished]:
+        for done in plain(self):
+            if self.stats().policy_version == 1 and (done.handle.index, done.sample) == (2, 3):
+                bits = torch.tensor(done.completion.logprobs)
+                bits.view(torch.int32)[1] += 1  # one unit in the last place
+                changed = dataclasses.replace(done.completion, logprobs=tuple(bits.tolist()))
+                done = dataclasses.replace(done, completion=changed)
+            yield done
 
-    monkeypatch.setattr(NativeEngine, "generate", generate)
+    monkeypatch.setattr(NativeEngine, "finished", finished)
     with raises(
         TrainError, "values-differ", step=1, name="prompt 6, sample 3", position=10, token=1
     ) as found:

@@ -35,7 +35,7 @@ class ExternalHF(HFEngine):
         self.transports = ("memory", "disk")
         self.dirty, self.recover, self.session, self.receivers = True, None, None, 1
         self.log: list[str] = []
-        self.finished = 0
+        self.sessions = 0
         self._received: dict[str, torch.Tensor] = {}
         self._receiver = Receiver(torch.device("cpu"))
         self._answers: dict[tuple[int, ...], object] = {}
@@ -50,6 +50,11 @@ class ExternalHF(HFEngine):
                 known = self._answers.setdefault(request.prompt_token_ids, copy.copy(group))
                 group[:] = known
         return results
+
+    def submit_all(self, requests):
+        if self.dirty:
+            raise EngineError("the test's engine is dirty and refuses to generate", code="wrong-state")
+        return super().submit_all(requests)
 
     def begin_update(self, session):
         self.log.append("begin")
@@ -86,7 +91,7 @@ class ExternalHF(HFEngine):
         )
         HFEngine.update_weights(self, super_update)
         self._received, self.session, self.dirty = {}, None, False
-        self.finished += 1
+        self.sessions += 1
 
     def fail_update(self, reason):
         self.log.append("fail")
@@ -184,10 +189,10 @@ class SaysCached(ExternalHF):
 class RunsOut(ExternalHF):
     """Memory runs out in its second rollout."""
 
-    def generate(self, requests, **kwargs):
-        if len(requests) > 2 and self.finished > 1:
+    def submit_all(self, requests):
+        if len(requests) > 2 and self.sessions > 1:
             raise EngineError("the test's engine ran out of memory: CUDA out of memory", code="wrong-state")
-        return super().generate(requests, **kwargs)
+        return super().submit_all(requests)
 
 
 class WrongOnRank1(ExternalHF):
