@@ -143,7 +143,7 @@ def inject(kind: str, rank: int) -> None:
     if kind == "data":
         once_at(FSDP2Backend, "forward_backward", end_of_data)
     if kind.startswith("engine"):
-        once_at(HFEngine, "generate", lambda: ask_engine(dead=kind == "engine-dead"))
+        once_at(HFEngine, "submit_all", lambda: ask_engine(dead=kind == "engine-dead"))
     if kind == "writes":
         once_at(FSDP2Backend, "optimizer_step", slow_writes)
 

@@ -22,13 +22,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.protocols.engine import Finished, Handle
+from lockstep.schema.rollout import GenerationRequest
 from lockstep_lab.suite.machine import machine
 
 WARM_UP = 10
@@ -108,28 +109,25 @@ class Ragged:
     The others stop where the run's sampling parameters say, at a random token.
     """
 
-    def generate(self, requests: Sequence[GenerationRequest], *, on_completion: Any = None) -> Any:
-        """As the engine's own."""
-        step = self.stats().policy_version  # type: ignore[attr-defined]
-        READINGS.append(read(step))
-        first = requests[0]
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Handle]:
+        """Submit the last sample of the first request by itself, without an end of its own."""
+        READINGS.append(read(self.stats().policy_version))  # type: ignore[attr-defined]
+        first, *others = requests
         endless = dataclasses.replace(first.sampling, stop_token_ids=(), ignore_eos=True)
-        sent = [
-            dataclasses.replace(first, seeds=first.seeds[:-1]),
-            *requests[1:],
-            dataclasses.replace(first, seeds=first.seeds[-1:], sampling=endless),
-        ]
+        rest = dataclasses.replace(first, seeds=first.seeds[:-1])
+        last = dataclasses.replace(first, seeds=first.seeds[-1:], sampling=endless)
+        *handles, self._last = super().submit_all([rest, *others, last])  # type: ignore[misc]
+        self._first, self._number = handles[0], len(first.seeds) - 1
+        return handles
 
-        def finished(index: int, sample: int, completion: Completion) -> None:
-            if index == len(requests):
-                index, sample = 0, len(first.seeds) - 1
-            on_completion(index, sample, completion)
-
-        listener = finished if on_completion is not None else None
-        found = super().generate(sent, on_completion=listener)  # type: ignore[misc]
-        groups = [[*found[0], *found[-1]], *found[1:-1]]
-        LENGTHS[step] = [len(completion.token_ids) for group in groups for completion in group]
-        return groups
+    def finished(self) -> Iterator[Finished]:
+        """Yield the samples under the handles of the requests that were asked for."""
+        lengths = LENGTHS[self.stats().policy_version] = []  # type: ignore[attr-defined]
+        for done in super().finished():  # type: ignore[misc]
+            if done.handle is self._last:
+                done = dataclasses.replace(done, handle=self._first, sample=self._number)
+            lengths.append(len(done.completion.token_ids))
+            yield done
 
 
 def ragged_class(engine: str, *, server: bool) -> type:

@@ -134,11 +134,7 @@ def fsdp2_by_layer(rank: int) -> None:
     fully_shard(root)
     with pytest.raises(ConfigError) as caught:
         root(batches()[rank])
-    assert caught.value.data == {
-        "code": "unsupported-combination",
-        "setting": "train.execution",
-        "name": "layers.0",
-    }
+    assert caught.value.data == {"code": "unsupported-combination"} and "layers.0" in str(caught.value)
 
 
 def dtensors(rank: int) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import sampled
+from sampled import FakeEngine
 
-from lockstep.protocols.engine import EngineStats
-from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.protocols.engine import EngineStats, Finished, Handle
+from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,31 +102,22 @@ def test_a_reading_sees_files_threads_and_children(script: ModuleType, tmp_path:
     assert (after.descriptors, after.threads) == (before.descriptors, before.threads)
 
 
-class Counting:
+class Counting(FakeEngine):
     """An engine whose samples are as long as their seed says, or maximal."""
 
     def stats(self) -> EngineStats:
         numbers = {field.name: 0 for field in dataclasses.fields(EngineStats) if "use" not in field.name}
         return EngineStats(**(numbers | {"policy_version": 5}))
 
-    def generate(self, requests: Sequence[GenerationRequest], *, on_completion: Any = None) -> Any:
-        groups = []
-        for index, request in enumerate(requests):
-            endless = request.sampling.ignore_eos and not request.sampling.stop_token_ids
-            lengths = [request.sampling.max_tokens if endless else seed for seed in request.seeds]
-            groups.append(
-                [completion(request, seed, n) for seed, n in zip(request.seeds, lengths, strict=True)]
-            )
-            if on_completion is not None:
-                for sample, each in enumerate(groups[-1]):
-                    on_completion(index, sample, each)
-        return groups
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Handle]:
+        return [self.submit(request) for request in requests]
 
-
-def completion(request: GenerationRequest, seed: int, length: int) -> Completion:
-    return sampled.completion(
-        request.prompt_token_ids, [1] * length, 0.0, finish_reason="length", seed=seed, policy_version=5
-    )
+    def next(self, handle: Handle, sample: int, prompt: tuple[int, ...]) -> Finished:
+        sampling, seed = handle.request.sampling, handle.request.seeds[sample]
+        endless = sampling.ignore_eos and not sampling.stop_token_ids
+        tokens = [1] * (sampling.max_tokens if endless else seed)
+        made = sampled.completion(prompt, tokens, 0.0, finish_reason="length", seed=seed, policy_version=5)
+        return Finished(handle=handle, sample=sample, completion=made)
 
 
 def test_one_sample_is_maximal_and_all_keep_their_places(script: ModuleType) -> None:
@@ -137,12 +129,15 @@ def test_one_sample_is_maximal_and_all_keep_their_places(script: ModuleType) -> 
         GenerationRequest(prompt_token_ids=(index,), sampling=sampling, seeds=seeds)
         for index, seeds in enumerate([(1, 2, 3), (4, 5, 6)])
     ]
-    came = {}
-    groups = Engine().generate(requests, on_completion=lambda i, k, c: came.update({(i, k): c}))
-    assert [[c.seed for c in group] for group in groups] == [[1, 2, 3], [4, 5, 6]]
-    assert [[len(c.token_ids) for c in group] for group in groups] == [[1, 2, 9], [4, 5, 6]]
-    assert came == {(i, k): c for i, group in enumerate(groups) for k, c in enumerate(group)}
-    assert script.READINGS[-1].step == 5
+    engine = Engine()
+    handles = engine.submit_all(requests)
+    came = {(handles.index(done.handle), done.sample): done.completion for done in engine.finished()}
+    assert {place: completion.seed for place, completion in came.items()} == {
+        (i, k): seed for i, request in enumerate(requests) for k, seed in enumerate(request.seeds)
+    }
+    assert [len(came[0, k].token_ids) for k in range(3)] == [1, 2, 9]
+    assert [len(came[1, k].token_ids) for k in range(3)] == [4, 5, 6]
+    assert script.READINGS[-1].step == 5 and sorted(script.LENGTHS[5]) == [1, 2, 4, 5, 6, 9]
 
 
 @pytest.mark.exhaustive
