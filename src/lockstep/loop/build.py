@@ -170,7 +170,7 @@ class Builder:
                 f"values-differ: the run was started with the environment {names[0]} and would go on with "
                 f"{names[1]}; resume it with the same one: train_online(run, resume=..., environment=...)"
             )
-        with self.ranks.together("loading model and data"):
+        with self.ranks.fail_together("loading model and data"):
             check_devices(config, ranks=self.ranks)
             opened = self._opened = open_model(config.model)
             shape = partial(opened_shape, opened, config.model)
@@ -213,7 +213,7 @@ class Builder:
             ConfigError, ModelError: the run is not possible with this model on this machine.
         """
         assert self._resolved is not None, "environment() comes first"
-        with self.ranks.together("loading model and data"):
+        with self.ranks.fail_together("loading model and data"):
             loaded = load_policy(self._resolved, ranks=self.ranks, opened=self._opened)
         config = self.config = loaded.resolved.run
         backend = build_backend(
@@ -442,7 +442,7 @@ def _connect_engine(
     work_dir = _rank_folder(work_dir or OwnedFolder("engine").path, ranks)
     started: InferenceEngine | None = None
     try:
-        with ranks.together("starting the engine"):
+        with ranks.fail_together("starting the engine"):
             spec = external_engine_spec(resolved, model, work_dir=work_dir)
             started = make_engine(config, spec=spec)
             transfer = make_transfer(config, started, device=device, work_dir=work_dir)
@@ -467,7 +467,7 @@ def _bitwise_check(
     external, reuse = is_external(run.engine), run.train.reuse_rollout_logprobs
     contract: KernelContract | None = None
     try:
-        with ranks.together("comparing kernel contracts"):
+        with ranks.fail_together("comparing kernel contracts"):
             if resolved.batch_invariant and (not external or kind(run.engine) == "native, started"):
                 contract = shared_contract(backend, cast(SharesWeights, engine), engine_name=run.engine.name)
             if contract is None and reuse:

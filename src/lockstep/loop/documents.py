@@ -88,7 +88,7 @@ def build_documents(run: Run) -> tuple[OfflineTask, Policy, DocumentBatches]:
     """
     config, ranks = cast(OfflineRun, run.config), run.ranks
     task, machine = offline_task(config), find_machine(config, ranks)
-    with ranks.together("loading model and data"):
+    with ranks.fail_together("loading model and data"):
         opened = open_model(config.model, task.head)
         shape = partial(opened_shape, opened, config.model)
         resolved = resolve(config, shape=shape, machine=machine, manifest=run.dir.read_manifest())

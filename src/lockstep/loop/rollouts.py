@@ -88,11 +88,11 @@ class RolloutEngine:
         """
         with self.explaining_memory("engine"):
             if self._asleep:
-                with self.spans("sleep"), self.ranks.together("waking the engine"):
+                with self.spans("sleep"), self.ranks.fail_together("waking the engine"):
                     self.engine.wake()
                 self._asleep = False
             # Every rank goes through all weights, whatever becomes of its own engine.
-            with self.spans("weights"), self.ranks.together("the weight update"):
+            with self.spans("weights"), self.ranks.fail_together("the weight update"):
                 self.transfer.push(policy.backend, self.engine, policy_version=version)
             self._verified = {}
             if self.verifier is not None:
@@ -128,7 +128,7 @@ class RolloutEngine:
     def training(self) -> Iterator[None]:
         """The trainer works inside: the engine sleeps from here on, if it does at all."""
         if self._config.offload and not self._asleep:
-            with self.spans("sleep"), self.ranks.together("putting the engine to sleep"):
+            with self.spans("sleep"), self.ranks.fail_together("putting the engine to sleep"):
                 self.engine.sleep()
             self._asleep = True
         with self.explaining_memory("trainer"):

@@ -199,7 +199,7 @@ class Run:
 
     def __enter__(self) -> Run:
         try:
-            with self.ranks.together("opening the log"):
+            with self.ranks.fail_together("opening the log"):
                 self._log = self.display.log = RunLog(self.dir.logs / f"rank-{self.ranks.rank}.log")
         except BaseException:
             self.dir.close()
@@ -222,7 +222,9 @@ class Run:
             self.display.note(self._folders.text())
         cluster = self.config.cluster
         if self._saving.copies is None and cluster is not None and cluster.peer_copy:
-            self.display.note("cluster.peer_copy heals ranks of --ranks and --cluster; here is one process")
+            self.display.note(
+                "cluster.peer_copy restarts ranks of --ranks and --cluster; this run is one process"
+            )
         return self
 
     def __exit__(
@@ -324,7 +326,7 @@ class Run:
     def _begin(self, done: int) -> None:
         """Open the metrics, on rank 0, for the steps after the first `done`."""
         self.first_step = self._logged = done
-        with self.ranks.together("opening the metrics"):
+        with self.ranks.fail_together("opening the metrics"):
             if self._resumed:
                 known = self._saving.state.is_evaluated
                 self.dir.rewind(done, evaluated=[name for name in EVALUATIONS if known(name, done)])

@@ -105,9 +105,9 @@ class Saving:
             values["checkpoints_read"] = values.get("checkpoints_read", 0) + 1
         values = self.state.values
         done = int(values.get("step", 0))
-        with self.ranks.together("looking at what is done"):
+        with self.ranks.fail_together("looking at what is done"):
             self._manifest.check_steps(done, saved=self.checkpoints.steps)
-        known = self.ranks.from_first(
+        known = self.ranks.on_rank_zero(
             lambda: self._consistent_evaluations(path, done), what="comparing the run's files"
         )
         values["evaluated"] = known

@@ -216,9 +216,6 @@ class RankContext:
 
         self.gather_results(fail, what=what)
 
-    # Names of earlier versions, which modules of the loop still use.
-    together, each, from_first = fail_together, gather_results, on_rank_zero
-
     def require_same(self, values: Mapping[str, Any], *, what: str) -> None:
         """Raise on every rank unless each value is equal on all of them.
 
