@@ -1,9 +1,9 @@
-"""The API of 0.0 for loops of your own: parts as one record, and a trainer with four verbs. It goes with 0.2;
-`examples/own_loop.py` shows what takes its place."""
+"""The deprecated API for custom loops: the parts as one record, and a trainer with four methods. It will be
+removed in 0.2; `examples/own_loop.py` shows its replacement."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -104,10 +104,15 @@ def build_online(
     on_progress: OnProgress | None = None,
     ranks: RankContext | None = None,
     work_dir: Path | None = None,
-    manifest: Mapping[str, Any] | None = None,
+    hold_out: bool | None = None,
 ) -> OnlineParts:
-    """Check, load and wire everything that `run` names; see `Builder`."""
+    """Build all parts that `run` names; see `Builder`.
+
+    Args:
+        hold_out: whether to hold prompts out for evaluations; None: if the run has an evaluation.
+    """
     hooks = LoopHooks(on_progress=on_progress)
+    manifest = None if hold_out is None else {"held_out": hold_out}
     build = Builder(run, ranks=ranks, work_dir=work_dir, manifest=manifest, hooks=hooks)
     try:
         environment = build.environment(rewards=rewards)
