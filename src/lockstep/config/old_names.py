@@ -1,4 +1,4 @@
-"""Renamed settings. An old name or value is read as the new one, with one warning, until 0.1 is over.
+"""Renamed settings. An old name or value is read as the new one, with one warning, until 0.2.
 
 `RENAMED` is the only list: TOML files, flags, overrides, keyword arguments and the files of earlier runs go
 through it before they are checked.
