@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.attention import KERNELS, Ring, ring_attention
 from lockstep.config.model import ModelConfig
+from lockstep.models.architectures import checkpoint_activations
 from lockstep.models.forward import decoder_inputs, hidden_states, run_decoder
 from lockstep.models.load import load_model
 from lockstep.packing import Bucket, pack, ring_shard
@@ -105,7 +106,7 @@ def model_case(
     module.zero_grad(set_to_none=True)
 
     if checkpointing:
-        module.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(module)
     size = dist.get_world_size()
     shard = ring_shard(batch.lengths, rank=dist.get_rank(), size=size, num_documents=len(lengths))
     hidden = run_decoder(module, decoder_inputs(module, batch, ring=Ring(shard=shard, group=group)))

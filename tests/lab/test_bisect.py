@@ -243,7 +243,7 @@ def test_cells_of_a_recording_run_with_their_weights(recording):
     assert all("the recorded one" in statement for statement in opened.weights_descriptions())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_compiler_is_told_from_the_kernel(recording, monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaMLP
 

@@ -52,7 +52,8 @@ class Incomplete:
 
 
 def test_what_is_wrong_with_a_class_is_named() -> None:
-    assert interface_problems(Renamed) == [
+    # Python 3.12 says "a required keyword-only argument" of the last one.
+    assert [said.replace("keyword-only ", "") for said in interface_problems(Renamed)] == [
         "logprobs: too many positional arguments",
         "has no method forward_backward",
         "optimizer_step: missing a required argument: 'lr'",

@@ -96,9 +96,9 @@ LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
 }
 """Ranks, and what each stack is trained on."""
 QUICK = {
-    "fsdp2 on 2": {"fsdp2": (SFT_SGD, GRPO_ADAMW, BF16, SHARED, JOINT, LORA), "fsdp2:ring2": (GRPO_ADAMW,)},
-    "fsdp2 on 4": {"fsdp2:tp2+ring2": (SFT_SGD, BF16)},
-    "deepspeed on 2": {"deepspeed:zero2": (SFT_SGD, PADDED), "deepspeed:zero3": (GRPO_ADAMW,)},
+    "fsdp2 on 2": {"fsdp2": (GRPO_ADAMW, SHARED, LORA)},
+    "fsdp2 on 4": {"fsdp2:tp2+ring2": (BF16,)},
+    "deepspeed on 2": {"deepspeed:zero2": (SFT_SGD,), "deepspeed:zero3": (GRPO_ADAMW,)},
     "scores, fsdp2 on 2": {"fsdp2:tp2": (VALUE, RM)},
     "scores, deepspeed on 2": {"deepspeed:zero2": (VALUE,)},
 }

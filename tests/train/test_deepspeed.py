@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from raising import raises
+from selected import exhaustive
 from starting import run_ranks
 
 from lockstep.config.train import TrainConfig
@@ -44,7 +45,7 @@ def check(results: list[list[dict[str, Any]]], cases: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [(0, 1), (2, 3)])
+@pytest.mark.parametrize("stages", [pytest.param((0, 1), marks=pytest.mark.exhaustive), (2, 3)])
 def test_one_rank_computes_what_local_computes(stages: tuple[int, ...]) -> None:
     cases = [case for stage in stages for case in one_rank_cases(stage)]
     check(run_cases(cases), cases)
@@ -69,7 +70,7 @@ def test_two_ranks_add_their_own_gradients() -> None:
     check(run_cases(cases, ranks=2), cases)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_groups_without_a_signal_are_left_out_of_two_ranks() -> None:
     """The worker compares gradients and weights with those of a run that leaves nothing out."""
     for of_rank in run_cases([{"kind": "left_out", "stages": [0, 1, 2, 3]}], ranks=2):
@@ -126,41 +127,43 @@ def test_twenty_steps_of_two_ranks(tmp_path: Path) -> None:
         assert result["fell"] or case.get("steps") == 4, result
 
 
+CHAINS: dict[str, dict[str, Any]] = {
+    "short": {"chain": ["zero2", "zero2", "local", "zero3", "fsdp2", "zero1"]},
+    "fp32": {
+        "chain": [
+            *("zero2", "zero2", "local", "zero3", "zero3"),
+            *("zero0", "zero0", "fsdp2", "zero1", "zero1"),
+        ],
+    },
+    "bf16": {"chain": ["zero3", "local", "zero0", "zero0", "zero2"], "dtype": "bfloat16"},
+    "lora": {"chain": ["zero3", "zero1", "local", "zero2"], "lora": True},
+    "offload": {
+        "chain": ["zero2", "zero2", "zero3", "zero3"],
+        "train": {"optimizer_device": "cpu"},
+        "model": "tiny-qwen3",
+    },
+    "start": {"chain": ["zero2", "zero3", "local"], "at_start": True},
+}
+"""The backends that load, one after another, what the one before has saved."""
+LAUNCHED = [(("short",), (2,)), (("fp32", "bf16", "lora", "offload", "start"), (2, 3))]
+"""Chains and ZeRO stages with errors that one launch of two ranks goes through."""
+
+
 @pytest.mark.slow
-def test_checkpoints_go_from_backend_to_backend_and_errors_to_every_rank(tmp_path: Path) -> None:
-    names = ("fp32", "bf16", "lora", "offload", "start", "errors", "errors3")
-    folders = {name: tmp_path / name for name in names}
-    for folder in folders.values():
-        folder.mkdir()
-    chains: list[dict[str, Any]] = [
-        {
-            "folder": "fp32",
-            "chain": [
-                *("zero2", "zero2", "local", "zero3", "zero3"),
-                *("zero0", "zero0", "fsdp2", "zero1", "zero1"),
-            ],
-        },
-        {"folder": "bf16", "chain": ["zero3", "local", "zero0", "zero0", "zero2"], "dtype": "bfloat16"},
-        {"folder": "lora", "chain": ["zero3", "zero1", "local", "zero2"], "lora": True},
-        {
-            "folder": "offload",
-            "chain": ["zero2", "zero2", "zero3", "zero3"],
-            "train": {"optimizer_device": "cpu"},
-            "model": "tiny-qwen3",
-        },
-        {"folder": "start", "chain": ["zero2", "zero3", "local"], "at_start": True},
-    ]
-    broken = [
-        {"kind": "errors", "stage": 2, "folder": "errors"},
-        {"kind": "errors", "stage": 3, "folder": "errors3"},
-    ]
-    cases = [{"kind": "states", **chain} for chain in chains] + broken
-    cases = [case | {"folder": str(folders[case["folder"]])} for case in cases]
+@pytest.mark.parametrize(("names", "stages"), exhaustive(LAUNCHED, quick=LAUNCHED[:1]))
+def test_checkpoints_go_from_backend_to_backend_and_errors_to_every_rank(
+    names: tuple[str, ...], stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    chains = [{"kind": "states", "folder": name, **CHAINS[name]} for name in names]
+    broken = [{"kind": "errors", "folder": f"errors{stage}", "stage": stage} for stage in stages]
+    cases = [case | {"folder": str(tmp_path / case["folder"])} for case in (*chains, *broken)]
+    for case in cases:
+        Path(case["folder"]).mkdir()
     results = run_cases(cases, ranks=2)
     for chain, result in zip(chains, results[0], strict=False):
         check_chain(chain, result["chain"])
-    for stage in (2, 3):
-        check_errors([of_rank[len(chains) + stage - 2] for of_rank in results])
+    for index in range(len(chains), len(cases)):
+        check_errors([of_rank[index] for of_rank in results])
 
 
 def check_chain(case: dict[str, Any], links: list[dict[str, Any]]) -> None:

@@ -38,12 +38,11 @@ FOUR = (
 )
 
 QUICK_ON_TWO = (
-    *("sgd", "adamw", "tp", "ring", "value", "joint", "checkpointing", "static_padded", "ref"),
-    *("several_calls", "collectives", "not_finite", "recovers", "rest", "groups_left_out", "bfloat16"),
-    *("sharded_start", "checkpoint_of_local", "deadlines", "hf_plan", "export", "lora", "lora_tp"),
-    "lora_state",
+    *("sgd", "tp", "ring", "value", "joint", "static_padded", "ref", "collectives", "not_finite"),
+    *("recovers", "rest", "groups_left_out", "sharded_start", "checkpoint_of_local", "deadlines"),
+    *("export", "lora_tp", "lora_state"),
 )
-QUICK_ON_FOUR = ("ring_tp", "checkpoints")
+QUICK_ON_FOUR = ("ring_tp",)
 
 Results = dict[str, list[dict[str, Any]]]
 

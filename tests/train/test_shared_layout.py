@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from selected import exhaustive
 from torch import Tensor
 
 from lockstep import invariant
@@ -110,8 +109,8 @@ def test_a_head_that_sees_every_row_gathers_none(tiny_model: Any, loss: Any) -> 
     assert not [event.name for event in seen.events() if "IndexSelectBackward" in event.name]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("execution", exhaustive(["compile", "joint"], quick=["joint"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("execution", ["compile", "joint"])
 def test_one_graph_serves_packs_of_one_shape(tiny_model: Any, loss: Any, execution: str) -> None:
     torch._dynamo.reset()
     packed = measured(tiny_model(attention="varlen"), "packed", loss)
