@@ -136,7 +136,7 @@ class PlainBackend:
             shared_module=self.module,
         )
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """In the format of all backends, so that any of them can go on."""
         return save_state(
             directory,
@@ -144,7 +144,6 @@ class PlainBackend:
             progress=self._progress(),
             layout=LAYOUT,
             background=background,
-            in_memory=in_memory,
         )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:

@@ -294,7 +294,7 @@ class Backend:
     def __init__(self, rank: int, value: object) -> None:
         self.rank, self.value = rank, value
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         def finish() -> dict[str, str]:
             (directory / names(self.rank)[0]).write_text(str(self.value))
             return {names(self.rank)[0]: ""}

@@ -226,7 +226,7 @@ class PeerCopies:
             if self._ranks.is_first if self._ring is None else self._ring.is_first_of_node:
                 self._make(step, text)
         path = step_folder(self.folder, step)
-        finish = backend.save(path, background=True, in_memory=True)
+        finish = backend.save(path, background=True)
         self._begun = step
         self._thread = threading.Thread(
             target=self._write, args=(path, finish), name=f"copy-{path.name}", daemon=True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -492,13 +491,6 @@ def check_own_backend(run: RunConfig) -> None:
         )
         if refusal is not None:
             raise ConfigError(refusal, code="unsupported-combination")
-        copies = run.cluster is not None and run.cluster.peer_copy
-        if copies and "in_memory" not in inspect.signature(part.save).parameters:
-            raise ConfigError(
-                f"unsupported-combination: cluster.peer_copy = true with train.backend = {name!r}, whose "
-                "save has no argument in_memory; give it one (lockstep.protocols.TrainBackend.save), or set "
-                "cluster.peer_copy = false"
-            )
 
 
 _ALGORITHM = ("keep", "advantages", "loss_weights", "loss")

@@ -329,19 +329,16 @@ class Roles:
     """Its numbers are ALGORITHM."""
     ranks: RankContext
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Save all of them; what is random is in the state of each, and nothing is drawn between."""
-        # A backend of the user's need not know the argument.
-        how = {"background": background} | ({"in_memory": True} if in_memory else {})
-        finishes = {"": self.policy.save(directory, **how)}
+        finishes = {"": self.policy.save(directory, background=background)}
         for role, backend in self.others.items():
             folder = directory / role
             with self.ranks.fail_together(f"beginning the checkpoint of role {role}"):
                 folder.mkdir(exist_ok=True)  # of each node that has a folder of its own
-            finishes[f"{role}/"] = backend.save(folder, **how)
-
+            finishes[f"{role}/"] = backend.save(folder, background=background)
         numbers = self.ranks.on_rank_zero(
-            lambda: write_json(directory / ALGORITHM, self.algorithm.state(), in_memory=in_memory).sha256,
+            lambda: write_json(directory / ALGORITHM, self.algorithm.state()).sha256,
             str,
             what="saving the algorithm's state",
         )

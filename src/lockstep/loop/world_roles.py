@@ -75,10 +75,10 @@ class WorldState:
 
     world: World
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """See TrainBackend."""
         where = str(directory.absolute())
-        self.world.call("save", directory=where, background=background, in_memory=in_memory)
+        self.world.call("save", directory=where, background=background)
         return lambda: dict(self.world.call("finish", alone=True, directory=where))
 
     def load(self, directory: Path, *, verified: bool = False) -> None:

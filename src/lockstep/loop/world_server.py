@@ -281,11 +281,10 @@ class RoleHost:
         value = _require(self._value, "value")
         return value.update(samples, values=values, returns=returns)
 
-    def save(self, directory: str, background: bool, in_memory: bool) -> None:
+    def save(self, directory: str, background: bool) -> None:
         """Start saving the value model's backend; `finish` completes it."""
         backend = _require(self._value, "value").backend
-        how = {"background": background} | ({"in_memory": True} if in_memory else {})
-        self._saving[directory] = backend.save(Path(directory), **how)
+        self._saving[directory] = backend.save(Path(directory), background=background)
 
     def finish(self, directory: str) -> dict[str, str]:
         """Complete a save; in any thread."""

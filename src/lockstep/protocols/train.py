@@ -145,12 +145,11 @@ class TrainBackend(Protocol):
         """Return the current weights, under Hugging Face names, as version `policy_version`."""
         ...
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Save weights, master weights, optimizer, schedule and RNG into an existing empty directory, in the
         one format that every backend loads (lockstep.train.state.save_load). Collective; each rank writes its
         own files. With `background` the state is copied now, and training may continue before the returned
-        function is called, in any thread. With `in_memory` the directory is on a tmpfs, and nothing is hashed
-        (cluster.peer_copy). Raises CheckpointError if the disk is full.
+        function is called, in any thread. Raises CheckpointError if the disk is full.
         """
         ...
 
@@ -267,6 +266,6 @@ class Saved(Protocol):
     """Anything a checkpoint can hold: one TrainBackend, or those of several roles. TrainBackend documents the
     methods."""
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave: ...
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave: ...
     def load(self, directory: Path, *, verified: bool = False) -> None: ...
     def export(self, directory: Path) -> None: ...

@@ -37,6 +37,11 @@ _FILE = re.compile(r"(?:[a-z_]{1,40}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}")
 """A file of the policy, or of another role in its folder."""
 
 
+def is_in_memory(path: Path) -> bool:
+    """Return whether a file is of a copy in memory."""
+    return any(part.startswith(_PREFIX) for part in path.parts)
+
+
 @contextlib.contextmanager
 def copy_folder(place: Path) -> Iterator[Path]:
     """Make a folder for the copies of one run, and remove it at the end.

@@ -350,11 +350,9 @@ class RecordingBackend:
         """See protocols.TrainBackend."""
         return self.inner.weights(policy_version=policy_version)
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """See protocols.TrainBackend."""
-        # A backend of the user's need not know the argument.
-        how = {"background": background} | ({"in_memory": True} if in_memory else {})
-        return self.inner.save(directory, **how)
+        return self.inner.save(directory, background=background)
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """See protocols.TrainBackend."""

@@ -141,7 +141,7 @@ class Backend:
         """The state that a save holds."""
         raise NotImplementedError
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Save everything that determines how training continues into an existing empty directory (see
         train/state/save_load.py). With several ranks, each tensor is written whole by one of them. With
         `background` the state is copied to host memory, in a thread if it is there already (the next
@@ -164,7 +164,6 @@ class Backend:
                 progress=self._progress(),
                 layout=self._layout,
                 background=background and self._copies,
-                in_memory=in_memory,
             )
             self._saved()
         return finish

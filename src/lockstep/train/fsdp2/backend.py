@@ -353,11 +353,11 @@ class FSDP2Backend(MasterBackend):
         # Cast before the gather: less travels, and the bits are those of the cast that every forward makes.
         return self._policy.whole(name, self._policy.local(name).to(self.model.dtype))
 
-    def save(self, directory: Path, *, background: bool = False, in_memory: bool = False) -> FinishSave:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """See Backend. The first gather's buffers are NCCL's, and torch keeps what it freed."""
         if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] < _NCCL_ROOM:
             torch.cuda.empty_cache()
-        return super().save(directory, background=background, in_memory=in_memory)
+        return super().save(directory, background=background)
 
     def _parts(self) -> ShardedState:
         return ShardedState(self._policy, self._optimizer, trained_only=self._lora)

@@ -1,5 +1,5 @@
 """Checkpoint files: safetensors and JSON, streamed to disk, fsynced, hashed while writing; checked before
-use. Those of a copy in memory (`in_memory`), which ends with the machine, are neither fsynced nor hashed."""
+use. Those of a copy in memory, which ends with the machine, are neither fsynced nor hashed."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from lockstep.observe import files
 from lockstep.observe.files import check_inside, file_errors
 from lockstep.observe.tensor_file import NAMES, file_head, tensor_bytes
 from lockstep.observe.text import printable
+from lockstep.ranks.in_memory_checkpoint import is_in_memory
 from lockstep.train.optimizer import lr_at
 
 # A part is written while a thread hashes it: large enough that handing it over costs nothing beside that.
@@ -62,8 +63,6 @@ class TensorFile:
         self,
         path: Path,
         tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        *,
-        in_memory: bool = False,
     ) -> None:
         for name, (_, dtype) in tensors.items():
             if NAMES.get(dtype) not in STATE_DTYPES:  # it could not be loaded again
@@ -73,7 +72,7 @@ class TensorFile:
                 )
         self._left = dict(tensors)
         head = file_head({name: (NAMES[t], shape) for name, (shape, t) in tensors.items()}, {"format": "pt"})
-        self._file = _HashingFile(path, in_memory=in_memory).__enter__()
+        self._file = _HashingFile(path).__enter__()
         self._file.write(head)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -96,10 +95,10 @@ class TensorFile:
             self._file.__exit__(OSError)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, in_memory: bool = False) -> FileRecord:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write a safetensors file and wait until it is on the disk. Raises OSError."""
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    file = TensorFile(path, shapes, in_memory=in_memory)
+    file = TensorFile(path, shapes)
     try:
         for name, tensor in tensors.items():
             file.write(name, tensor)
@@ -109,9 +108,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, in_memory: bool 
         raise
 
 
-def write_json(path: Path, value: Any, *, in_memory: bool = False) -> FileRecord:
+def write_json(path: Path, value: Any) -> FileRecord:
     """Write indented JSON and wait until it is on the disk. Raises OSError."""
-    with _HashingFile(path, in_memory=in_memory) as file:
+    with _HashingFile(path) as file:
         file.write((json.dumps(value, indent=1) + "\n").encode())
     return file.record()
 
@@ -193,8 +192,8 @@ class _HashingFile:
     """A new file whose bytes are hashed as they are written; closing it waits for the disk. Neither, in
     memory."""
 
-    def __init__(self, path: Path, *, in_memory: bool = False) -> None:
-        self._path, self._in_memory = path, in_memory
+    def __init__(self, path: Path) -> None:
+        self._path, self._in_memory = path, is_in_memory(path)
         self._hash = hashlib.sha256()
         self._bytes = 0
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")

@@ -79,7 +79,6 @@ def save_state(
     progress: Mapping[str, Any],
     layout: Layout,
     background: bool | CopySpace = False,
-    in_memory: bool = False,
 ) -> FinishSave:
     """Write this rank's files into an existing directory. Collective over `parts.group`.
 
@@ -89,7 +88,6 @@ def save_state(
             leave the writing to the returned function, which any thread may call. A CopySpace: that is where
             the copies go; live tensors in host memory are then copied by a thread, and its `wait` must be
             called before they change. True: all is copied now.
-        in_memory: the directory is in memory: nothing is hashed, or waits for a disk.
 
     Returns:
         A function that finishes the save and returns the sha256 of this rank's files by name. Not
@@ -108,7 +106,6 @@ def save_state(
         require_free_space(directory, needed)
     own = {name: meta for name, meta in tensors.items() if owners[name] == ranks.rank}
     files = _RankFiles(directory, own, ranks=ranks, needed=needed)
-    files.in_memory = in_memory
     later = isinstance(background, CopySpace) or background
     files.held_limit = math.inf if later else 0 if ranks.size == 1 else _HELD
     if isinstance(background, CopySpace):
@@ -159,7 +156,6 @@ class _RankFiles:
         """Copies the held tensors that are live."""
         self._live: list[int] = []
         self.space: CopySpace | None = None
-        self.in_memory = False
         self.host_is_live = False
         """Whether tensors in host memory stay as they are until `space.wait`."""
         self._held_bytes = 0
@@ -218,7 +214,7 @@ class _RankFiles:
             try:
                 if file not in self._open:
                     path, left = self._directory / file, self._left[file]
-                    self._open[file] = TensorFile(path, left, in_memory=self.in_memory)
+                    self._open[file] = TensorFile(path, left)
                 self._open[file].write(name.removeprefix(MODEL), tensor)
             except OSError as error:
                 self._failure = error
@@ -246,10 +242,10 @@ class _RankFiles:
             records[file] = self._open.pop(file).close()
         rank, size = self._ranks.rank, self._ranks.size
         rng = rank_file("rng", "safetensors", rank=rank, size=size)
-        records[rng] = write_tensors(self._directory / rng, self.rng, in_memory=self.in_memory)
+        records[rng] = write_tensors(self._directory / rng, self.rng)
         self.document["files"] = {name: asdict(record) for name, record in records.items()}
         name = STATE if rank == 0 else rank_file("files", "json", rank=rank, size=size)
-        records[name] = write_json(self._directory / name, self.document, in_memory=self.in_memory)
+        records[name] = write_json(self._directory / name, self.document)
         return records
 
     def _explained(self, error: OSError) -> CheckpointError:
