@@ -17,6 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -321,9 +322,14 @@ def rules_page() -> str:
         "engine, attention, ...) can be combined with is in [what may be combined](support.md).",
     ]
     for name, rules in sorted(RULES.items()):
-        rows = ((f"`{r.setting}`", f"`{r.code}`", re.sub(r"\{[^}]*\}", "...", r.say)) for r in rules)
+        rows = ((f"`{r.setting}`", f"`{r.code}`", _with_dots(r.text)) for r in rules)
         parts += [f"## {name}", table(("setting", "code", "message"), rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _with_dots(template: str) -> str:
+    parts = Formatter().parse(template)
+    return "".join(text + ("" if field is None else "...") for text, field, *_ in parts)
 
 
 def errors_page() -> str:

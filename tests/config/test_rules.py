@@ -11,13 +11,16 @@ from raising import problems
 
 from lockstep.config.algorithm import DPOConfig, RolloutCorrectionConfig
 from lockstep.config.batch import GenerateConfig, RewardRoleConfig, ScoreConfig
+from lockstep.config.cluster import ClusterConfig
 from lockstep.config.engine import EngineConfig, check_engine
-from lockstep.config.ppo import PPOConfig, PPOKLConfig
+from lockstep.config.ppo import PPOConfig, PPOKLConfig, PPORun
 from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, SamplingConfig
 from lockstep.config.rules import RULES, Rule, refuse
+from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.config.support import check_backend
 from lockstep.config.train import EvalConfig, TrainConfig
+from lockstep.config.value import ValueConfig
 from lockstep.errors import ConfigError
 
 
@@ -29,6 +32,11 @@ def engine(**values: Any) -> None:
     check_engine(EngineConfig(**values))
 
 
+VLLM = {"name": "vllm", "python": "/opt/vllm/bin/python"}
+GREEDY = {"sampling": {"temperature": 0.0}}
+ENDLESS = {"sampling": {"ignore_eos": True}}
+LONGEST = {"min_tokens": 9}
+REMOTE = {"gpus": 1, "dedicated_gpus": True, "colocate": (("policy",), ("value",))}
 BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
     "algorithm (dpo)": (
         DPOConfig,
@@ -38,7 +46,10 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
             {"name": "orpo", "average": False},
         ],
     ),
-    "algorithm (ppo)": (PPOConfig, [{"lam": 0.5, "lam_length_alpha": 0.05}]),
+    "algorithm (ppo)": (
+        PPOConfig,
+        [{"reward_clip": (1.0, 1.0)}, {"lam": 0.5, "lam_length_alpha": 0.05}],
+    ),
     "algorithm.kl (ppo)": (
         PPOKLConfig,
         [{"target": 6.0, "coef": 0.0}, {"target": 6.0, "coef": 0.1, "place": "loss"}],
@@ -54,6 +65,20 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
             {"name": "vllm", "url": "127.0.0.1:8000"},
         ],
     ),
+    "cluster": (ClusterConfig, [{"gpus": 2, "slots": 2}, {"dedicated_gpus": True}]),
+    "engine (devices)": (
+        engine,
+        [
+            VLLM | {"tp": 2, "cuda_devices": (0,)},
+            VLLM | {"tp": 2, "cuda_devices": (1, 1)},
+            VLLM | {"replicas": 2, "cuda_devices": (1, 1)},
+        ],
+    ),
+    "engine (in the trainer's process)": (engine, [{"name": "hf", "transfer": "disk"}]),
+    "engine (servers)": (
+        engine,
+        [{"name": "vllm", "python": "/opt/vllm/bin/python", "url": "http://127.0.0.1:8000"}],
+    ),
     "engine (seeds)": (engine, [{"name": "sglang", "unseeded": True, "batch_invariant": True}]),
     "eval": (EvalConfig, [{"samples_per_prompt": 2}]),
     "generate": (
@@ -68,8 +93,61 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
     "record": (RecordConfig, [{"first_step": 3, "last_step": 2}]),
     "reward_model": (RewardRoleConfig, [{"name": "m", "aggregation": "min"}]),
     "rewards": (RewardConfig, [{"name": "math", "secrets": {"key": "env:KEY"}}]),
+    "rewards (http)": (RewardConfig, [{"name": "http"}]),
     "rollout.sampling": (SamplingConfig, [{"min_tokens": 9, "max_tokens": 8}, {"top_k": 0}]),
+    "run": (SFTRun, [{"train": {"min_lr_ratio": 0.1, "schedule": "constant"}}]),
+    "run (dpo)": (DPORun, [{"algorithm": {"name": "kto"}, "batch_size": 1}]),
+    "run (offline)": (SFTRun, [{"train": {"reuse_rollout_logprobs": False}}]),
+    "run (ppo)": (
+        PPORun,
+        [
+            {"value": {"warmup_batches": 2}, "steps": 2},
+            {"algorithm": {"kl": {"coef": 0.1, "place": "reward", "target": 6.0, "horizon": 8}}},
+            {"train": {"backend": "deepspeed", "execution": "deepcompile"}},
+        ],
+    ),
+    "run (record)": (SFTRun, [{"record": {"enabled": True, "first_step": 2}, "steps": 2}]),
+    "run (remote roles)": (SFTRun, [{"cluster": {"gpus": 1, "colocate": (("policy",), ("ref",))}}]),
+    "run (rl)": (
+        GRPORun,
+        [
+            {"rollout": {"group_size": 1}},
+            {"algorithm": {"mask_truncated": True}, "rollout": ENDLESS},
+            {"rollout": GREEDY},
+            {"rewards": ()},
+        ],
+    ),
+    "run (rl offload)": (
+        PPORun,
+        [
+            {"offload": ("policy", "policy")},
+            {"offload": ("value",), "train": {"execution": "joint", "cuda_graph": True}},
+            {"offload": ("value",), "record": {"enabled": True}},
+        ],
+    ),
+    "run (rl remote roles)": (
+        PPORun,
+        [
+            {"cluster": REMOTE, "train": {"backend": "deepspeed"}},
+            {"cluster": REMOTE, "record": {"enabled": True}},
+        ],
+    ),
+    "run (rl sizes)": (
+        GRPORun,
+        [
+            {"eval": {"max_tokens": 8}, "rollout": {"sampling": LONGEST}},
+            {"data": {"size": 4}},
+            {"train": {"token_budget": 64}},
+            {"engine": {"name": "native", "kv_cache_tokens": 64}},
+            {"train": {"minibatches": 7}},
+        ],
+    ),
+    "run (rm)": (RewardModelRun, [{"train": {"batch_invariant": True}}]),
     "score": (ScoreConfig, [{}]),
+    "value": (
+        ValueConfig,
+        [{"loss": "squared", "huber_delta": 2.0}, {"name": "policy", "revision": "main"}],
+    ),
     "train": (train, [{"backend": "fsdp2", "tp_plan": "hf"}, {"cuda_graph": True}]),
     "train (joint graphs)": (train, [{"execution": "joint", "static_capacity": False}]),
     "train (batch-invariant)": (
@@ -109,7 +187,7 @@ def test_each_rule_has_a_config_that_breaks_it(
         make(**values)
     (problem,) = problems(caught.value)
     assert (problem["code"], problem["setting"]) == (rule.code, rule.setting)
-    begins = rule.say.partition("{")[0]
+    begins = rule.text.partition("{")[0]
     assert begins in str(caught.value) and "{0" not in str(caught.value)
 
 

@@ -183,6 +183,11 @@ class GRPOConfig(Config):
     """Nats: where the advantage is negative, a completion whose tokens are on average this much less likely
     now than when they were sampled is masked (arXiv 2512.02556, eq. 9; TRL has the same name). None: off."""
 
+    @property
+    def compares_group(self) -> bool:
+        """Whether an advantage compares the samples of a group, so that a sample alone has none."""
+        return self.resolved().advantage in (*PER_GROUP, "group_mean_batch_std")
+
     @field_validator("overlong", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, field_validator
 
 from lockstep.config.base import Config, FilePath, NonNegativeInt, PositiveInt, check
 from lockstep.config.engine import EngineConfig, kind
+from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError
 
 POLICY = "policy"
@@ -174,21 +175,12 @@ class ClusterConfig(Config):
 
     @check
     def _check_ranks(self) -> ClusterConfig:
-        if self.gpus and self.slots != 1:
-            raise ConfigError(
-                f"no-effect: slots = {self.slots} with gpus = {self.gpus}: there is one rank per GPU; leave "
-                "slots out, or set gpus = 0"
-            )
+        refuse(self, "cluster")
         if self.ranks > MOST_SLOTS:
             raise ConfigError(
                 f"out-of-range: nodes * ranks per node = {self.nodes} * {self.per_node} = {self.ranks} is "
                 f"above {MOST_SLOTS}; lower nodes, gpus or slots",
                 setting="nodes",
-            )
-        if self.dedicated_gpus and not self.remote_groups:
-            raise ConfigError(
-                "no-effect: dedicated_gpus = true without remote roles: all roles share the processes of the "
-                "ranks; leave it out, or write several groups in colocate"
             )
         return self
 

@@ -144,6 +144,11 @@ class EngineConfig(Config):
     env:VARIABLE, or file:/absolute/path of a file of mode 0600. The values appear in no file, log or
     error."""
 
+    @property
+    def shares(self) -> list[tuple[int, ...]]:
+        """The GPUs of each replica, of cuda_devices."""
+        return [self.cuda_devices[at : at + self.tp] for at in range(0, len(self.cuda_devices), self.tp)]
+
     @check
     def _check(self) -> EngineConfig:
         check_engine(self)
@@ -198,12 +203,7 @@ def check_engine(config: EngineConfig) -> None:
     """
     if config.name != "auto" and config.name not in engines():
         return
-    if config.python is not None and config.url is not None:
-        raise ConfigError(
-            f"contradiction: engine.python = {_shown(config.python)} starts a server and engine.url = "
-            f"{config.url!r} is one that runs already; leave one of them out",
-            setting="engine.url",
-        )
+    refuse(config, "engine (servers)")
     names = _EMBEDDED if config.name == "auto" else (config.name,)
     here = tuple(kind(config.model_copy(update={"name": name})) for name in names)
     fields = type(config).model_fields
@@ -217,16 +217,7 @@ def check_engine(config: EngineConfig) -> None:
     if has_own_weights(config):
         _check_own_weights(config)
     else:
-        _check_embedded(config)
-
-
-def _check_embedded(config: EngineConfig) -> None:
-    if config.transfer not in ("auto", "memory"):
-        raise ConfigError(
-            f"no-effect: engine.transfer = {config.transfer!r}: engine.name = {config.name!r} is in the "
-            "trainer's process and shares or copies its weights; leave it at 'auto', or set engine.process = "
-            "'own'"
-        )
+        refuse(config, "engine (in the trainer's process)")
 
 
 def _check_own_weights(config: EngineConfig) -> None:
@@ -237,7 +228,7 @@ def _check_own_weights(config: EngineConfig) -> None:
             "and this one is a server; set 'auto', 'ipc', 'collective' or 'disk'"
         )
     refuse(config, "engine")
-    _check_devices(config)
+    refuse(config, "engine (devices)")
     if here in HAS_EFFECT["unseeded"][0] and not config.batch_invariant and not config.unseeded:
         raise ConfigError(
             f"unsupported-combination: engine.name = {config.name!r} reads seeds only in its deterministic "
@@ -246,29 +237,6 @@ def _check_own_weights(config: EngineConfig) -> None:
             setting="engine.batch_invariant",
         )
     refuse(config, "engine (seeds)")
-
-
-def _check_devices(config: EngineConfig) -> None:
-    needed, devices = config.replicas * config.tp, config.cuda_devices
-    if devices and len(devices) != needed:
-        raise ConfigError(
-            f"contradiction: engine.cuda_devices = {list(devices)} names {len(devices)} GPUs, and "
-            f"engine.replicas * engine.tp = {config.replicas} * {config.tp} need {needed}; list each "
-            "replica's one after the other"
-        )
-    for start in range(0, len(devices), config.tp):
-        share = devices[start : start + config.tp]
-        if len(set(share)) < len(share):
-            raise ConfigError(
-                f"duplicate: engine.cuda_devices = {list(devices)} gives one replica the GPUs {list(share)}, "
-                f"one of them twice; name {config.tp} different ones"
-            )
-    if len(set(devices)) < len(devices) and config.memory_fraction is None:
-        raise ConfigError(
-            f"missing-setting: engine.cuda_devices = {list(devices)} puts several replicas on one GPU; set "
-            "engine.memory_fraction, of the whole GPU for each of them",
-            setting="engine.memory_fraction",
-        )
 
 
 def _shown(value: object) -> str:

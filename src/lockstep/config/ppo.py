@@ -70,11 +70,6 @@ class PPOConfig(GRPOConfig):
 
     @check
     def _check_estimates(self) -> PPOConfig:
-        if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
-            raise ConfigError(
-                f"contradiction: reward_clip = {list(self.reward_clip)}: the first bound is not below the "
-                "second, so every reward would be the same; swap them"
-            )
         refuse(self, "algorithm (ppo)")
         return self
 
@@ -114,30 +109,14 @@ class PPORun(GRPORun):
 
     @check
     def _check_value(self) -> PPORun:
-        samples = self.rollout.prompts_per_step * self.rollout.group_size
+        samples = self.rollout.samples
         train = self.value.train(self.train)
         if samples % train.minibatches:
             raise ConfigError(
                 f"not-divisible: value.minibatches = {train.minibatches} does not divide the {samples} "
                 "rollouts of a step (rollout.prompts_per_step * rollout.group_size)"
             )
-        if self.value.warmup_batches >= self.steps:
-            raise ConfigError(
-                f"nothing-to-do: value.warmup_batches = {self.value.warmup_batches} is not below steps = "
-                f"{self.steps}: the policy would never be trained; lower it, or raise steps"
-            )
-        kl = self.algorithm.kl
-        if kl.target is not None and kl.horizon < samples:
-            raise ConfigError(
-                f"out-of-range: algorithm.kl.horizon = {kl.horizon} is below the {samples} rollouts of a "
-                "step: the coefficient would change by more than a fifth at once; raise it"
-            )
-        if train.execution == "deepcompile":
-            raise ConfigError(
-                "unsupported-combination: train.execution = 'deepcompile' with kind = 'ppo': its graph holds "
-                "the policy's head, and a value model has another one; set train.execution = 'compile' or "
-                "'joint'"
-            )
+        refuse(self, "run (ppo)")
         lora = self.value.lora
         try:
             check_backend(train, lora=lora is not None, lora_dropout=0.0 if lora is None else lora.dropout)

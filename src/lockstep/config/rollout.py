@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -55,6 +54,11 @@ class SamplingConfig(Config):
     """Whether the text of a completion, which rewards, stop strings and files get, leaves out special tokens,
     such as <think> in many models. The end-of-sequence token is never in it."""
 
+    @property
+    def can_end(self) -> bool:
+        """Whether a completion can end before max_tokens."""
+        return bool(self.stop or self.stop_token_ids or not self.ignore_eos)
+
     @check
     def _check(self) -> SamplingConfig:
         refuse(self, "rollout.sampling")
@@ -71,6 +75,11 @@ class RolloutConfig(Config):
     sampling: SamplingConfig = SamplingConfig()
     save: bool = True
     """Keep every rollout as JSONL under rollouts/."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step."""
+        return self.prompts_per_step * self.group_size
 
 
 BUILTIN_REWARDS = ("format", "http", "ids", "length", "math", "verifier")
@@ -138,11 +147,7 @@ class RewardConfig(Config):
                         f"{self.name!r}; set name = 'http', or leave it out"
                     )
             return self
-        if self.url is None or not re.fullmatch(r"https?://[!-~]+", self.url):
-            raise ConfigError(
-                f"missing-setting: url = {self.url!r} with name = 'http'; set the service's address, such "
-                "as url = 'http://127.0.0.1:8000/score'"
-            )
+        refuse(self, "rewards (http)")
         parts = urlsplit(self.url)
         try:
             usable = bool(parts.hostname) and parts.port != 0

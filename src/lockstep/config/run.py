@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from lockstep.config.algorithm import PER_GROUP, DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
+from lockstep.config.algorithm import DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
 from lockstep.config.base import NonNegativeInt, PositiveInt, check
 from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import ClusterConfig, _check_engine_gpus
@@ -13,6 +13,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
 from lockstep.config.engine import EngineConfig, has_own_weights, resolved
 from lockstep.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
+from lockstep.config.rules import refuse
 from lockstep.config.run_config import RunConfig as RunConfig
 from lockstep.config.run_config import check_ranks as check_ranks
 from lockstep.config.support import check_support
@@ -27,16 +28,6 @@ RL_METRICS = ("strict_accuracy", "lenient_accuracy", "mean_reward", "mean_comple
 OFFLINE_METRICS = {"sft": ("loss", "perplexity"), "dpo": ("loss", "accuracy", "reward_margin")}
 OFFLINE_METRICS["rm"] = OFFLINE_METRICS["dpo"]
 """The metrics of an evaluation, written eval/NAME."""
-
-
-def _check_eval_tokens(run: GRPORun) -> None:
-    """Evaluations sample as training does, but for temperature and max_tokens."""
-    least, most = run.rollout.sampling.min_tokens, run.eval.max_tokens
-    if most is not None and most < least and (run.eval.before or run.eval.after or run.eval.every > 0):
-        raise ConfigError(
-            f"contradiction: eval.max_tokens = {most} is below rollout.sampling.min_tokens = {least}, which "
-            "evaluations have as well; raise eval.max_tokens or lower rollout.sampling.min_tokens"
-        )
 
 
 Role = Literal["policy", "ref", "value", "reward_model"]
@@ -125,7 +116,7 @@ class GRPORun(RunConfig):
     @property
     def documents_per_update(self) -> int:
         """Rollouts of one minibatch."""
-        return self.rollout.prompts_per_step * self.rollout.group_size // self.train.minibatches
+        return self.rollout.samples // self.train.minibatches
 
     @property
     def documents_setting(self) -> str:
@@ -140,7 +131,7 @@ class GRPORun(RunConfig):
     @property
     def tokens_per_step(self) -> int:
         """See RunConfig."""
-        return self.rollout.prompts_per_step * self.rollout.group_size * self.longest_unit
+        return self.rollout.samples * self.longest_unit
 
     @property
     def has_groups(self) -> bool:
@@ -172,18 +163,7 @@ class GRPORun(RunConfig):
         cluster.check_roles(self.roles)
         if not self.remote_roles:
             return
-        if self.train.backend not in ("local", "fsdp2"):
-            raise ConfigError(
-                "unsupported-combination: cluster.colocate has several groups with train.backend = "
-                f"{self.train.backend!r}: remote roles need 'local' or 'fsdp2'; set one "
-                "of them, or write one group"
-            )
-        if self.record.enabled and "value" in self.remote_roles:
-            raise ConfigError(
-                "unsupported-combination: record.enabled = true with 'value' as a remote role in "
-                "cluster.colocate: only the policy's process records inputs; put it with the policy, "
-                "or set record.enabled = false"
-            )
+        refuse(self, "run (rl remote roles)")
 
     def _check_engine_gpus(self, cluster: ClusterConfig) -> None:
         """See RunConfig."""
@@ -213,66 +193,13 @@ class GRPORun(RunConfig):
 
     @check
     def _check(self) -> GRPORun:
-        if self.rollout.group_size == 1 and self.algorithm.resolved().advantage in (
-            *PER_GROUP,
-            "group_mean_batch_std",
-        ):
-            raise ConfigError(
-                "nothing-to-do: rollout.group_size = 1 gives every advantage 0 under algorithm.name = "
-                f"{self.algorithm.name!r}, which compares the samples of a group; set rollout.group_size >= "
-                "2 or algorithm.name = 'reinforce++'"
-            )
-        sampling = self.rollout.sampling
-        ends = sampling.stop or sampling.stop_token_ids or not sampling.ignore_eos
-        if self.algorithm.mask_truncated and not ends:
-            raise ConfigError(
-                "nothing-to-do: algorithm.mask_truncated = true with rollout.sampling.ignore_eos = true and "
-                "no stop: every completion is cut off, so nothing would be trained on; leave one of them out"
-            )
-        if self.rollout.sampling.temperature == 0:
-            raise ConfigError(
-                "nothing-to-do: rollout.sampling.temperature = 0 samples one and the same completion "
-                "group_size times, so every advantage is 0; set it above 0 (evaluation has eval.temperature)"
-            )
-        if not self.rewards and self.reward_model is None:
-            raise ConfigError(
-                "missing-setting: rewards is empty; name at least one, such as rewards = [{name = "
-                "'verifier'}], or a reward_model"
-            )
+        refuse(self, "run (rl)")
         return self
 
     @check
     def _check_sizes(self) -> GRPORun:
         _check_best(self.checkpoint, every=self.eval.every, known=RL_METRICS)
-        _check_eval_tokens(self)
-        if self.data.size is not None and self.data.size < self.rollout.prompts_per_step:
-            raise ConfigError(
-                f"contradiction: data.size = {self.data.size} is below one rollout batch of "
-                f"rollout.prompts_per_step = {self.rollout.prompts_per_step} prompts; raise data.size or "
-                "lower rollout.prompts_per_step"
-            )
-        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
-        if longest > token_slots(self.train) and self.train.token_budget != "auto":
-            raise ConfigError(
-                f"contradiction: data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do "
-                f"not fit one micro-batch of train.token_budget = {self.train.token_budget}; raise "
-                "train.token_budget or lower one of the two",
-                setting="train.token_budget",
-            )
-        cache = self.engine.kv_cache_tokens
-        if cache is not None and cache < self.longest_sequence - 1:
-            raise ConfigError(
-                f"contradiction: engine.kv_cache_tokens = {cache} is below the {self.longest_sequence - 1} "
-                "tokens that one sample of training or evaluation can need (data.max_prompt_tokens + "
-                "rollout.sampling.max_tokens - 1; the evaluation before training may use more, see "
-                "eval.before_max_tokens_factor); raise engine.kv_cache_tokens"
-            )
-        samples = self.rollout.prompts_per_step * self.rollout.group_size
-        if samples % self.train.minibatches:
-            raise ConfigError(
-                f"not-divisible: train.minibatches = {self.train.minibatches} does not divide the {samples} "
-                "rollouts of a step (rollout.prompts_per_step * rollout.group_size)"
-            )
+        refuse(self, "run (rl sizes)")
         return self
 
     @check
@@ -305,8 +232,6 @@ class GRPORun(RunConfig):
                 f"{', '.join(self.roles)}); leave {missing[0]!r} out",
                 setting="offload",
             )
-        if len(set(self.offload)) < len(self.offload):
-            raise ConfigError(f"duplicate: {what} names a role twice; name each once", setting="offload")
         trained = [role for role in self.offload if role != "reward_model"]
         backend = backends().get(train.backend)
         if trained and backend is not None and not backend.offloads:
@@ -317,19 +242,7 @@ class GRPORun(RunConfig):
                 f"{' and '.join(map(repr, trained))}",
                 setting="offload",
             )
-        if train.cuda_graph and {"ref", "value"} & set(trained):
-            raise ConfigError(
-                f"unsupported-combination: {what} with train.cuda_graph = true: a graph reads weights where "
-                "they were when it was captured; name 'policy' and 'reward_model' alone, or leave "
-                "train.cuda_graph out",
-                setting="offload",
-            )
-        if self.record.enabled and "value" in trained:
-            raise ConfigError(
-                f"unsupported-combination: {what} with record.enabled = true: recording reads the value "
-                "model's weights between its calls; leave 'value' out",
-                setting="offload",
-            )
+        refuse(self, "run (rl offload)")
         return self
 
 
@@ -391,11 +304,7 @@ class OfflineRun(RunConfig):
     @check
     def _check(self) -> OfflineRun:
         _check_best(self.checkpoint, every=self.eval_every, known=OFFLINE_METRICS[self.kind])
-        if self.train.reuse_rollout_logprobs is not None:
-            raise ConfigError(
-                f"no-effect: train.reuse_rollout_logprobs = {self.train.reuse_rollout_logprobs} has no "
-                f"effect with kind = {self.kind!r}, which has no rollouts; leave it out"
-            )
+        refuse(self, "run (offline)")
         for setting, value in (
             ("eval_every", self.eval_every),
             ("checkpoint.keep_best", self.checkpoint.keep_best),
@@ -516,12 +425,7 @@ class DPORun(PairRun):
 
     @check
     def _check_unpaired(self) -> DPORun:
-        if not self.algorithm.paired and self.batch_size < 2:
-            raise ConfigError(
-                f"unsupported-combination: batch_size = {self.batch_size} with algorithm.name = "
-                f"{self.algorithm.name!r}, whose baseline is of each prompt with another one's answer; set "
-                "batch_size to 2 or more"
-            )
+        refuse(self, "run (dpo)")
         return self
 
 
@@ -533,9 +437,5 @@ class RewardModelRun(PairRun):
 
     @check
     def _check_reward_model(self) -> RewardModelRun:
-        if self.train.batch_invariant:
-            raise ConfigError(
-                "unsupported-combination: train.batch_invariant = true with kind = 'rm': the head that gives "
-                "scores has no such form; leave it out"
-            )
+        refuse(self, "run (rm)")
         return self

@@ -14,6 +14,7 @@ from lockstep.config.declarations import backends
 from lockstep.config.model import ModelConfig
 from lockstep.config.record import RecordConfig, record_refusal
 from lockstep.config.rollout import RewardConfig, SamplingConfig
+from lockstep.config.rules import refuse
 from lockstep.config.support import check_backend, check_support, shards_weights
 from lockstep.config.train import CheckpointConfig, LogConfig, TrainConfig
 from lockstep.config.value import ValueConfig
@@ -217,11 +218,7 @@ class RunConfig(Config):
 
     @check
     def _check_schedule(self) -> RunConfig:
-        if self.train.min_lr_ratio > 0 and self.train.schedule == "constant":
-            raise ConfigError(
-                f"no-effect: train.min_lr_ratio = {self.train.min_lr_ratio} has no effect with "
-                "train.schedule = 'constant'; set train.schedule = 'linear' or 'cosine', or leave it out"
-            )
+        refuse(self, "run")
         return self
 
     @property
@@ -243,11 +240,7 @@ class RunConfig(Config):
 
     def _check_places(self, cluster: ClusterConfig) -> None:
         """Raise ConfigError for groups of cluster.colocate that this run cannot have."""
-        if self.remote_roles:
-            raise ConfigError(
-                f"unsupported-combination: cluster.colocate has several groups with kind = {self.kind!r}: "
-                "the roles of such a run are in one process; leave it out"
-            )
+        refuse(self, "run (remote roles)")
 
     @check
     def _check_devices(self) -> RunConfig:
@@ -283,11 +276,7 @@ class RunConfig(Config):
         )
         if refusal is not None:
             raise ConfigError(refusal, code="unsupported-combination", setting="record.enabled")
-        if self.record.enabled and self.record.first_step >= self.steps:
-            raise ConfigError(
-                f"nothing-to-do: record.first_step = {self.record.first_step} is not below steps = "
-                f"{self.steps}, so nothing would be recorded; lower it, or raise steps (they count from 0)"
-            )
+        refuse(self, "run (record)")
         return self
 
 

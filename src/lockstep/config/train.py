@@ -177,6 +177,11 @@ class EvalConfig(Config):
     """Kinds of problems whose lenient accuracy is reported separately, as eval/lenient_accuracy/NAME: for
     each name, a regular expression that is searched for in the rendered prompt."""
 
+    @property
+    def enabled(self) -> bool:
+        """Whether a run has evaluations."""
+        return self.before or self.after or self.every > 0
+
     @check
     def _check(self) -> EvalConfig:
         for name, expression in self.kinds.items():

@@ -8,8 +8,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, check
 from lockstep.config.model import Dtype, LoraConfig, ModelConfig
+from lockstep.config.rules import refuse
 from lockstep.config.train import TrainConfig
-from lockstep.errors import ConfigError
 
 POLICY = "policy"
 """value.name that stands for the policy's own model."""
@@ -91,14 +91,5 @@ class ValueConfig(Config):
 
     @check
     def _check(self) -> ValueConfig:
-        if self.loss == "squared" and self.huber_delta != 1.0:
-            raise ConfigError(
-                f"no-effect: huber_delta = {self.huber_delta} has no effect with loss = 'squared'; set "
-                "loss = 'huber', or leave it out"
-            )
-        if self.name == POLICY and self.revision is not None:
-            raise ConfigError(
-                f"no-effect: revision = {self.revision!r} has no effect with name = 'policy', which has "
-                "model.revision; leave it out, or set name"
-            )
+        refuse(self, "value")
         return self

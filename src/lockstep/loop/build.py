@@ -420,7 +420,7 @@ def make_planner(resolved: Resolved[GRPORun], ranks: RankContext) -> Planner:
         static_capacity=resolved.static_capacity,
         layout=resolved.layout,
         max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
-        max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
+        max_documents=run.rollout.samples,
         parts=data_parallel(run, ranks),
     )
 

@@ -256,7 +256,7 @@ def _value_parts(run: PPORun, tokens: int, *, device: torch.device, ranks: int) 
     """
     config, train = run.value.model(run.model), run.value.train(run.train)
     shape = planned_shape(config, dtype=resolve_dtype(config.dtype, device), head="scalar")
-    samples = run.rollout.prompts_per_step * run.rollout.group_size // train.minibatches
+    samples = run.rollout.samples // train.minibatches
     size = StepSize(
         tokens=tokens,
         micro_batches=math.ceil(samples / max(1, tokens // run.longest_unit)),
@@ -342,7 +342,7 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[Memo
     gpus = 0 if run.cluster is None or device == "cpu" else run.cluster.engine_gpus
     apart = shards_weights(run.train) or run.engine.process == "separate" or gpus > 0
     split = run.engine.tp if gpus else 1
-    batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
+    batch = min(run.engine.max_batch, run.rollout.samples)
     length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     # What auto means where the run starts.
     name = run.engine.name if run.engine.name != "auto" else "native" if device == "cuda" else "hf"
