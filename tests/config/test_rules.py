@@ -21,11 +21,19 @@ from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.config.support import check_backend
 from lockstep.config.train import EvalConfig, TrainConfig
 from lockstep.config.value import ValueConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import CODES, ConfigError
 
 
 def train(**values: Any) -> None:
     check_backend(TrainConfig(**values), lora=False)
+
+
+def deepspeed(**values: Any) -> None:
+    refuse(TrainConfig(**values), "train (deepspeed)")
+
+
+def deepspeed_optimizer(**values: Any) -> None:
+    refuse(TrainConfig(**values), "train (deepspeed's optimizers)")
 
 
 def engine(**values: Any) -> None:
@@ -149,6 +157,20 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
         [{"loss": "squared", "huber_delta": 2.0}, {"name": "policy", "revision": "main"}],
     ),
     "train": (train, [{"backend": "fsdp2", "tp_plan": "hf"}, {"cuda_graph": True}]),
+    "train (deepspeed)": (
+        deepspeed,
+        [
+            {"execution": "deepcompile", "zero_stage": 0},
+            {"execution": "joint", "zero_stage": 3},
+            {"ring": 2},
+            {"tp": 2},
+            {"optimizer_device": "cpu", "zero_stage": 0},
+            {"parameter_device": "cpu", "zero_stage": 2},
+            {"parameter_device": "cpu", "zero_stage": 3},
+            {"execution": "deepcompile", "zero_stage": 2, "optimizer_device": "cpu"},
+        ],
+    ),
+    "train (deepspeed's optimizers)": (deepspeed_optimizer, [{"optimizer": "adamw8bit"}]),
     "train (joint graphs)": (train, [{"execution": "joint", "static_capacity": False}]),
     "train (batch-invariant)": (
         train,
@@ -183,6 +205,7 @@ CASES = [
 def test_each_rule_has_a_config_that_breaks_it(
     rule: Rule, make: Callable[..., Any], values: dict[str, Any]
 ) -> None:
+    assert rule.code in CODES
     with pytest.raises((ValidationError, ConfigError)) as caught:
         make(**values)
     (problem,) = problems(caught.value)

@@ -99,7 +99,7 @@ class PairLoss(ABC):
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
         """See protocols.TokenLoss; `rows` must contain every trained slot of the batch."""
-        batch = _preferences(batch)
+        batch = PreferenceBatch.of(batch)
         slots = logprobs.new_zeros(batch.num_slots)
         slots[rows] = logprobs
         losses = self.pair_losses(*self.scores(slots, batch), batch)
@@ -133,7 +133,7 @@ class PairLoss(ABC):
             torch.cat(column) * self.beta
             for column in zip(
                 *(
-                    self.scores(outputs, _preferences(batch).to(outputs.device))  # type: ignore[arg-type]
+                    self.scores(outputs, PreferenceBatch.of(batch).to(outputs.device))  # type: ignore[arg-type]
                     for batch, outputs in zip(batches, stats.logprobs, strict=True)
                 ),
                 strict=True,
@@ -163,15 +163,6 @@ def of_pairs(documents: Tensor, batch: PreferenceBatch) -> Tensor:
     """Reshape a value per document, [D], to [P, 2]: (chosen, rejected)."""
     # The remaining documents are padding.
     return documents[: len(batch.sample_ids)].view(-1, 2)
-
-
-def _preferences(batch: PackedBatch) -> PreferenceBatch:
-    if not isinstance(batch, PreferenceBatch):
-        raise TrainError(
-            f"wrong-batch: a loss of pairs needs a PreferenceBatch, got {type(batch).__name__}; pack "
-            "PreferenceSamples"
-        )
-    return batch
 
 
 # Direct preference optimisation (arXiv 2305.18290) and the losses of pairs that came after it.
@@ -283,7 +274,7 @@ class KTOLoss:
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
         """See protocols.TokenLoss; `rows` must contain every trained slot of the batch."""
-        batch = _unpaired(batch)
+        batch = UnpairedBatch.of(batch)
         if batch.kl_baseline is None:
             raise TrainError(
                 "missing-values: KTO compares with a baseline, but the batch has no kl_baseline; set it first"
@@ -307,7 +298,7 @@ class KTOLoss:
         """Return means over the step's answers: rewards (beta log(policy / ref), nats) of desirable and of
         undesirable answers, if any, and their margin; kl, the baseline; and accuracy, see `pair_accuracy`."""
         assert self.config.beta is not None, "resolved"
-        answers = [_unpaired(batch) for batch in batches]
+        answers = [UnpairedBatch.of(batch) for batch in batches]
         rewards, desirable = [], []
         for batch, logprobs in zip(answers, stats.logprobs, strict=True):
             count = len(batch.sample_ids)
@@ -391,7 +382,7 @@ def baseline(batches: Sequence[PackedBatch], policy: Sequence[Tensor], ref: Sequ
 
 def with_baseline(batch: PackedBatch, z0: float) -> UnpairedBatch:
     """Return the batch with the baseline at every trained token."""
-    batch = _unpaired(batch)
+    batch = UnpairedBatch.of(batch)
     return dataclasses.replace(batch, kl_baseline=batch.loss_mask * z0)
 
 
@@ -445,11 +436,3 @@ def _of_documents(values: Tensor, batch: PackedBatch) -> Tensor:
     # The other slots are 0, so the value is either the maximum or the minimum, depending on its sign.
     high = torch.segment_reduce(kept, "max", offsets=offsets, initial=0.0)
     return high + torch.segment_reduce(kept, "min", offsets=offsets, initial=0.0)
-
-
-def _unpaired(batch: PackedBatch) -> UnpairedBatch:
-    if not isinstance(batch, UnpairedBatch):
-        raise TrainError(
-            f"wrong-batch: KTO needs an UnpairedBatch, got {type(batch).__name__}; pack UnpairedSamples"
-        )
-    return batch

@@ -127,7 +127,7 @@ class PolicyLoss:
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
         """See protocols.TokenLoss."""
-        config, batch = self.config, _policy_batch(batch)
+        config, batch = self.config, PolicyBatch.of(batch)
         terms = self.policy_terms(logprobs, batch, rows)
         values = [getattr(terms, name) for name in self.names]
         loss = self.objective(terms, config)
@@ -154,7 +154,7 @@ class PolicyLoss:
         bool, True where k3 was clamped (config.kl.max_nats, or log ratios beyond MAX_LOG_RATIO)."""
         config = self.config.kl
         assert config.estimator is not None
-        batch = _policy_batch(batch)
+        batch = PolicyBatch.of(batch)
         if batch.ref_logprobs is None:
             raise TrainError(
                 "missing-values: the loss has a KL term but the batch has no ref_logprobs; run "
@@ -187,7 +187,7 @@ class PolicyLoss:
             return {}
         terms = dict(zip(self.terms, rows, strict=True))
         gap, size = terms["logprob_gap"], terms["logprob_gap"].abs()
-        given = [_policy_batch(b).advantages.to(m.device) for b, m in zip(batches, masks, strict=True)]
+        given = [PolicyBatch.of(b).advantages.to(m.device) for b, m in zip(batches, masks, strict=True)]
         entropy, advantages = (
             torch.cat([x[mask] for x, mask in zip(column, masks, strict=True)])
             for column in (stats.entropy, given)
@@ -240,7 +240,7 @@ class PolicyLoss:
 
     def policy_terms(self, logprobs: Tensor, batch: PackedBatch, rows: Rows) -> PolicyTerms:
         """Return the inputs of the objective. logprobs: [R], of `batch.labels[rows]`."""
-        batch, correction = _policy_batch(batch), self.config.rollout_correction
+        batch, correction = PolicyBatch.of(batch), self.config.rollout_correction
         mask = batch.loss_mask[rows]
         # None: no update since sampling, so the policy itself is `old`: the ratio is 1 and has a gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows]
@@ -278,14 +278,6 @@ class PolicyLoss:
             is_weight=weight,
             off_policy_mask=off_policy,
         )
-
-
-def _policy_batch(batch: PackedBatch) -> PolicyBatch:
-    if not isinstance(batch, PolicyBatch):
-        raise TrainError(
-            f"wrong-batch: a policy loss needs a PolicyBatch, got {type(batch).__name__}; pack PolicySamples"
-        )
-    return batch
 
 
 def _by_document(

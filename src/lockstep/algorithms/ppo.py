@@ -259,7 +259,7 @@ class ValueLoss:
         self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
     ) -> LossOutput:
         """See protocols.TokenLoss; `logprobs` are values."""
-        batch, config = _value_batch(batch), self.config
+        batch, config = ValueBatch.of(batch), self.config
         mask = batch.loss_mask[rows]
         tokens = value_loss(
             masked(logprobs, mask),
@@ -278,7 +278,7 @@ class ValueLoss:
         masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
         errors = torch.cat(
             [
-                (values - _value_batch(batch).returns.to(values.device))[mask]
+                (values - ValueBatch.of(batch).returns.to(values.device))[mask]
                 for values, batch, mask in zip(stats.logprobs, batches, masks, strict=True)
             ]
         )
@@ -287,11 +287,3 @@ class ValueLoss:
         clipped = torch.cat([x[0, mask] for x, mask in zip(stats.terms, masks, strict=True)])
         error, share = torch.stack([errors.abs().mean(), clipped.mean()]).tolist()
         return {"error": error, "clip_fraction": share}
-
-
-def _value_batch(batch: PackedBatch) -> ValueBatch:
-    if not isinstance(batch, ValueBatch):
-        raise TrainError(
-            f"wrong-batch: a value loss needs a ValueBatch, got {type(batch).__name__}; pack ValueSamples"
-        )
-    return batch

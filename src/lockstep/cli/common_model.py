@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.common_errors import damaged, other_tensors
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.load import saved_run
@@ -176,10 +177,7 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
         wrong = [n for n, load in weights.items() if n not in own or own[n].shape != load.shape]
         missing = sorted(trained - weights.keys())
         if wrong or missing:
-            raise CheckpointError(
-                f"other-model: {directory} does not fit the run's model: {len(wrong)} unknown or misshapen "
-                f"weights {wrong[:3]}, {len(missing)} missing {missing[:3]}"
-            )
+            raise other_tensors(CheckpointError, str(directory), missing, wrong, code="other-model")
         for name, load in weights.items():
             own[name].copy_(load())
 
@@ -208,8 +206,5 @@ def _sequence(checkpoint: Path) -> int:
     value = read_json(checkpoint / _COMPLETE, CheckpointError, root=checkpoint)
     sequence = value.get("sequence") if isinstance(value, dict) else None
     if not isinstance(sequence, int):
-        raise CheckpointError(
-            f"damaged-file: {checkpoint / _COMPLETE} is damaged (sequence {sequence!r:.80}); name a step by "
-            "--checkpoint"
-        )
+        raise damaged(CheckpointError, checkpoint / _COMPLETE, f"sequence {sequence!r:.80}")
     return sequence

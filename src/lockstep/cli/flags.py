@@ -18,12 +18,13 @@ import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lockstep.common_errors import OR_A_PATH, unknown
 from lockstep.config.base import Config
 from lockstep.config.load import RUN_KINDS, load_run, parse_value, recipes, to_values, toml_value
 from lockstep.config.old_names import current_flags
 from lockstep.config.problems import Problem, model_of, near_settings, refusal, tables
 from lockstep.config.run import RunConfig
-from lockstep.errors import ConfigError, nearest, unknown_name
+from lockstep.errors import ConfigError, nearest
 from lockstep.observe.files import path_problem
 
 PAIRS = "KEY=VALUE"
@@ -39,11 +40,7 @@ def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunCon
         return load_run(recipe, kind=source)
     if source is not None and not _is_config(source):
         known = [*RUN_KINDS, *(() if recipe else recipes())]
-        raise ConfigError(
-            unknown_name("kind of run" if recipe else "kind of run or recipe", source, known)
-            + "; a path to a TOML file, such as ./run.toml, works as well",
-            code="unknown-name",
-        )
+        raise unknown("kind of run" if recipe else "kind of run or recipe", source, known, more=OR_A_PATH)
     if source is not None and recipe is not None:
         raise ConfigError(
             f"contradiction: {source!r} and --recipe {recipe} both name a config; give one of them"

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from lockstep.cli.batch_common import BatchFlags, Rows, parse_command, run_command
+from lockstep.common_errors import unknown
 from lockstep.config.batch import GenerateConfig
 from lockstep.config.load import to_values
 from lockstep.config.model import ModelConfig
 from lockstep.engine import ENGINES
-from lockstep.errors import ConfigError, underway, unknown_name
+from lockstep.errors import ConfigError, underway
 from lockstep.loop.interrupt import Interrupt
 from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
@@ -119,11 +120,7 @@ def parse(argv: Sequence[str]) -> Command:
             "missing-setting: no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)"
         )
     if config.engine.name not in (*ENGINES, "auto") and ":" not in config.engine.name:
-        raise ConfigError(
-            unknown_name("inference engine", config.engine.name, [*ENGINES, "auto"]),
-            code="unknown-name",
-            setting="engine.name",
-        )
+        raise unknown("inference engine", config.engine.name, [*ENGINES, "auto"], setting="engine.name")
     if values["out"] is None and not values["print_config"]:
         raise ConfigError(
             "missing-setting: no file for the rows: give --out FILE.jsonl or --out FILE.parquet"

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from lockstep.common_errors import wrong_variable
 from lockstep.config.old_names import SettingWarning
 from lockstep.errors import ConfigError, LockstepError, unknown_name
 from lockstep.observe.text import echo, printable
@@ -195,9 +196,8 @@ def _check_launcher() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         value = os.environ.get(name, "0")
         if not re.fullmatch(r"[0-9]{1,6}", value):
-            raise ConfigError(
-                f"wrong-environment: the environment variable {name} = {value[:80]!r} is not a number; "
-                "torchrun sets it, elsewhere unset RANK and WORLD_SIZE"
+            raise wrong_variable(
+                name, value, "is not a number; torchrun sets it, elsewhere unset RANK and WORLD_SIZE"
             )
     if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
         raise ConfigError(

@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.cli import arguments
 from lockstep.cli.arguments import Flags, positive
 from lockstep.cli.batch_common import check_other_file
+from lockstep.common_errors import already_exists, cannot_write
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import check_writable, json_lines, write_atomic, write_json
 from lockstep.observe.text import echo
@@ -40,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
     check_writable(args.json)
     check_other_file(args.out, args.data)
     if args.out.exists() and not args.overwrite:
-        raise ConfigError(
-            f"already-exists: --out {str(args.out)!r} exists; choose another file, or give --overwrite"
-        )
+        raise already_exists(f"--out {str(args.out)!r}", "choose another file, or give --overwrite")
     result = _documents(args) if args.pairs is None else _pairs(args)
     if args.json is not None:
         write_json(args.json, result)
@@ -217,9 +216,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     try:
         write_atomic(path, json_lines(rows))
     except OSError as error:
-        raise DataError(
-            f"cannot-write: cannot write {path}: {error.strerror}; make room and run it again"
-        ) from error
+        raise cannot_write(DataError, path, error, "make room and run it again") from error
 
 
 def train_command(kind: str, path: Path, rows: Sequence[Mapping[str, Any]]) -> str:

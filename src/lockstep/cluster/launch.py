@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 import psutil
 
 from lockstep.cluster.rank_host import staying, travelling
+from lockstep.common_errors import cannot_write, missing_package
 from lockstep.config.cluster import ClusterConfig, check_temp_dir
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe.files import cache_root
@@ -95,10 +96,8 @@ def _check_installed() -> None:
     try:
         installed = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            "missing-package: --cluster needs Ray, which is not installed here: pip install "
-            "'lockstep-rl[cluster]'; or start the ranks on this machine by --ranks N"
-        ) from error
+        other = "start the ranks on this machine by --ranks N"
+        raise missing_package("--cluster", "'lockstep-rl[cluster]'", or_else=other) from error
     if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
         raise ConfigError(
             f"unsupported-version: Ray {installed} is older than {OLDEST[0]}.{OLDEST[1]}, whose token "
@@ -158,10 +157,7 @@ def _new_folder(parent: Path) -> Path:
         folder.mkdir(mode=0o700)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise ConfigError(
-            f"cannot-write: {folder}: cannot be made ({error.strerror}), and Ray's files lie there; set "
-            "cluster.temp_dir"
-        ) from error
+        raise cannot_write(ConfigError, folder, error, "set cluster.temp_dir", done="made") from error
     try:
         check_own_folder(
             folder,

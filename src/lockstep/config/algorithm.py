@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, field_validator
 
+from lockstep.common_errors import no_effect
 from lockstep.config.base import Config, OneOf, PositiveInt, check
 from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError
@@ -200,16 +201,11 @@ class GRPOConfig(Config):
         for option, why in UNREAD.get(objective, {}).items():
             value = getattr(self, option)
             if value is not None:
-                raise ConfigError(
-                    f"no-effect: {option} = {value} has no effect under objective = {objective!r}, which "
-                    f"{why}; leave it out"
-                )
+                raise no_effect(option, value, f"under objective = {objective!r}, which {why}")
         ratio = self.ratio or published_values(self.name)["ratio"]
         if ratio == "sequence_token" and objective == "cispo":
-            raise ConfigError(
-                "no-effect: ratio = 'sequence_token' has no effect of its own under objective = 'cispo', "
-                "whose ratio has no gradient; set ratio = 'sequence'"
-            )
+            why = "of its own under objective = 'cispo', whose ratio has no gradient"
+            raise no_effect("ratio", ratio, why, fix="set ratio = 'sequence'")
         return self
 
     @check
@@ -365,9 +361,7 @@ class DPOConfig(Config):
             value = getattr(self, option)
             given = value is not None and (value or option != "label_smoothing")  # 0 smooths nothing
             if given and option not in PREFERENCES[self.name]:
-                raise ConfigError(
-                    f"no-effect: {option} = {value} has no effect with name = {self.name!r}; leave it out"
-                )
+                raise no_effect(option, value, f"with name = {self.name!r}")
         refuse(self, "algorithm (dpo)")
         return self
 

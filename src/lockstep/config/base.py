@@ -14,8 +14,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.common_errors import unknown
 from lockstep.config.old_names import current, warn_once
-from lockstep.errors import ConfigError, LockstepError, hide, names_secret, together, unknown_name
+from lockstep.errors import ConfigError, LockstepError, hide, names_secret, together
 from lockstep.observe.files import path_problem
 from lockstep.observe.text import printable
 from lockstep.observe.trust import read_own
@@ -60,9 +61,7 @@ class OneOf:
 
     def __call__(self, value: str) -> str:
         if value not in self.names and not is_module_path(value):
-            raise ConfigError(
-                unknown_name(self.kind, value[:80], [*self.names, "module:attribute"]), code="unknown-name"
-            )
+            raise unknown(self.kind, value[:80], [*self.names, "module:attribute"])
         return value
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from lockstep.common_errors import no_effect
 from lockstep.config.base import (
     Config,
     FilePath,
@@ -210,9 +210,9 @@ def check_engine(config: EngineConfig) -> None:
     for name, (places, why) in HAS_EFFECT.items():
         value, default = getattr(config, name), fields[name].get_default(call_default_factory=True)
         if value != default and not set(here) & set(places):
-            raise ConfigError(
-                f"no-effect: engine.{name} = {_shown(value)} has no effect with engine.name = "
-                f"{config.name!r}{_where(config)}: {why}; it has one with {_listed(places)}"
+            where = f"with engine.name = {config.name!r}{_where(config)}"
+            raise no_effect(
+                f"engine.{name}", value, f"{where}: {why}", fix=f"it has one with {_listed(places)}"
             )
     if has_own_weights(config):
         _check_own_weights(config)
@@ -237,14 +237,6 @@ def _check_own_weights(config: EngineConfig) -> None:
             setting="engine.batch_invariant",
         )
     refuse(config, "engine (seeds)")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Path):
-        return repr(str(value))
-    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def _where(config: EngineConfig) -> str:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from lockstep.common_errors import OR_A_PATH, unknown
 from lockstep.config.base import Config, Record, accept_saved_secrets
 from lockstep.config.old_names import current, current_overrides, warn_once
 from lockstep.config.ppo import PPORun
@@ -223,11 +224,7 @@ def find(source: str | Path) -> Path:
         return known[source]
     if path.suffix == ".toml" or len(path.parts) > 1:
         raise ConfigError(f"no-such-file: no such file: {str(source)!r} (looked from {os.getcwd()!r})")
-    raise ConfigError(
-        unknown_name("recipe", str(source), known)
-        + "; a path to a TOML file, such as ./run.toml, works as well",
-        code="unknown-name",
-    )
+    raise unknown("recipe", str(source), known, more=OR_A_PATH)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from lockstep.common_errors import no_effect
 from lockstep.config.base import (
     Config,
     Name,
@@ -142,9 +143,9 @@ class RewardConfig(Config):
         if self.name != "http":
             for option in ("url", "token_env"):
                 if getattr(self, option) is not None:
-                    raise ConfigError(
-                        f"no-effect: {option} = {getattr(self, option)!r} has no effect with name = "
-                        f"{self.name!r}; set name = 'http', or leave it out"
+                    why = f"with name = {self.name!r}"
+                    raise no_effect(
+                        option, getattr(self, option), why, fix="set name = 'http', or leave it out"
                     )
             return self
         refuse(self, "rewards (http)")

@@ -50,7 +50,7 @@ def refuse(table: Any, name: str) -> None:
     """
     for rule in RULES[name]:
         if rule.when(table):
-            raise ConfigError(_TOML.format(rule.say, table), setting=rule.setting)
+            raise ConfigError(_TOML.format(rule.text, table), code=rule.code, setting=rule.setting)
 
 
 class _Toml(Formatter):
@@ -459,6 +459,60 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "unsupported-combination: train.reuse_rollout_logprobs = true needs train.batch_invariant = "
             "true: elsewhere the engine's logprobs are not the trainer's. Leave it out, and they are "
             "computed",
+        ),
+    ),
+    "train (deepspeed)": (
+        Rule(
+            lambda c: c.execution == "deepcompile" and c.zero_stage == 0,
+            "unsupported-combination: train.execution = 'deepcompile' (--deepcompile) works with ZeRO 1, "
+            "2 and 3 only; set train.zero_stage = 1 (--zero-stage 1), or another execution",
+        ),
+        Rule(
+            lambda c: c.execution == "joint" and c.zero_stage == 3,
+            "unsupported-combination: train.execution = 'joint' (--joint) needs ZeRO 0, 1 or 2: at stage "
+            "3 weights are gathered by hooks of modules, and none runs inside of the graph; set "
+            "train.zero_stage = 2 (--zero-stage 2), or 'compile' (--compile)",
+        ),
+        Rule(
+            lambda c: c.ring > 1,
+            "unsupported-combination: train.ring = {0.ring} is not available with train.backend = "
+            "'deepspeed': its data-parallel group is all ranks; set train.backend = 'fsdp2', or "
+            "train.ring = 1",
+        ),
+        Rule(
+            lambda c: c.tp > 1,
+            "unsupported-combination: train.tp = {0.tp} is not available with train.backend = "
+            "'deepspeed': its AutoTP puts modules of its own in the place of the policy's, and a part of "
+            "the vocabulary into the head, whose weight the loss reads; set train.backend = 'fsdp2', or "
+            "train.tp = 1",
+        ),
+        Rule(
+            lambda c: c.optimizer_device == "cpu" and c.zero_stage == 0,
+            "unsupported-combination: train.optimizer_device = 'cpu' needs train.zero_stage = 1, 2 or 3: "
+            "at stage 0 DeepSpeed has no partition that it could put into host memory",
+        ),
+        Rule(
+            lambda c: c.parameter_device == "cpu" and c.zero_stage != 3,
+            "unsupported-combination: train.parameter_device = 'cpu' needs train.zero_stage = 3, not "
+            "{0.zero_stage}: at the others every rank computes with whole weights where they are",
+        ),
+        Rule(
+            lambda c: c.parameter_device == "cpu" and c.optimizer_device != "cpu",
+            "unsupported-combination: train.parameter_device = 'cpu' with DeepSpeed needs "
+            "train.optimizer_device = 'cpu' too: the step writes the weights where the masters are",
+        ),
+        Rule(
+            lambda c: c.execution == "deepcompile" and "cpu" in (c.optimizer_device, c.parameter_device),
+            "unsupported-combination: train.execution = 'deepcompile' does not offload; set "
+            "train.optimizer_device and train.parameter_device to 'model', or train.execution = 'compile'",
+        ),
+    ),
+    "train (deepspeed's optimizers)": (
+        Rule(
+            lambda c: c.optimizer == "adamw8bit",
+            "unsupported-combination: train.optimizer = 'adamw8bit' is not available with train.backend = "
+            "'deepspeed', whose optimizers update flat float32 partitions; set 'adamw' or 'sgd', or "
+            "train.backend = 'fsdp2'",
         ),
     ),
     "train (joint graphs)": (

@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.common_errors import no_effect, unknown
 from lockstep.config.base import is_module_path
 from lockstep.config.declarations import (
     Entry,
@@ -236,14 +237,10 @@ def _cell(run: RunAxes) -> dict[str, str]:
 def _check_names(cell: dict[str, str]) -> None:
     attention = cell.get("attention", "sdpa")
     if not is_kernel(attention):
-        raise ConfigError(
-            f"unknown-name: train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}"
-        )
+        raise unknown("attention kernel", attention, AXES["attention"], at="train.attention: ")
     engine = cell.get("engine", "hf")
     if engine not in AXES["engine"] and ":" not in engine:
-        raise ConfigError(
-            f"unknown-name: engine.name: {unknown_name('inference engine', engine, AXES['engine'])}"
-        )
+        raise unknown("inference engine", engine, AXES["engine"], at="engine.name: ")
 
 
 def is_kernel(name: str) -> bool:
@@ -338,10 +335,9 @@ def _check_reads(train: TrainConfig, reads: Collection[str]) -> None:
         value, default = getattr(train, name), field.default
         if readers and value != default and name not in reads:
             names = " or ".join(repr(backend.name) for backend in readers)
-            raise ConfigError(
-                f"no-effect: train.{name} = {value!r} has no effect with train.backend = {train.backend!r}: "
-                f"{readers[0].reads[name]}; set train.backend = {names}, or leave train.{name} at {default!r}"
-            )
+            why = f"with train.backend = {train.backend!r}: {readers[0].reads[name]}"
+            fix = f"set train.backend = {names}, or leave train.{name} at {default!r}"
+            raise no_effect(f"train.{name}", value, why, fix=fix)
 
 
 def _check_refused(train: TrainConfig, refuses: Iterable[Refusal], *, lora: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lockstep.common_errors import missing_package, unknown
 from lockstep.config.data import DataConfig
 from lockstep.errors import ConfigError, unknown_name
 
@@ -47,10 +48,7 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ConfigError(
-            f"missing-package: data.source = 'reasoning_gym:{task}' needs reasoning-gym ({error}); pip "
-            "install reasoning-gym"
-        ) from error
+        raise missing_package(f"data.source = 'reasoning_gym:{task}'", "reasoning-gym") from error
     if task not in DATASETS:
         raise ConfigError(unknown_name("reasoning_gym task", task, DATASETS), code="unknown-name")
     for reserved, instead in (("size", "data.size"), ("seed", "data.seed")):
@@ -62,9 +60,7 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
     for name in settings:
         if name not in fields:
             known = [field for field in fields if field not in ("size", "seed")]
-            raise ConfigError(
-                unknown_name(f"data.task setting of {task}", name, known), code="unknown-setting"
-            )
+            raise unknown(f"data.task setting of {task}", name, known, code="unknown-setting")
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **settings)
     except (AssertionError, ValueError, TypeError) as error:
@@ -112,10 +108,9 @@ class IdRows:
         settings = {"vocab_size": vocab_size, "min_tokens": 4, "max_tokens": 16}
         for name in config.task:
             if name not in settings:
-                raise ConfigError(
-                    unknown_name("data.task setting of 'ids'", name, settings),
-                    code="unknown-setting",
-                    setting=f"data.task.{name}",
+                setting = f"data.task.{name}"
+                raise unknown(
+                    "data.task setting of 'ids'", name, settings, code="unknown-setting", setting=setting
                 )
         settings.update(config.task)
         for name, value in settings.items():

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.common_errors import missing_package
 from lockstep.config.data import DataConfig
 from lockstep.errors import ConfigError, DataError, LockstepError, nearest
 from lockstep.observe.files import file_errors, path_problem
@@ -222,9 +223,7 @@ def _datasets(source: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            f"missing-package: data.source = {source!r} needs datasets; pip install datasets"
-        ) from error
+        raise missing_package(f"data.source = {source!r}", "datasets") from error
     return datasets
 
 
@@ -433,9 +432,7 @@ def opened_parquet(path: Path) -> Iterator[ParquetFile]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(
-            f"missing-package: {path}: reading Parquet needs pyarrow; pip install pyarrow"
-        ) from error
+        raise missing_package(f"{path}: reading Parquet", "pyarrow") from error
     errors = foreign_errors(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
     with errors, pyarrow.parquet.ParquetFile(path) as file:
         yield file

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from lockstep.common_errors import not_finite, other_shape, other_tensors
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.sampling import SampleState
 from lockstep.engine.spec import Decoding, StopStrings
@@ -67,11 +68,8 @@ class Sample:
         """
         state, turn = self.state, self.turn
         if logprob != logprob:
-            raise EngineError(
-                f"not-finite: request {turn.index}: the logits of token {len(state.token_ids)} of sample "
-                f"{turn.samples[self.index]} are not finite; the weights have diverged or the compute dtype "
-                "overflows (model.dtype)"
-            )
+            where = f"the logits of token {len(state.token_ids)} of sample {turn.samples[self.index]}"
+            raise not_finite(f"request {turn.index}: {where}")
         state.token_ids.append(token)
         self.logprobs.append(logprob)
         if on_token is not None:
@@ -214,19 +212,12 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
         new[name] = tensor
     unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
     if unknown or missing:
-        raise EngineError(
-            f"wrong-weights: engine {engine}: the weight update does not fit the model: {len(unknown)} "
-            f"unknown names {unknown[:5]}, {len(missing)} missing names {missing[:5]}; weights were left as "
-            "they are"
-        )
+        raise other_tensors(EngineError, f"engine {engine}, which is left as it was", missing, unknown)
     first_name: dict[int, str] = {}
     for name, tensor in new.items():
         parameter = own[name]
         if tensor.shape != parameter.shape:
-            raise EngineError(
-                f"wrong-shape: engine {engine}: weight {name!r} has shape {list(tensor.shape)}, the model's "
-                f"is {list(parameter.shape)}; weights were left as they are"
-            )
+            raise other_shape(EngineError, f"engine {engine}: weight {name!r}", tensor.shape, parameter.shape)
         twin = first_name.setdefault(id(parameter), name)
         if twin != name and not torch.equal(new[twin], tensor):
             raise EngineError(

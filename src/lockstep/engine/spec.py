@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
+from lockstep.common_errors import outside_vocabulary
 from lockstep.config.declarations import engines
 from lockstep.config.engine import EngineConfig
 from lockstep.engine import ENGINES
@@ -337,10 +338,8 @@ class RequestCheck:
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
-            raise EngineError(
-                f"outside-vocabulary: request {index}: token id {low if low < 0 else high} is outside the "
-                f"vocabulary of {vocab_size} entries; the prompt was made with another tokenizer"
-            )
+            token, fix = low if low < 0 else high, "the prompt was made with another tokenizer"
+            raise outside_vocabulary(EngineError, f"request {index}", token, vocab_size, fix=fix)
         if sampling not in self._good:
             _check_sampling(sampling, vocab_size=vocab_size)
             check_stop_strings(self._tokenizer, sampling, eos_token_ids=self._eos_token_ids)

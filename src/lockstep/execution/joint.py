@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from lockstep.errors import ConfigError, ModelError, unknown_name
+from lockstep.common_errors import unknown
+from lockstep.errors import ConfigError, ModelError
 from lockstep.execution.regions import (
     GraphPool,
     RecordedStep,
@@ -472,9 +473,7 @@ class GraphCompiler:
 
     def __init__(self, name: str, *, options: Mapping[str, Any] | None = None) -> None:
         if name not in COMPILERS:
-            raise ConfigError(
-                f"unknown-name: compiler: {unknown_name('compiler of joint graphs', name, COMPILERS)}"
-            )
+            raise unknown("compiler of joint graphs", name, COMPILERS, at="compiler: ")
         if options and name != "inductor":
             raise ConfigError(
                 f"unknown-setting: compiler {name!r} has no options, got {sorted(options)}; set 'inductor'"

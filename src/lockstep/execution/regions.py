@@ -23,6 +23,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters, get_compilat
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from lockstep.common_errors import cannot_write
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import cache_root
 from lockstep.schema.contract import CompileReport
@@ -268,10 +269,8 @@ def use_compile_cache() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot-write: the compile cache {folder} cannot be made ({error}); set {_VARIABLE} to a folder "
-            "that can"
-        ) from error
+        fix = f"it is the compile cache; set {_VARIABLE} to a folder that can"
+        raise cannot_write(ConfigError, folder, error, fix, done="made") from error
     # The environment is the only thing that inductor reads, and its compile workers inherit it.
     os.environ[_VARIABLE] = str(folder)
     return folder

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.common_errors import damaged, leads_out
 from lockstep.errors import CheckpointError
 from lockstep.observe.files import check_inside, jsonable
 from lockstep.observe.run_dir import is_evaluation
@@ -56,10 +57,7 @@ def checked_run_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
         good["evaluations"] = last == {name: each["step"] for name, each in state["evaluations"].items()}
     for name, right in good.items():
         if not right:
-            raise CheckpointError(
-                f"wrong-field: {path}: field {name!r} of run_state.json is {state.get(name)!r:.200}",
-                name=name,
-            )
+            raise _wrong_field(path / RUN_STATE, name, f"is {state.get(name)!r:.200}")
     return state
 
 
@@ -163,11 +161,8 @@ def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
 
 def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any]) -> None:
     if step is not None and step != complete["step"]:
-        raise CheckpointError(
-            f"mixed-files: {path}: {COMPLETE} is of step {complete['step']}, {source} of step {step!r:.40}; "
-            "files of two checkpoints are mixed",
-            name="step",
-        )
+        what = f"{COMPLETE} is of step {complete['step']}, {source} of step {step!r:.40}"
+        raise _mixed_files(path, "step", what)
 
 
 def _check_state(
@@ -183,25 +178,15 @@ def _check_state(
     for own in (STATE, *lists, *index.files, *(() if role else (RUN_STATE,))):
         name = f"{folder}{own}"
         if name not in listed:
-            raise CheckpointError(
-                f"wrong-field: {path / COMPLETE}: field 'files' lacks {name!r}, which the state needs",
-                name="files",
-                file=name,
-            )
+            raise _wrong_field(path / COMPLETE, "files", f"lacks {name!r}, which the state needs", file=name)
         record = index.files.get(own)
         if record is not None and asdict(record) != listed[name]:
-            raise CheckpointError(
-                f"mixed-files: {path}: {COMPLETE} and {folder}{STATE} differ in what {name!r} must be; "
-                "files of two checkpoints are mixed",
-                name=name,
-            )
+            what = f"{COMPLETE} and {folder}{STATE} differ in what {name!r} must be"
+            raise _mixed_files(path, name, what)
     recorded, steps = complete.get("optimizer_steps"), index.progress.get("step")
     if role is None and recorded not in (None, steps):  # checkpoints of earlier versions do not have it
-        raise CheckpointError(
-            f"mixed-files: {path}: {COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}; "
-            "files of two checkpoints are mixed",
-            name="optimizer steps",
-        )
+        what = f"{COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}"
+        raise _mixed_files(path, "optimizer steps", what)
 
 
 def _step_of(name: str) -> int | None:
@@ -213,9 +198,8 @@ def read_run_state(path: Path) -> dict[str, Any]:
     """Return what the loop saved. Raises CheckpointError."""
     value = read_json(path / RUN_STATE)
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"damaged-file: {path / RUN_STATE} holds no run state; it is damaged", path=path / RUN_STATE
-        )
+        file = path / RUN_STATE
+        raise damaged(CheckpointError, file, "it holds no run state", path=file)
     return {name: _with_nan(each) for name, each in value.items()}
 
 
@@ -275,25 +259,24 @@ def _read_complete(path: Path) -> dict[str, Any]:
     }
     for name, good in fields.items():
         if not good:
-            raise CheckpointError(
-                f"wrong-field: {file}: field {name!r} is missing or of the wrong type; it is damaged",
-                name=name,
-            )
+            raise _wrong_field(file, name, "is missing or of the wrong type; it is damaged")
     for name, record in value["files"].items():
         read_record(file, name, record)
         if printable(name) != name or not name:
-            raise CheckpointError(
-                f"wrong-field: {file}: field 'files' names '{printable(name)}', which is not a file name",
-                name="files",
-                file=name,
-            )
+            why = f"names '{printable(name)}', which is not a file name"
+            raise _wrong_field(file, "files", why, file=name)
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(
-                f"leads-out-of-folder: {file}: field 'files' names {name!r}, which is outside the checkpoint",
-                file=name,
-            )
+            raise leads_out(CheckpointError, f"{file}: field 'files': {name!r}", "the checkpoint", file=name)
     return value
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _wrong_field(path: Path, name: str, why: str, /, **fields: Any) -> CheckpointError:
+    return CheckpointError(f"wrong-field: {path}: field {name!r} {why}", name=name, **fields)
+
+
+def _mixed_files(folder: Path, name: str, what: str) -> CheckpointError:
+    return CheckpointError(f"mixed-files: {folder}: {what}; files of two checkpoints are mixed", name=name)

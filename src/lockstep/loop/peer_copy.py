@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.common_errors import damaged, hash_differs
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.checkpoint_files import RUN_STATE, read_run_state, without_nan
 from lockstep.loop.copy_keeper import copied
@@ -370,11 +371,8 @@ class CopyRing:
                 raise CheckpointError(f"damaged-file: {name} became shorter while it was sent")
             there = request.json().get("sha256")
         if there != sha256:
-            raise CheckpointError(
-                f"hash-differs: {name} came to the next node ({self._next}) as another file than was sent: "
-                f"its sha256 is {str(there)[:64]} instead of {sha256}",
-                name=name,
-            )
+            what = f"{name}, as it came to the next node ({self._next}),"
+            raise hash_differs(CheckpointError, what, str(there)[:64], sha256, name=name)
         return sha256
 
     def fetch(self, path: Path, have: Sequence[Sequence[int]]) -> None:
@@ -415,9 +413,7 @@ class CopyRing:
         try:
             files = read_part(text)
         except ValueError as error:
-            raise CheckpointError(
-                f"damaged-file: {node}: {path.name}/{part_name(part)} is damaged: {error}"
-            ) from error
+            raise damaged(CheckpointError, f"{node}: {path.name}/{part_name(part)}", error) from error
         try:
             path.mkdir(mode=0o700, exist_ok=True)
             for name, file in files.items():
@@ -436,11 +432,7 @@ class CopyRing:
             if sha256 is None:
                 raise CheckpointError(f"damaged-file: {node}: {name} is too short, damaged", name=name)
             if sha256 != file.sha256:
-                raise CheckpointError(
-                    f"hash-differs: {node}: {name} is damaged: its sha256 is {sha256} instead of "
-                    f"{file.sha256[:64]}",
-                    name=name,
-                )
+                raise hash_differs(CheckpointError, f"{node}: {name}", sha256, file.sha256, name=name)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from lockstep.common_errors import unknown
 from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import Entry, backends, own_rows
@@ -111,11 +112,7 @@ def _check_engine(run: GRPORun) -> None:
 
         load_engine_class(run.engine.name)
     elif run.engine.name not in (*ENGINES, "auto"):
-        raise ConfigError(
-            unknown_name(ENGINES.kind, run.engine.name, [*ENGINES, "auto"]),
-            code="unknown-name",
-            setting="engine.name",
-        )
+        raise unknown(ENGINES.kind, run.engine.name, [*ENGINES, "auto"], setting="engine.name")
 
 
 def _check_backend(run: RunConfig) -> None:
@@ -271,12 +268,8 @@ def _check_reward(config: RewardConfig) -> None:
     if ":" in config.name:
         check_attribute(config.name, what=f"reward {config.name!r}")
     elif config.name not in BUILTIN_REWARDS:
-        raise ConfigError(
-            unknown_name("reward", config.name, [*BUILTIN_REWARDS, "module:attribute"]),
-            code="unknown-name",
-            setting="rewards",
-            name=config.name,
-        )
+        known = [*BUILTIN_REWARDS, "module:attribute"]
+        raise unknown("reward", config.name, known, setting="rewards", name=config.name)
     elif config.name in ("verifier", "math"):
         package = {"verifier": "reasoning_gym", "math": "math_verify"}[config.name]
         require_package(package, needed_by=f"reward {config.name!r}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.ppo import ValueLoss
+from lockstep.common_errors import damaged
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import POLICY, ValueConfig
 from lockstep.config.run import GRPORun
@@ -356,10 +357,8 @@ class Roles:
         ):  # else one would go on without the others
             state = read_json(directory / ALGORITHM)
             if not isinstance(state, dict) or not all(_is_number(value) for value in state.values()):
-                raise CheckpointError(
-                    f"damaged-file: {directory / ALGORITHM} holds no numbers by name; it is damaged",
-                    path=directory / ALGORITHM,
-                )
+                file = directory / ALGORITHM
+                raise damaged(CheckpointError, file, "it holds no numbers by name", path=file)
             self.algorithm.load_state(state)
         for role, backend in self.others.items():
             backend.load(directory / role, verified=verified)

@@ -125,30 +125,21 @@ def check_architecture(config: Any) -> None:
 
 def _check_options(config: Any) -> None:
     if dropout := option(config, "attention_dropout", 0.0):
-        raise ModelError(
-            f"unsupported-model: attention_dropout = {dropout} in the model's config.json: no attention "
-            "kernel here has dropout; set it to 0.0 there"
-        )
+        why = "no attention kernel here has dropout; set it to 0.0 there"
+        raise _unsupported(f"attention_dropout = {dropout}", why)
     if (cap := option(config, "attn_logit_softcapping")) is not None:
-        raise ModelError(
-            f"unsupported-model: attn_logit_softcapping = {cap} in the model's config.json: flash kernels "
-            "cannot soft-cap scores"
-        )
+        raise _unsupported(f"attn_logit_softcapping = {cap}", "flash kernels cannot soft-cap scores")
     if option(config, "use_bidirectional_attention"):
-        raise ModelError(
-            "unsupported-model: use_bidirectional_attention in the model's config.json: attention here is "
-            "causal"
-        )
+        raise _unsupported("use_bidirectional_attention", "attention here is causal")
     if not option(config, "is_causal", True):
-        raise ModelError(
-            "unsupported-model: is_causal = false in the model's config.json: attention here is causal"
-        )
+        raise _unsupported("is_causal = false", "attention here is causal")
     kinds = option(config, "layer_types") or ()
     if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
-        raise ModelError(
-            f"unsupported-model: layer_types in the model's config.json has {unknown[0]!r}; supported: "
-            f"{', '.join(_LAYER_KINDS)}"
-        )
+        raise _unsupported(f"{unknown[0]!r} in layer_types", f"supported: {', '.join(_LAYER_KINDS)}")
+
+
+def _unsupported(what: str, why: str) -> ModelError:
+    return ModelError(f"unsupported-model: {what} in the model's config.json: {why}")
 
 
 def check_rope(config: Any) -> None:
@@ -162,10 +153,7 @@ def check_rope(config: Any) -> None:
         if kind in ROPES:
             continue
         reason = _LENGTH_DEPENDENT.get(kind, "no test has run with it")
-        raise ModelError(
-            f"unsupported-model: rope_type = {kind!r} in the model's config.json is not supported: "
-            f"{reason}. Supported: {', '.join(sorted(ROPES))}"
-        )
+        raise _unsupported(f"rope_type = {kind!r}", f"{reason}. Supported: {', '.join(sorted(ROPES))}")
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:

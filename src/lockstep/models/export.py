@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, modeling_utils
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from lockstep.common_errors import other_tensors
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models.architectures import causal_lm, check_rope, hf_config, silence_transformers
@@ -212,10 +213,7 @@ class _Writer:
     def _end(self, tokenizer: Tokenizer | None) -> None:
         assert self._temporary is not None
         if self._missing:
-            raise ModelError(
-                f"wrong-weights: weights are missing: {sorted(self._missing)[:5]} ({len(self._missing)} in "
-                "all)"
-            )
+            raise other_tensors(ModelError, "the export ended", self._missing)
         if self._waiting:
             self._write()
         with naming(self._temporary), silence_transformers(), _never_wrapped():

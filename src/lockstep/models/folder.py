@@ -21,6 +21,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from lockstep.common_errors import leads_out
 from lockstep.errors import ModelError
 from lockstep.observe.files import read_json
 
@@ -92,10 +93,7 @@ def check_files(folder: Path) -> None:
                 continue
             real = Path(os.path.realpath(entry))
             if not any(real.is_relative_to(known) for known in inside):
-                raise ModelError(
-                    f"leads-out-of-folder: {entry}: is a link that leads out of {folder}; copy the file "
-                    "itself there"
-                )
+                raise leads_out(ModelError, entry, folder)
             if not real.is_file():
                 raise ModelError(f"not-a-file: {entry}: is not a regular file; no other kind is read")
 

@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from lockstep.common_errors import cannot_write
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError, unknown_name
 from lockstep.models import shapes
@@ -361,10 +362,8 @@ def bundled_folder(name: str) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ModelError(
-            f"cannot-write: the model cache {folder.parent} cannot be made ({error}); set LOCKSTEP_CACHE to "
-            "a folder you can write"
-        ) from error
+        fix = "it is the model cache; set LOCKSTEP_CACHE to a folder you can write"
+        raise cannot_write(ModelError, folder.parent, error, fix, done="made") from error
     lock = folder.parent / f".{name}.lock"
     try:
         with FileLock(lock, timeout=_LOCK_SECONDS):  # the kernel frees it if its holder dies

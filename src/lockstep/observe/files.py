@@ -15,6 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.common_errors import leads_out
 from lockstep.errors import ConfigError, LockstepError
 
 JSON_BYTES = 16 * 2**20
@@ -164,10 +165,7 @@ def check_inside(path: Path, error: type[LockstepError], *, root: Path) -> None:
         LockstepError: of type `error`: `path`, links followed, lies outside of `root`.
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise error(
-            f"leads-out-of-folder: {path}: is a link that leads out of {root}; put the file or folder "
-            "itself there",
-        )
+        raise leads_out(error, path, root)
 
 
 @contextlib.contextmanager

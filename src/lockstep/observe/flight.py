@@ -39,6 +39,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from lockstep.common_errors import damaged
 from lockstep.errors import DataError
 from lockstep.observe.files import open_plain, parse_json
 from lockstep.observe.lock import start_time
@@ -471,10 +472,7 @@ def _content(path: Path, file: BufferedReader) -> bytes:
         )
     if len(data) != _SIZE:
         size = os.fstat(file.fileno()).st_size
-        raise DataError(
-            f"damaged-file: {path}: has {size:,} bytes, where a flight record has {_SIZE:,}; it was cut off "
-            "or overwritten"
-        )
+        raise damaged(DataError, path, f"a flight record has {_SIZE:,} bytes, this file {size:,}")
     return data
 
 
@@ -489,9 +487,7 @@ def _header(path: Path, data: bytes) -> tuple[int, int, int, int, float, int, in
 
 def _check(path: Path, field: str, value: object, right: bool) -> None:
     if not right:
-        raise DataError(
-            f"damaged-file: {path}: its {field} is {value!r:.80}, which no run writes; the file is damaged"
-        )
+        raise damaged(DataError, path, f"no run writes {field} = {value!r:.80}")
 
 
 def _is_time(value: float) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError, DataError, TrainError
 from lockstep.observe.files import json_lines, read_plain
 from lockstep.observe.run_dir import RunDir
@@ -136,10 +137,7 @@ def check_wandb() -> None:
     """Raise ConfigError if the package wandb is not installed."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # wandb makes folders of that name, which Python takes for it
-        raise ConfigError(
-            "missing-package: log.wandb = true needs the package wandb: run `pip install wandb`, or set "
-            "log.wandb = false"
-        )
+        raise missing_package("log.wandb = true", "wandb", or_else="set log.wandb = false")
 
 
 class MetricsLog:

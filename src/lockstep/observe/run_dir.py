@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.common_errors import cannot_write
 from lockstep.errors import CheckpointError, ConfigError, TrainError
 from lockstep.observe.files import file_errors, json_lines, read_json, write_atomic, write_json
 from lockstep.observe.lock import RunLock
@@ -138,10 +139,7 @@ class RunDir:
             before = _there(path)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"cannot-write: the run directory {str(path)!r} cannot be made ({error.strerror}); name "
-                "another with --run-dir"
-            ) from error
+            raise cannot_write(ConfigError, path, error, "name another --run-dir", done="made") from error
         run_dir = cls(path, RunLock(path / "lock"))
         run_dir._before = None if restart else before  # what was set aside stays
         try:

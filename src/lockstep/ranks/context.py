@@ -33,6 +33,7 @@ from pydantic import JsonValue
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from lockstep import errors
+from lockstep.common_errors import wrong_variable
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe import flight
 from lockstep.observe.files import file_errors
@@ -432,10 +433,10 @@ def _number(environ: Mapping[str, str], key: str) -> int:
     if value is None and key == "LOCAL_RANK":
         value = environ.get("RANK")
     if value is None or not value.isdecimal():
-        raise ConfigError(
-            f"wrong-environment: {key} = {value!r} in the environment is not a number; start the ranks with "
-            "--ranks N, torchrun or deepspeed, which set RANK, WORLD_SIZE and LOCAL_RANK"
+        fix = (
+            "start the ranks with --ranks N, torchrun or deepspeed, which set RANK, WORLD_SIZE and LOCAL_RANK"
         )
+        raise wrong_variable(key, value, f"is not a number; {fix}")
     return int(value)
 
 

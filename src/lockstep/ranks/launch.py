@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from lockstep.common_errors import cannot_write
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import echo
@@ -183,8 +184,8 @@ def check_launch(ranks: int, log_dir: Path) -> None:
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot-write: {log_dir}: cannot be made ({error.strerror}); ranks write their logs there"
+        raise cannot_write(
+            ConfigError, log_dir, error, "ranks write their logs there", done="made"
         ) from error
 
 

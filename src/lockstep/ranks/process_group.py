@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from lockstep.common_errors import too_large
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.ranks.environment import LAUNCHER_PID, SECRET
 from lockstep.wire.receive import host_store as host_store
@@ -281,10 +282,7 @@ def encode_object(value: Any, kind: Any) -> bytes:
             f"wrong-type: {_name(kind)} cannot be sent to the other ranks: {_short(error)}"
         ) from error
     if len(data) > MAX_BYTES:
-        raise RankError(
-            f"too-large: {_name(kind)} of {len(data):,} bytes is too large for the other ranks "
-            f"({MAX_BYTES:,})"
-        )
+        raise too_large(RankError, f"{_name(kind)} for the other ranks", len(data), MAX_BYTES)
     return data
 
 
@@ -321,10 +319,7 @@ def _short(error: Exception) -> str:
 
 def _checked(length: int, sender: int) -> int:
     if not 0 <= length <= MAX_BYTES:
-        raise RankError(
-            f"too-large: rank {sender} announced an object of {length:,} bytes; at most {MAX_BYTES:,} may "
-            "come"
-        )
+        raise too_large(RankError, f"an object of rank {sender}", length, MAX_BYTES)
     return length
 
 

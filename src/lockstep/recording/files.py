@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.common_errors import cannot_write
 from lockstep.errors import RecordingError
 from lockstep.observe.files import (
     JSON_BYTES,
@@ -270,10 +271,8 @@ def _replace(path: Path, parts: Sequence[bytes | memoryview], *, sync: bool) -> 
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise RecordingError(
-            f"cannot-write: {path}: cannot be written ({error}); free some space, or record less "
-            "(--record.every)"
-        ) from error
+        fix = "free some space, or record less (--record.every)"
+        raise cannot_write(RecordingError, path, error, fix) from error
     if sync:
         sync_folder(path.parent)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lockstep.common_errors import leads_out
 from lockstep.config.record import RecordConfig
 from lockstep.errors import RecordingError
 from lockstep.observe.metrics import Spans
@@ -290,10 +291,7 @@ class Recorder:
             if match is None:
                 continue
             if folder.is_symlink() or folder.parent.is_symlink():
-                raise RecordingError(
-                    f"leads-out-of-folder: {folder}: is reached by a link; weights are folders of the "
-                    "recording"
-                )
+                raise leads_out(RecordingError, folder, "the recording, by a link")
             if int(match[1]) >= self.settings.resume_at and self.settings.rank == 0:
                 shutil.rmtree(folder)
             else:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lockstep.common_errors import cannot_write, leads_out, other_shape, other_tensors
 from lockstep.errors import RecordingError
 from lockstep.observe.files import open_plain
 from lockstep.observe.tensor_file import DTYPES
@@ -55,8 +56,8 @@ def save_tensors(tensors: Mapping[str, Tensor], directory: Path, *, known: str |
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecordingError(
-            f"cannot-write: {directory}: cannot be made ({error}); weights are stored there"
+        raise cannot_write(
+            RecordingError, directory, error, "weights are stored there", done="made"
         ) from error
     metadata = {"format": "pt", "lockstep": _FORMAT, "fingerprint": digest, "stored": of_file}
     write_tensors(path, stored, metadata, sync=True)
@@ -189,10 +190,7 @@ def _inside(recording: Path, name: str) -> Path | None:
     if not os.path.lexists(folder / FILE):
         return None
     if folder.resolve() != folder:
-        raise RecordingError(
-            f"leads-out-of-folder: {folder}: is a link that leads elsewhere; copy the weights themselves "
-            "there"
-        )
+        raise leads_out(RecordingError, folder, "the recording, by a link")
     with open_plain(folder / FILE, RecordingError, root=folder):
         return folder
 
@@ -230,17 +228,11 @@ def _check(
     missing = sorted(targets.keys() - file.tensors.keys())
     extra = [] if partial else sorted(file.tensors.keys() - targets.keys())
     if missing or extra:
-        raise RecordingError(
-            f"other-model: {file.path}: belongs to another model: {len(missing)} tensors are missing "
-            f"{missing[:3]}, {len(extra)} are not known {[name[:80] for name in extra[:3]]}"
-        )
+        raise other_tensors(RecordingError, str(file.path), missing, extra, code="other-model")
     for name, tensor in targets.items():
         span = file.tensors[name]
         if span.shape != tuple(tensor.shape):
-            raise RecordingError(
-                f"wrong-shape: {file.path}: tensor {name!r} is {list(span.shape)}, the model has "
-                f"{list(tensor.shape)}; it belongs to another model"
-            )
+            raise other_shape(RecordingError, f"{file.path}: tensor {name!r}", span.shape, tensor.shape)
         if DTYPES[span.dtype] != tensor.dtype and not cast:
             raise RecordingError(
                 f"wrong-type: {file.path}: tensor {name!r} is {DTYPES[span.dtype]}, the model has "

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lockstep.common_errors import leads_out
 from lockstep.errors import RecordingError
 from lockstep.observe.files import JSON_BYTES, JSON_VALUES, file_errors, jsonable
 from lockstep.observe.tensor_file import tensor_bytes
@@ -260,10 +261,7 @@ class RecordingWriter:
     def _visible(self) -> list[str]:
         """Names in the rank's folder but for hidden ones. Raises RecordingError: it is a link."""
         if self._folder.is_symlink():
-            raise RecordingError(
-                f"leads-out-of-folder: {self._folder}: is a link; only folders of the recording are written "
-                "to"
-            )
+            raise leads_out(RecordingError, self._folder, "the recording, by a link")
         if not self._folder.is_dir():
             return []
         return sorted(name for name in os.listdir(self._folder) if not name.startswith("."))

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lockstep.common_errors import cannot_write, damaged, missing_package
 from lockstep.data.sources import JSON_COLUMNS, PlacedRow, opened_parquet, parse_row, restorer
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import check_writable, file_errors, read_json, sync_folder, write_json
@@ -45,9 +46,7 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
         try:
             import pyarrow.parquet  # noqa: F401
         except ImportError as error:
-            raise ConfigError(
-                f"missing-package: {flag} {str(path)!r} needs pyarrow; pip install pyarrow"
-            ) from error
+            raise missing_package(f"{flag} {str(path)!r}", "pyarrow") from error
 
 
 class RowFile:
@@ -217,9 +216,7 @@ class RowFile:
         try:
             write_json(meta_path(self.path), {**meta, "complete": complete, **more})
         except OSError as error:
-            raise DataError(
-                f"cannot-write: cannot write {meta_path(self.path)}: {error.strerror}; make room"
-            ) from error
+            raise cannot_write(DataError, meta_path(self.path), error, "make room") from error
 
     def _sorted_rows(self) -> Iterator[dict[str, Any]]:
         with self._journal.open("rb") as file:
@@ -242,9 +239,7 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     except ConfigError as error:
         raise error.with_message(f"{error}; start over with --overwrite") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
-        raise ConfigError(
-            f"damaged-file: {file} is damaged (it names no format); start over with --overwrite"
-        )
+        raise damaged(ConfigError, file, "it names no format; start over with --overwrite")
     if meta["format"] != FORMAT:
         raise ConfigError(
             f"version-differs: {file}: format {meta['format']!r} is not {FORMAT}; it is of another version"
@@ -252,10 +247,8 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     kinds = {"command": str, "identity": dict, "rows": int, "complete": bool}
     for name, kind in kinds.items():
         if not isinstance(meta.get(name), kind):
-            raise ConfigError(
-                f"damaged-file: {file} is damaged ({name} = {str(meta.get(name))[:80]!r}); start over with "
-                "--overwrite"
-            )
+            why = f"{name} = {str(meta.get(name))[:80]!r}; start over with --overwrite"
+            raise damaged(ConfigError, file, why)
     return meta
 
 
@@ -403,9 +396,7 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         os.replace(temporary, path)
     except (OSError, pyarrow.ArrowException, UnicodeError, OverflowError) as error:
         temporary.unlink(missing_ok=True)
-        raise DataError(
-            f"cannot-write: cannot write {path}: {error}. Make room, or choose .jsonl, and run it again"
-        ) from error
+        raise cannot_write(DataError, path, error, "make room, or choose .jsonl, and run it again") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

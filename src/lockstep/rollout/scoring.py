@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeGuard, get_args
 
+from lockstep.common_errors import outside_vocabulary
 from lockstep.config.batch import Column, GenerateConfig, ScoreConfig
 from lockstep.data.prompts import PromptSet
 from lockstep.data.sources import column_names, place
@@ -312,10 +313,8 @@ def check_prompts(
             raise DataError(f"empty: {where}: the prompt is empty; fill it, or leave the row out")
         outside = [i for i in prompt.token_ids if not 0 <= i < vocab_size]
         if outside:
-            raise DataError(
-                f"outside-vocabulary: {where}: token id {outside[0]} is outside the vocabulary of "
-                f"{vocab_size} entries; the prompt was made for another model"
-            )
+            fix = "the prompt was made for another model"
+            raise outside_vocabulary(DataError, where, outside[0], vocab_size, fix=fix)
         length = len(prompt.token_ids) + max_tokens
         if length > context:
             raise DataError(

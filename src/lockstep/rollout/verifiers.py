@@ -29,6 +29,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError
 from lockstep.observe.text import printable
 from lockstep.processes.child import JobProcess, Message, ProcessEnded, end_jobs, receive, send
@@ -154,10 +155,7 @@ def require_package(module: str, *, needed_by: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(module) is None:
-        raise ConfigError(
-            f"missing-package: {needed_by} needs {PACKAGES[module]}, which is not installed; pip install "
-            f"{PACKAGES[module]}"
-        )
+        raise missing_package(needed_by, PACKAGES[module])
 
 
 # The process of a verifier package: jobs in, one small reply each, in a sandbox.

@@ -29,12 +29,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, TrainError
 from lockstep.schema.rollout import Trajectory
 
 IGNORE_LABEL = -100
@@ -295,6 +295,18 @@ class PackedBatch:
     shared: SharedRows | None = None
     """Derived from the other fields (lockstep.packing.share) for train.layout = "shared". None: not yet
     derived, or every slot is computed."""
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> Self:
+        """Return `batch`, which a loss needs to be of this class.
+
+        Raises:
+            TrainError: it is not.
+        """
+        if not isinstance(batch, cls):
+            samples, given = f"{cls.__name__.removesuffix('Batch')}Samples", type(batch).__name__
+            raise TrainError(f"wrong-batch: this loss needs a {cls.__name__}, got {given}; pack {samples}")
+        return batch
 
     @property
     def num_slots(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from lockstep.common_errors import missing_package
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.models.memory import BUCKET_ELEMENTS
@@ -326,11 +327,8 @@ class AdamW8bit(MasterOptimizer):
         try:
             from torchao.optim import AdamW8bit as TorchaoAdamW
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                "missing-package: train.optimizer = 'adamw8bit' needs the package torchao: pip install "
-                "torchao; or set train.optimizer = 'adamw' and train.optimizer_device = 'cpu' to keep its "
-                "states off the GPU"
-            ) from error
+            other = "set train.optimizer = 'adamw' and train.optimizer_device = 'cpu' for its states"
+            raise missing_package("train.optimizer = 'adamw8bit'", "torchao", or_else=other) from error
         self._masters = [nn.Parameter(master, requires_grad=False) for master in self.masters]
         # Decay is 0 here and set per bucket in `_update`: one optimizer serves both kinds of Parameters.
         self._torchao = TorchaoAdamW(

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from lockstep.common_errors import cannot_write
 from lockstep.errors import EngineError
 from lockstep.observe.lock import SHARED_MEMORY, OwnedFolder
 from lockstep.observe.tensor_file import save_tensors
@@ -145,10 +146,8 @@ class DiskSender:
             try:
                 save_tensors(dict(unpack(packed.data, packed.specs)), path)
             except OSError as error:
-                raise EngineError(
-                    f"cannot-write: weights cannot be written to {path}: {error}; free {packed.num_bytes} "
-                    "bytes there, lower engine.bucket_mb, or set another run_dir"
-                ) from error
+                fix = f"free {packed.num_bytes} bytes there, lower engine.bucket_mb, or set another run_dir"
+                raise cannot_write(EngineError, path, error, fix) from error
             yield path
         finally:
             path.unlink(missing_ok=True)

@@ -39,6 +39,7 @@ from urllib.parse import urlsplit
 
 import pydantic_core
 
+from lockstep.common_errors import too_large
 from lockstep.errors import ConfigError, EngineError, redacted
 from lockstep.observe.text import printable
 
@@ -312,9 +313,9 @@ class Exchange(ABC, Generic[Answer]):
             raise BadReply(f"bad-reply: {self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}")
         length = fields.get("content-length")
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= MAX_REPLY_BYTES):
+            size = ascii(length)[1:41]
             raise BadReply(
-                f"too-large: {self.what} announced an answer of {ascii(length)[1:41]} bytes; at most "
-                f"{MAX_REPLY_BYTES}"
+                f"too-large: {self.what}: Content-Length {size}; at most {MAX_REPLY_BYTES} are read"
             )
         return Head(
             status=int(tail[:3]),
@@ -347,9 +348,7 @@ class Exchange(ABC, Generic[Answer]):
                 preview = _preview(bytes(raw[at : at + 40]))
                 raise BadReply(f"bad-reply: {self.what} sent a chunk without a size: {preview}") from None
             if not 0 <= size <= MAX_REPLY_BYTES:
-                raise BadReply(
-                    f"too-large: {self.what} announced a chunk of {size} bytes; at most {MAX_REPLY_BYTES}"
-                )
+                raise too_large(BadReply, f"a chunk of {self.what}", size, MAX_REPLY_BYTES)
             if size == 0:
                 self._complete = True
             elif len(raw) < end + 2 + size + 2:

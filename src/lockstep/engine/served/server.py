@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lockstep import invariant
+from lockstep.common_errors import other_tensors
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.engine.remote.server import LOOPBACK
@@ -318,9 +319,7 @@ class Weights:
         self._check(about)
         missing = sorted(self._own.keys() - self._received)
         if missing:
-            raise EngineError(
-                f"wrong-weights: the session ended without {len(missing)} weights: {', '.join(missing[:5])}"
-            )
+            raise other_tensors(EngineError, "the session ended", missing)
         self._session = None
         return self._module
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from lockstep.common_errors import not_finite
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.driver import Job, Sample, logprobs, mapping, token_ids, whole
 from lockstep.engine.remote.http import BadReply
@@ -199,25 +200,29 @@ def _check(params: SamplingParams, *, seeded: bool) -> None:
         if name == "repetition_penalty":
             why += ", and it counts the completion's tokens without the prompt's"
         raise refuse(name, why, "turn it off")
-    if params.min_tokens:
-        raise refuse(
+    for applies, name, why, instead in (
+        (
+            params.min_tokens,
             "min_tokens",
             "without a tokenizer it has no such thing, and with one its logprobs come after stop ids were "
             "suppressed",
             "set it to 0",
-        )
-    if params.min_p and seeded and params.temperature:
-        raise refuse(
+        ),
+        (
+            params.min_p and seeded and params.temperature,
             "min_p",
             "with seeds its scheduler stops at an assertion and takes the server with it",
             "set min_p = 0, or engine.unseeded = true without engine.batch_invariant",
-        )
-    if params.ignore_eos and params.stop_token_ids:
-        raise refuse(
+        ),
+        (
+            params.ignore_eos and params.stop_token_ids,
             "ignore_eos",
             f"it then ignores stop_token_ids = {list(params.stop_token_ids)} as well",
             "set ignore_eos = false, or leave stop_token_ids out",
-        )
+        ),
+    ):
+        if applies:
+            raise refuse(name, why, instead)
 
 
 # The SGLang of an interpreter, and its command line options, without importing it.
@@ -455,11 +460,8 @@ class Partial:
             return self.sample("length", None)
         matched = reason.get("matched")
         if matched == NOT_FINITE:
-            raise EngineError(
-                f"not-finite: engine sglang: request {self.job.index}: the logits of token "
-                f"{len(self.token_ids) - 1} of sample {self.job.sample} are not finite; the weights have "
-                "diverged or the compute dtype overflows (model.dtype)"
-            )
+            where = f"the logits of token {len(self.token_ids) - 1} of sample {self.job.sample}"
+            raise not_finite(f"engine sglang: request {self.job.index}: {where}")
         return self.sample("stop", matched)
 
     def sample(self, finish_reason: Any, stop_reason: Any) -> Sample:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
+from lockstep.common_errors import other_shape, other_tensors
 from lockstep.errors import EngineError
 from lockstep.schema.weights import TensorSpec, WeightBucket
 
@@ -154,10 +155,7 @@ class Expected:
                     "say success. Send Hugging Face names, such as " + ", ".join(list(self.shapes)[:3])
                 )
             if spec.shape != shape:
-                raise EngineError(
-                    f"wrong-shape: {spec.name} comes with shape {list(spec.shape)} and is {list(shape)} in "
-                    "the engine's model; trainer and engine must be of one model"
-                )
+                raise other_shape(EngineError, spec.name, spec.shape, shape)
             if spec.name in self._loaded:
                 raise EngineError(f"duplicate: {spec.name} came twice in one update")
             self._loaded.add(spec.name)
@@ -166,10 +164,7 @@ class Expected:
         """Raises EngineError when weights have not come."""
         missing = sorted(set(self.shapes) - self._tied - self._loaded)
         if missing:
-            raise EngineError(
-                f"wrong-weights: the update ended without {len(missing)} of {len(self.shapes)} weights: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
-            )
+            raise other_tensors(EngineError, "the update ended", missing)
 
     def smallest(self) -> str:
         """The weight that is cheapest to read."""

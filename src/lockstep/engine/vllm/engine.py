@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.common_errors import not_finite
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.streaming import Ended, ReceivingEngine, Turn
@@ -147,10 +148,7 @@ class VLLMEngine(ReceivingEngine):
             )
         total = sum(logprobs)
         if total != total:
-            raise EngineError(
-                f"not-finite: engine {NAME}: logprobs of a sample are not finite; the weights have diverged "
-                "or the compute dtype overflows (model.dtype)"
-            )
+            raise not_finite(f"engine {NAME}: logprobs of a sample")
         if tuple(output.prompt_token_ids) != request.prompt_token_ids:
             raise EngineError(f"wrong-result: engine {NAME} changed the token ids of a prompt")
         return self._completion(

@@ -409,10 +409,8 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
     _check_model(card, spec, where=where)
     longest = card.get("max_model_len")
     if type(longest) is not int or longest < spec.max_model_len:
-        raise EngineError(
-            f"server-settings: {where} takes prompts and completions of {longest} tokens together, and this "
-            f"run has up to {spec.max_model_len}; start it with --max-model-len {spec.max_model_len}"
-        )
+        what = f"takes {longest} tokens of prompt and completion, and this run has up to {spec.max_model_len}"
+        raise _start_with(where, what, f"--max-model-len {spec.max_model_len}")
     name = str(card["id"])
     info = _server_info(client)
     if info is None:
@@ -425,10 +423,8 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
     else:
         dtype = str(info.get("dtype", "")).removeprefix("torch.")
         if dtype != spec.dtype:
-            raise EngineError(
-                f"server-settings: {where} computes in {dtype}, and this run in {spec.dtype}; start it with "
-                f"--dtype {spec.dtype}"
-            )
+            what = f"computes in {dtype}, and this run in {spec.dtype}"
+            raise _start_with(where, what, f"--dtype {spec.dtype}")
     _check_vocabulary(client, name, spec, where=where)
     mode = _usable_mode(str(info.get("logprobs_mode") or _find_mode(client, name)), spec, where=where)
     return ServerInfo(model=name, logprobs_mode=mode, can_update=info.get("worker_extension_cls") == WORKER)
@@ -441,10 +437,12 @@ def _usable_mode(mode: str, spec: EngineSpec, *, where: str) -> LogprobsMode:
         return "processed_logprobs"
     if mode == needed:
         return needed
-    raise EngineError(
-        f"server-settings: {where} gives {mode}, and temperatures {sorted(spec.temperatures)} need "
-        f"{needed}; start it with --logprobs-mode {needed}"
-    )
+    what = f"gives {mode}, and temperatures {sorted(spec.temperatures)} need {needed}"
+    raise _start_with(where, what, f"--logprobs-mode {needed}")
+
+
+def _start_with(where: str, what: str, flag: str) -> EngineError:
+    return EngineError(f"server-settings: {where} {what}; start it with {flag}")
 
 
 def _model_card(client: HttpClient) -> Mapping[str, Any]:
@@ -503,21 +501,19 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
     size = max(spec.vocab_size, len(spec.tokenizer) if spec.tokenizer is not None else 0)
     last, beyond = _one_token(client, name, spec.vocab_size - 1), _one_token(client, name, size)
     if last.status == 403:
-        raise EngineError(
-            f"server-settings: {where} has its token route switched off; start it with --enable-scale-out"
-        )
+        raise _start_with(where, "has its token route switched off", "--enable-scale-out")
     if last.status == 404:
         raise EngineError(
             f"unsupported-version: {where} has no /inference/v1/generate, which vLLM has since 0.26"
         )
-    if last.status != 200 or beyond.status == 200:
-        raise EngineError(
-            f"other-model: {where} has {'a smaller' if last.status != 200 else 'a larger'} vocabulary than "
-            f"this run's model, {spec.vocab_size} entries: it "
-            f"{'refuses' if last.status != 200 else 'takes'} token id "
-            f"{spec.vocab_size - 1 if last.status != 200 else size}; it serves another model"
-            + (f" ({last.error_text()})" if last.status != 200 else "")
-        )
+    if last.status != 200:
+        what = f"a smaller vocabulary: it refuses token id {spec.vocab_size - 1} ({last.error_text()})"
+    elif beyond.status == 200:
+        what = f"a larger vocabulary: it takes token id {size}"
+    else:
+        return
+    model = f"this run's model has {spec.vocab_size} entries"
+    raise EngineError(f"other-model: {where} serves another model, with {what}, and {model}")
 
 
 def _find_mode(client: HttpClient, name: str) -> str:

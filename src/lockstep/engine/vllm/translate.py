@@ -194,41 +194,42 @@ def _check(params: SamplingParams, *, eos_token_ids: tuple[int, ...], logprobs_m
     check_common(ENGINE, params)
     refuse = refusals(ENGINE, params)
     temperature = params.temperature
-    if 0.0 < temperature < LOWEST_TEMPERATURE:
-        raise refuse(
+    stop = f"it looks for stop strings ({list(params.stop)!r}) one token later than other engines"
+    for applies, name, why, instead in (
+        (
+            0.0 < temperature < LOWEST_TEMPERATURE,
             "temperature",
             f"it would sample at {LOWEST_TEMPERATURE} instead",
             f"set 0 (greedy) or at least {LOWEST_TEMPERATURE}",
-        )
-    if temperature > HIGHEST_TEMPERATURE:
-        raise refuse("temperature", "its limit is 2", "set it to at most 2")
-    if params.min_tokens and params.stop:
-        raise refuse(
+        ),
+        (temperature > HIGHEST_TEMPERATURE, "temperature", "its limit is 2", "set it to at most 2"),
+        (
+            params.min_tokens and params.stop,
             "min_tokens",
-            f"it looks for stop strings ({list(params.stop)!r}) one token later than other engines",
+            stop,
             "set min_tokens = 0, or stop_token_ids instead of stop",
-        )
-    if params.min_tokens and params.ignore_eos and eos_token_ids:
-        raise refuse(
+        ),
+        (
+            params.min_tokens and params.ignore_eos and eos_token_ids,
             "min_tokens",
             "before min_tokens it suppresses the end-of-sequence ids even with ignore_eos = true",
             "set min_tokens = 0",
-        )
+        ),
+        (
+            logprobs_mode == "raw_logprobs" and temperature not in (0.0, 1.0),
+            "temperature",
+            "it was started for temperatures 0 and 1, whose logprobs it takes before temperature",
+            "name every temperature when the engine is made (EngineSpec.temperatures)",
+        ),
+    ):
+        if applies:
+            raise refuse(name, why, instead)
     if logprobs_mode == "raw_logprobs":
-        if temperature not in (0.0, 1.0):
-            raise refuse(
-                "temperature",
-                "it was started for temperatures 0 and 1, whose logprobs it takes before temperature",
-                "name every temperature when the engine is made (EngineSpec.temperatures)",
-            )
         return
     for name in (*truncations_of(params), *penalties_of(params), *(["min_tokens"] * (params.min_tokens > 0))):
-        raise refuse(
-            name,
-            "with temperatures besides 0 and 1 its logprobs come after truncation and penalties, and would "
-            "be renormalised",
-            "turn it off, or use temperatures 0 and 1 only (in evaluation too)",
-        )
+        why = "with temperatures besides 0 and 1 its logprobs come after truncation and penalties"
+        fix = "turn it off, or use temperatures 0 and 1 only (in evaluation too)"
+        raise refuse(name, f"{why}, and would be renormalised", fix)
 
 
 # vLLM's engine as `lockstep.engine.vllm.engine` uses it: everything that imports vLLM, and all differences

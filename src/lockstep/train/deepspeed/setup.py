@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lockstep.config.rules import refuse
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.train.optimizer import NamedParameter
@@ -40,66 +41,15 @@ def refuse_impossible(
                 f"is {device.type}: DeepCompile builds a CUDA extension, and DeepSpeed switches it on for no "
                 "other accelerator. Set 'compile' (--compile), which works here"
             )
-        if config.zero_stage == 0:
-            raise ConfigError(
-                "unsupported-combination: train.execution = 'deepcompile' (--deepcompile) works with ZeRO "
-                "1, 2 and 3 only; set train.zero_stage = 1 (--zero-stage 1), or another execution"
-            )
         check_cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
-    if config.execution == "joint" and config.zero_stage == 3:
-        raise ConfigError(
-            "unsupported-combination: train.execution = 'joint' (--joint) needs ZeRO 0, 1 or 2: at stage 3 "
-            "weights are gathered by hooks of modules, and none runs inside of the graph; set "
-            "train.zero_stage = 2 (--zero-stage 2), or 'compile' (--compile)"
-        )
+    refuse(config, "train (deepspeed)")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(
             f"unsupported-combination: the DeepSpeed backend computes in float32 or bfloat16, not {dtype}; "
             "set model.dtype"
         )
-    if config.ring > 1:
-        raise ConfigError(
-            f"unsupported-combination: train.ring = {config.ring} is not available with train.backend = "
-            "'deepspeed': its data-parallel group is all ranks; set train.backend = 'fsdp2', or train.ring = "
-            "1"
-        )
-    if config.tp > 1:
-        raise ConfigError(
-            f"unsupported-combination: train.tp = {config.tp} is not available with train.backend = "
-            "'deepspeed': its AutoTP puts modules of its own in the place of the policy's, and a part of the "
-            "vocabulary into the head, whose weight the loss reads; set train.backend = 'fsdp2', or "
-            "train.tp = 1"
-        )
-    _refuse_offload(config)
-    if with_optimizer and config.optimizer == "adamw8bit":
-        raise ConfigError(
-            "unsupported-combination: train.optimizer = 'adamw8bit' is not available with train.backend = "
-            "'deepspeed', whose optimizers update flat float32 partitions; set 'adamw' or 'sgd', or "
-            "train.backend = 'fsdp2'"
-        )
-
-
-def _refuse_offload(config: TrainConfig) -> None:
-    if config.optimizer_device == "cpu" and config.zero_stage == 0:
-        raise ConfigError(
-            "unsupported-combination: train.optimizer_device = 'cpu' needs train.zero_stage = 1, 2 or 3: at "
-            "stage 0 DeepSpeed has no partition that it could put into host memory"
-        )
-    if config.parameter_device == "cpu" and config.zero_stage != 3:
-        raise ConfigError(
-            "unsupported-combination: train.parameter_device = 'cpu' needs train.zero_stage = 3, not "
-            f"{config.zero_stage}: at the others every rank computes with whole weights where they are"
-        )
-    if config.parameter_device == "cpu" and config.optimizer_device != "cpu":
-        raise ConfigError(
-            "unsupported-combination: train.parameter_device = 'cpu' with DeepSpeed needs "
-            "train.optimizer_device = 'cpu' too: the step writes the weights where the masters are"
-        )
-    if config.execution == "deepcompile" and "cpu" in (config.optimizer_device, config.parameter_device):
-        raise ConfigError(
-            "unsupported-combination: train.execution = 'deepcompile' does not offload; set "
-            "train.optimizer_device and train.parameter_device to 'model', or train.execution = 'compile'"
-        )
+    if with_optimizer:
+        refuse(config, "train (deepspeed's optimizers)")
 
 
 def check_cuda_architectures(listed: str) -> None:

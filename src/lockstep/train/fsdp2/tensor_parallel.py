@@ -197,10 +197,7 @@ def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
     # Private, in transformers 5.17 to 5.23: the class's plan is of what is outside of the decoder.
     styles |= getattr(type(model), "_tp_plan", None) or {}
     if not styles:
-        raise ConfigError(
-            f"unsupported-model: train.tp_plan = 'hf': transformers has no plan for {type(model).__name__}; "
-            "set train.tp_plan = 'lockstep'"
-        )
+        raise _no_hf_plan(f"has no plan for {type(model).__name__}")
     splits: dict[str, Split | Replicated] = {}
     for path in _with_parameters(module):
         splits[path] = _adapted(path, functools.partial(_hf_style, styles=styles))
@@ -212,18 +209,13 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
     """How a module is split by transformers' styles, pattern of paths -> style. Raises ConfigError."""
     style = styles.get(re.sub(r"\.\d+\.", ".*.", path), "replicate")
     if style not in _HF_STYLES:
-        raise ConfigError(
-            f"unsupported-model: train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, "
-            f"which is not known here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'"
-        )
+        known = ", ".join(_HF_STYLES)
+        raise _no_hf_plan(f"wants {path!r} in style {style!r}, which is not known here (known: {known})")
     ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
     if how == Replicated() and ours == Replicated(summed=True):
         return ours  # transformers 5.17 leaves q_norm and k_norm out, whose gradients are partial
     if how not in (ours, Replicated()):
-        raise ConfigError(
-            f"unsupported-model: train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, "
-            "which does not fit the code here; set train.tp_plan = 'lockstep'"
-        )
+        raise _no_hf_plan(f"wants {path!r} in style {style!r}, which does not fit the code here")
     return how
 
 
@@ -235,10 +227,12 @@ def _check_blocks(by_module: Plan) -> None:
         if name.endswith("_proj"):
             blocks.setdefault(parent, set()).add(isinstance(how, Split))
     if torn := [parent for parent, split in blocks.items() if len(split) > 1]:
-        raise ConfigError(
-            f"unsupported-model: train.tp_plan = 'hf': transformers splits some matrices of {torn[0]!r} and "
-            "not others; set train.tp_plan = 'lockstep'"
-        )
+        raise _no_hf_plan(f"splits some matrices of {torn[0]!r} and not others")
+
+
+def _no_hf_plan(why: str) -> ConfigError:
+    text = f"train.tp_plan = 'hf': transformers {why}; set train.tp_plan = 'lockstep'"
+    return ConfigError(f"unsupported-model: {text}")
 
 
 def part_bounds(length: int, *, rank: int, size: int) -> tuple[int, int]:

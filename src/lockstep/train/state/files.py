@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.common_errors import damaged, hash_differs
 from lockstep.config.train import TrainConfig
 from lockstep.errors import CheckpointError, TrainError
 from lockstep.observe import files
@@ -151,14 +152,9 @@ def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
         check_inside(path, CheckpointError, root=path.parent)
         size = path.stat().st_size
         if size != record.bytes:
-            raise CheckpointError(
-                f"damaged-file: {path} has {size} bytes, {record.bytes} were written; it is damaged"
-            )
+            raise damaged(CheckpointError, path, f"it has {size} bytes, {record.bytes} were written")
         if contents and (now := sha256_of(path)) != record.sha256:
-            raise CheckpointError(
-                f"hash-differs: {path} has sha256 {now[:16]}..., {printable(record.sha256[:16])}... was "
-                "written; it is damaged"
-            )
+            raise hash_differs(CheckpointError, path, now, record.sha256)
 
 
 def sha256_of(path: Path) -> str:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lockstep.common_errors import damaged, other_tensors
 from lockstep.errors import CheckpointError
 from lockstep.observe.tensor_file import DTYPES, NAMES
 from lockstep.train.state.files import (
@@ -201,9 +202,7 @@ class StoredTensors:
                 self.stored[name] = Stored(file, key, shape, DTYPES[dtype])
         except (SafetensorError, OSError) as error:
             self._files.close()
-            raise CheckpointError(
-                f"damaged-file: {path} is not a readable safetensors file ({error})"
-            ) from error
+            raise damaged(CheckpointError, path, f"safetensors cannot read it: {error}") from error
 
     def _compare(self, tensors: Mapping[str, str]) -> None:
         state = self.index.directory / STATE
@@ -257,10 +256,8 @@ class StoredTensors:
             and not self._is_weight(name, needed)
         ]
         if missing or extra:
-            raise CheckpointError(
-                f"other-model: {self.index.directory} belongs to another model, optimizer or adapter: "
-                f"{len(missing)} tensors are missing {missing[:3]}, {len(extra)} are not known {extra[:3]}"
-            )
+            what = f"{self.index.directory} belongs to another model, optimizer or adapter"
+            raise other_tensors(CheckpointError, what, missing, extra, code="other-model")
         return sources
 
     def _source(self, name: str, meta: TensorMeta) -> Stored | None:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lockstep.common_errors import damaged
 from lockstep.errors import CheckpointError
 
 _CUDA = "torch_cuda"
@@ -145,9 +146,7 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
         try:
             attempt()
         except (RuntimeError, ValueError, OverflowError, TypeError) as error:
-            raise CheckpointError(
-                f"damaged-file: {path}: generator {name!r} has no valid state ({error})"
-            ) from error
+            raise damaged(CheckpointError, path, f"generator {name!r} has no valid state: {error}") from error
 
 
 def _python_state(state: Mapping[str, Tensor]) -> tuple[int, tuple[int, ...], float | None]:
