@@ -412,6 +412,24 @@ def test_both_answers_of_a_pair_are_to_one_prompt(tiny_folder, tmp_path, kind, c
             assert tokenizer.decode(sample.token_ids[1:][sample.loss_mask[:-1]]) == "".join(texts)
 
 
+# (the first messages of two conversations, how each is told: by hand)
+APART_BY = [
+    ({"content": "a" * 99 + "1"}, {"content": "a" * 99 + "2"}, ["...'" + "a" * 20 + n for n in "12"]),
+    ({"name": "bob"}, {"name": "eve"}, ["'q' with name = 'bob'", "'q' with name = 'eve'"]),
+    ({"name": "bob"}, {}, ["'q' with name = 'bob'", "'q' with name = None"]),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "told"), APART_BY)
+def test_prompts_that_differ_are_told_apart(tiny_folder, tmp_path, one, other, told):
+    answers = {"chosen": (one, "x"), "rejected": (other, "y")}
+    row = {k: [{**asked("q"), **more}, said(text)] for k, (more, text) in answers.items()}
+    source = write_rows(tmp_path, [row], kind="jsonl")
+    with raises(DataError, "wrong-pairs: line 1") as caught:
+        load_preferences(DataConfig(source=str(source)), tokenizer=AutoTokenizer.from_pretrained(tiny_folder))
+    assert all(f"user: {text}" in str(caught.value) for text in told)
+
+
 def test_a_prompt_beside_whole_conversations_begins_them(tiny_folder, tmp_path):
     rows = [{"prompt": [asked("b")], **{k: [asked("a"), said(k)] for k in ("chosen", "rejected")}}]
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))

@@ -63,6 +63,11 @@ def test_a_token_beyond_the_embedding_is_named(grown, tmp_path, capsys, run, pla
     assert f"rows.jsonl, {place}: token id 259 ('{GROWN}') is outside the vocabulary of 259 entries" in told
 
 
+def test_a_token_of_a_given_prompt_beyond_the_embedding_is_named(grown, capsys):
+    assert main(["sample", str(grown), "--prompt", f"a{GROWN}"]) == 2
+    assert f"--prompt: token id 259 ('{GROWN}') is outside the vocabulary" in capsys.readouterr().err
+
+
 def test_a_token_beyond_a_reward_models_embedding_is_named(grown, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(grown)
     folder = save_classifier(tmp_path / "judge", tokenizer, vocab_size=259)

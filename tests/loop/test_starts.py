@@ -130,6 +130,8 @@ def test_own_rows_without_rewards_are_refused_at_once(tmp_path, capsys):
         ("math", {"question": "1 + 1?"}),
         ("math", {"answer": None}),
         ("math", {"answer": {"value": 2}}),
+        ("math", {"answer": " "}),
+        ("math", {"answer": [""]}),
     ],
 )
 @pytest.mark.parametrize("completion", ["", "no number", "It is 2."])

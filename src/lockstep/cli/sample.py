@@ -118,20 +118,23 @@ def override(sampling: SamplingConfig, values: Mapping[str, Any]) -> SamplingCon
 def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
     """The prompt of --prompt, or the first held-out prompts of the run."""
     from lockstep.data.prompts import load_train_and_held_out
+    from lockstep.observe.chat_template import check_known
     from lockstep.schema.rollout import Prompt
 
+    vocab_size = text_config(opened.model.module).vocab_size
     if args.prompt is not None:
         chat = opened.chat_format()
         text = chat.render(
             chat.with_system([{"role": "user", "content": args.prompt}]), generate=True, where="--prompt"
         )
-        return [Prompt(index=0, token_ids=tuple(chat.encode(text)), text=text, where="--prompt")]
+        ids = chat.encode(text)
+        check_known(ids, vocab_size, tokenizer=opened.model.tokenizer, model=opened.source, where="--prompt")
+        return [Prompt(index=0, token_ids=tuple(ids), text=text, where="--prompt")]
     run = opened.run
     if run is None or not run.online:
         raise ConfigError(
             f"missing-setting: {opened.source} comes with no held-out prompts; give --prompt TEXT"
         )
-    vocab_size = text_config(opened.model.module).vocab_size
     held_out = load_train_and_held_out(
         cast(GRPORun, run), tokenizer=opened.model.tokenizer, vocab_size=vocab_size
     )[1]

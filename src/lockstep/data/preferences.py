@@ -258,15 +258,32 @@ def _shared_prompt(chosen: Conversation, rejected: Conversation, where: str) -> 
         # A tool answered the same call otherwise, or one conversation goes on where the other ends.
         prompt = _last_turn(chosen.messages[:shared])
     if not 0 < prompt <= shared:
-        first, other = (
-            f"{messages[shared]['role']}: {messages[shared]['content'][:60]!r}" if role else "missing"
-            for messages, role in zip(both, following, strict=True)
-        )
+        first, other = _apart(*(messages[shared] if len(messages) > shared else None for messages in both))
         raise DataError(
             f"wrong-pairs: {where}: the answers belong to different prompts: message {shared + 1} is "
             f"{first} in one and {other} in the other; correct the row, or leave it out"
         )
     return prompt
+
+
+def _apart(one: Message | None, other: Message | None) -> tuple[str, str]:
+    """Two messages of which one may be missing, as texts that show where they differ."""
+    start, more = 0, ""
+    if one is not None and other is not None and one["role"] == other["role"]:
+        texts = one["content"], other["content"]
+        if texts[0] == texts[1]:
+            more = next(key for key in (one | other) if one.get(key) != other.get(key))
+        else:
+            same = (n for n, (a, b) in enumerate(zip(*texts, strict=False)) if a != b)
+            start = max(next(same, min(map(len, texts))) - 20, 0)
+
+    def told(message: Message | None) -> str:
+        if message is None:
+            return "missing"
+        text = f"{message['role']}: {'...' * bool(start)}{message['content'][start : start + 60]!r}"
+        return f"{text} with {more} = {repr(message.get(more))[:60]}" if more else text
+
+    return told(one), told(other)
 
 
 def _last_turn(messages: Sequence[Message]) -> int:

@@ -156,7 +156,8 @@ class RewardSet:
 
         Raises:
             ConfigError: the rows have no answers.
-            DataError: an answer is neither text nor a number, and on_error = fail would end the run on it.
+            DataError: an answer is blank, or neither text nor a number, and on_error = fail would end the
+                run on it.
         """
         if not any(config.name == "math" and config.on_error == "fail" for config in self._configs):
             return
@@ -297,7 +298,7 @@ def _answer_text(row: Mapping[str, Any]) -> str:
 
     Raises:
         ConfigError: the row has no answer.
-        RewardFailure: it is neither text nor a number: its Python text would match no completion.
+        RewardFailure: it is blank, or neither text nor a number, whose Python text matches no completion.
     """
     if "answer" not in row:
         raise ConfigError(
@@ -308,11 +309,12 @@ def _answer_text(row: Mapping[str, Any]) -> str:
     one = value[0] if isinstance(value, list) and len(value) == 1 else value
     # isfinite of a whole number beyond any float is an OverflowError.
     number = type(one) is int or (isinstance(one, float | Decimal) and math.isfinite(one))
-    if number or isinstance(one, str):
+    if number or (isinstance(one, str) and one.strip()):
         return str(one)
     keys = f" with the keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
+    kind = f" ({type(value).__name__}{keys}), neither text nor a number"
     raise RewardFailure(
-        f"the row's answer is {short_repr(value)} ({type(value).__name__}{keys}), neither text nor a number; "
+        f"the row's answer is {short_repr(value)}{', which is blank' if isinstance(one, str) else kind}; "
         "write the answer into a column of its own and name it in data.answer_column"
     )
 
