@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
 from lockstep.cli.arguments import Flags, count, positive, seconds
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable
-from lockstep_lab.cli import replay_ranks
-from lockstep_lab.cli.replay_output import Progress, conclude
+from lockstep.observe.text import echo
+from lockstep.ranks.environment import in_launcher
+from lockstep.ranks.launch import launch_ranks
 
 if TYPE_CHECKING:
     from lockstep.recording import Recording
     from lockstep_lab.replay.cell import ReplayOptions
+    from lockstep_lab.replay.replayer import Replayer
+    from lockstep_lab.replay.results import ReplayFiles, ReplayRow
+    from lockstep_lab.replay.run import ReplayResult
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 
 _CELL_FIELDS = (
     *("attention", "layout", "padding_side", "dtype", "activation_checkpointing", "batch_invariant"),
@@ -112,22 +123,55 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, RecordingError, ModelError: before the first forward.
     """
     args = parser().parse_args(list(argv))
-    from lockstep.models.architectures import silence_transformers
-    from lockstep_lab.replay.results import ReplayFiles, check_fresh
+    from lockstep_lab.replay.results import check_fresh
 
     check_writable(args.json)
     out = args.out if args.out is not None else arguments.default_out("replay")
     if os.environ.get("RANK", "0") == "0":  # other ranks come when rank 0 has begun to write there
         check_fresh(out)
     recording, options = open_options(args)
-    if on_ranks(args, os.environ):
-        return replay_ranks.main(args, argv, recording, options, out)
+    several = on_ranks(args, os.environ)
+    if several and in_launcher():
+        return _as_rank(args, recording, options, out)
+    if several and options.cell.ranks > 1 and not options.simulate:
+        command = ["replay", *argv, "--out", str(out)]
+        return launch_ranks(command, ranks=options.cell.ranks, timeout=None, log_dir=out / "logs")
+    from lockstep_lab.replay.ranks import replay_simulated
     from lockstep_lab.replay.run import replay
+
+    return _shown(args, out, partial(replay_simulated if several else replay, recording, options))
+
+
+def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:
+    """Be one rank of a launcher; rank 0 shows progress and prints the result of all ranks."""
+    from lockstep.models.architectures import silence_transformers
+    from lockstep.ranks.context import init_ranks
+    from lockstep_lab.replay.ranks import RankSetup, agree_on_directory, replay_ranks, waiting_seconds
+
+    checked, device = not args.no_guard, options.cell.device.partition(":")[0]
+    with init_ranks(device=device, seconds=waiting_seconds(args.rank_timeout, checked=checked)) as ranks:
+        out = agree_on_directory(ranks, out)
+
+        def run(*, files: ReplayFiles | None = None, **display: Any) -> ReplayResult:
+            setup = RankSetup(ranks, out, files=files, checked=checked)
+            return replay_ranks(recording, options, setup=setup, **display)
+
+        if ranks.rank == 0:
+            return _shown(args, out, run)
+        with silence_transformers():
+            run()
+        return 0
+
+
+def _shown(args: argparse.Namespace, out: Path, run: Callable[..., ReplayResult]) -> int:
+    """Run a replay, show its progress and its summary; return the exit status."""
+    from lockstep.models.architectures import silence_transformers
+    from lockstep_lab.replay.results import ReplayFiles
 
     files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
-        with Progress(files, quiet=args.quiet) as progress, silence_transformers():
-            result = replay(recording, options, files=files, on_ready=progress.ready, on_row=progress.row)
+        with Progress(quiet=args.quiet) as progress, silence_transformers():
+            result = run(files=files, on_ready=progress.ready, on_row=progress.row)
         return conclude(result, files, copy=args.json, quiet=args.quiet)
     finally:
         files.close()
@@ -225,3 +269,84 @@ def _indices(text: str) -> tuple[int, ...]:
             raise argparse.ArgumentTypeError(f"{part!r} is not a range of inputs; write it like 10-20")
         indices += range(low, high + 1)
     return tuple(indices)
+
+
+# --- the display --------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """A bar in a terminal, a plain line per input elsewhere (at most one a second), nothing with --quiet."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._live = sys.stdout.isatty() and not quiet
+        self._bar: Any = None
+        self._task: Any = None
+        self._last = 0.0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def ready(self, replayer: Replayer) -> None:
+        """Start the display: the first input comes next."""
+        if not self._live:
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        from lockstep.observe.console import PlainConsole
+
+        self._bar = Bar(
+            TextColumn("replay"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[last]}", markup=False),
+            console=PlainConsole(),
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("replay", total=len(replayer.order), last="")
+
+    def row(self, row: ReplayRow, done: int, total: int) -> None:
+        """Show that an input is done."""
+        from lockstep_lab.replay.results import row_text
+
+        if self._quiet:
+            return
+        if self._bar is not None:
+            text = "" if row.forward_ms is None else f"forward {row.forward_ms:.0f} ms"
+            self._bar.update(self._task, completed=done, last=text if row.status == "ok" else row.status)
+            if row.error is not None:
+                self._bar.console.print(row_text(row))
+            return
+        now = time.monotonic()
+        if row.error is not None or done == total or now - self._last >= 1.0:
+            self._last = now
+            echo(f"[{done}/{total}] {row_text(row)}", flush=True)
+
+
+def conclude(result: ReplayResult, files: ReplayFiles, *, copy: Path | None, quiet: bool) -> int:
+    """Print the summary; return the exit status."""
+    from lockstep_lab.replay.summary import closing
+
+    if copy is not None:
+        files.summary(result.summary, copy=copy)
+    for line in closing(result.summary):
+        files.line(line, show=not quiet)
+    for row in result.rows:
+        if row.error is not None:
+            log = files.out / row.error["log"]
+            files.line(
+                f"input {row.index} {row.status}: {row.error['type']}: {row.error['line']} ({log})",
+                show=not quiet,
+            )
+    files.line(f"results: {files.out}", show=not quiet)
+    files.line(result.summary["verdict"], show=False)
+    echo(result.summary["verdict"])
+    if result.interrupted:
+        return INTERRUPTED
+    return 0 if result.ok else 1
