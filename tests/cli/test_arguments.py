@@ -9,11 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.arguments import above_zero, count, default_out, path, positive, ranks, seconds, seed, steps
+from lockstep.cli.arguments import (
+    above_zero,
+    count,
+    default_out,
+    numbers,
+    path,
+    positive,
+    ranks,
+    seconds,
+    seed,
+    steps,
+)
 
 
 def test_numbers_are_read() -> None:
     assert (steps("10:20"), steps("10:"), steps(":20")) == ((10, 20), (10, None), (None, 20))
+    assert (numbers("3,0, 8-11,9"), numbers("7")) == ((3, 0, 8, 9, 10, 11, 9), (7,))
     assert (positive("1"), count("0"), count(" 12 "), above_zero("2.5e-3")) == (1, 0, 12, 0.0025)
     assert (seed(str(2**63 - 1)), seconds("1e9"), path("a/b")) == (2**63 - 1, 1e9, Path("a/b"))
 
@@ -28,6 +40,12 @@ def test_numbers_are_read() -> None:
         (above_zero, "0", "'0' is not a number above 0"),
         (above_zero, "inf", "'inf' is not a number above 0"),
         (steps, "3-9", "'3-9' is not a range of steps; write it like 10:20, 10: or :20"),
+        (numbers, "", "'' is not a list of numbers such as 3,7,10-20"),
+        (numbers, "1-", "'1-' is not a list of numbers such as 3,7,10-20"),
+        (numbers, "-1", "'-1' is not a list of numbers such as 3,7,10-20"),
+        (numbers, "1,²", "'1,²' is not a list of numbers such as 3,7,10-20"),
+        (numbers, "1,5-3", "'5-3' is not a range of numbers such as 10-20"),
+        (numbers, "0-99999999999", "'0-99999999999' is not a range of numbers such as 10-20"),
         (above_zero, "soon", "'soon' is not a number above 0"),
         (above_zero, "1e308", "'1e308' is not between 1e-30 and 1e+30"),
         (positive, "2147483648", "'2147483648' is more than 2,147,483,647, which no use of it could be"),

@@ -15,7 +15,7 @@ from lockstep.errors import RecordingError
 from lockstep.recording import Recording, RecordingWriter
 from lockstep.recording.weights import load_weights, save_weights
 from lockstep.schema.recording import RecordedInput
-from lockstep_lab.recording.edit import Selection, merge_recordings, parse_numbers, slice_recording
+from lockstep_lab.recording.edit import Selection, merge_recordings, slice_recording
 
 
 def unnamed(one: RecordedInput) -> RecordedInput:
@@ -129,10 +129,3 @@ def test_recordings_of_different_runs_are_not_merged(tmp_path: Path) -> None:
         caught.value
     )
     assert "temperature: '1.0' / '0.5'" in str(caught.value) and "axes.device" not in str(caught.value)
-
-
-def test_numbers() -> None:
-    assert parse_numbers("0,3,8-11,9", what="x") == (0, 3, 8, 9, 10, 11)
-    for text in ("", "a", "1-", "-1", "0-99999999999", "²"):
-        with pytest.raises(RecordingError):
-            parse_numbers(text, what="x")

@@ -19,6 +19,8 @@ MOST = 2**31 - 1
 """The largest value of a count."""
 SMALLEST, LARGEST = 1e-30, 1e30
 """Limits of a number that is not a time, the same as for settings."""
+MOST_NUMBERS = 10**7
+"""The most numbers of one range."""
 _DIGITS = 400
 """Python refuses to read many more."""
 _Value = TypeVar("_Value", int, float, Path)
@@ -81,6 +83,20 @@ def steps(text: str) -> tuple[int | None, int | None]:
     return int(first) if first else None, int(last) if last else None
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers and ranges such as "3,7,10-20", in this order. Raises ArgumentTypeError."""
+    listed: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a list of numbers such as 3,7,10-20")
+        low, high = int(first), int(last) if dash else int(first)
+        if not low <= high < low + MOST_NUMBERS:
+            raise argparse.ArgumentTypeError(f"{part[:80]!r} is not a range of numbers such as 10-20")
+        listed += range(low, high + 1)
+    return tuple(listed)
+
+
 def default_out(command: str) -> Path:
     """runs/COMMAND-TIMESTAMP, with a number when two start in one second."""
     name = time.strftime(f"{command}-%Y%m%d-%H%M%S")
@@ -140,6 +156,7 @@ METAVARS: dict[Callable[[str], Any], str] = {
     seconds: "SECONDS",
     path: "FILE",
     steps: "A:B",
+    numbers: "LIST",
 }
 """What stands for a value of this kind in the help."""
 

@@ -420,7 +420,7 @@ def slice_inputs(args: Slice) -> Result:
     from lockstep_lab.recording.edit import slice_recording
 
     _as_argument("--every", arguments.positive, str(args.every))
-    indices = None if args.inputs is None else _numbers("--inputs", args.inputs)
+    indices = _as_argument("--inputs", arguments.numbers, args.inputs)
     selection = _selection(args.steps, args.rank, indices=indices, every=args.every)
     recording = Recording.open(args.path)
     edited = slice_recording(recording, args.out, selection, weights=args.weights)
@@ -449,29 +449,22 @@ def _edited(name: str, edited: Edited, of: str) -> Result:
     return asdict(edited), 0, verdict
 
 
-def _as_argument(flag: str, parse: Callable[[str], Any], text: str) -> Any:
-    """Parse a flag's text with `parse`, a type of argparse's. Raises ConfigError."""
+def _as_argument(flag: str, parse: Callable[[str], Any], text: str | None) -> Any:
+    """Parse a flag's text, if it is given, with `parse`, a type of argparse's. Raises ConfigError."""
+    if text is None:
+        return None
     try:
         return parse(text)
     except (argparse.ArgumentTypeError, ValueError) as error:  # the latter: thousands of digits
         raise ConfigError(f"wrong-format: {flag} {error}") from None
 
 
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    from lockstep_lab.recording.edit import parse_numbers
-
-    try:
-        return parse_numbers(text, what=flag)
-    except RecordingError as error:
-        raise error.with_message(str(error), kind=ConfigError) from None
-
-
 def _selection(steps: str | None, rank: str | None, **more: Any) -> Any:
     from lockstep_lab.recording.edit import Selection
 
-    first, end = (None, None) if steps is None else _as_argument("--steps", arguments.steps, steps)
+    first, end = _as_argument("--steps", arguments.steps, steps) or (None, None)
     last = None if end is None else end - 1
-    ranks = None if rank is None else _numbers("--rank", rank)
+    ranks = _as_argument("--rank", arguments.numbers, rank)
     return Selection(first_step=first, last_step=last, ranks=ranks, **more)
 
 

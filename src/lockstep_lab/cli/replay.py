@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _input_flags(inputs: Flags) -> None:
     inputs.value("--max-inputs", positive, "at most N inputs")
-    inputs.value("--inputs", _indices, "only these inputs, such as 3,7,10-20", metavar="LIST")
+    inputs.value("--inputs", arguments.numbers, "only these inputs, such as 3,7,10-20")
     inputs.value("--steps", arguments.steps, "inputs of steps A to B - 1")
     inputs.switch(
         "--shuffle-inputs",
@@ -256,19 +256,6 @@ def on_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> bool:
     launched = "RANK" in environ and "WORLD_SIZE" in environ
     several = (args.ranks or 1) > 1
     return launched or several or args.simulate or args.shuffle_inputs or args.local_rank is not None
-
-
-def _indices(text: str) -> tuple[int, ...]:
-    indices: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of inputs; write it like 3,7,10-20")
-        low, high = int(first), int(last) if dash else int(first)
-        if high < low or high - low >= 10**7:
-            raise argparse.ArgumentTypeError(f"{part!r} is not a range of inputs; write it like 10-20")
-        indices += range(low, high + 1)
-    return tuple(indices)
 
 
 # --- the display --------------------------------------------------------------------------------------------

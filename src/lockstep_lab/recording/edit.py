@@ -247,23 +247,3 @@ def whole_or_not(out: Path) -> Iterator[Path]:
         raise RecordingError(f"cannot-write: {out}: cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def parse_numbers(text: str, *, what: str) -> tuple[int, ...]:
-    """Parse "0,3,8-11" into ascending numbers.
-
-    Raises:
-        RecordingError: the text is something else.
-    """
-    numbers: set[int] = set()
-    for part in text.split(","):
-        low, dash, high = part.strip().partition("-")
-        if not low.isdecimal() or (dash and not high.isdecimal()) or len(low + high) > 18:
-            raise RecordingError(
-                f"wrong-format: {what} {text[:60]!r} must be numbers and ranges such as 0,3,8-11"
-            )
-        last = int(high) if dash else int(low)
-        if last - int(low) > 10**6:
-            raise RecordingError(f"too-large: {what} {text[:60]!r} has more than a million numbers")
-        numbers |= set(range(int(low), last + 1))
-    return tuple(sorted(numbers))
