@@ -74,19 +74,9 @@ def _brief(finding: Finding) -> str:
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    from lockstep_lab.suite.report import Column, Tone, figures, print_table
 
-    from lockstep.observe.text import printable_lines
-
-    styles = {"ok": "green", "missing": "yellow", "refused": "yellow", "problem": "bold red"}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for head in ("what", "name", "status", "detail"):
-        table.add_column(head, overflow="fold", no_wrap=head in ("what", "status"))
-    for finding in findings:
-        cells = (finding.kind, finding.name, finding.status, finding.detail)
-        what, name, status, detail = (Text(printable_lines(cell)) for cell in cells)
-        status.stylize(styles[finding.status])
-        table.add_row(what, name, status, detail)
-    console().print(table)
+    tones: dict[str, Tone] = {"ok": "good", "missing": "warn", "refused": "warn", "problem": "bad"}
+    heads = {"what": "kind", "name": "name", "status": "status", "detail": "detail"}
+    columns = [Column(head, "", field, kind="") for head, field in heads.items()]
+    print_table(figures(columns, (([], (f,), tones[f.status]) for f in findings), before=[]), console())

@@ -11,10 +11,10 @@ from lockstep_lab.suite.report import (
     Bars,
     Column,
     Head,
-    Kind,
     Line,
     Problem,
     Report,
+    Row,
     Table,
     Tone,
     figures,
@@ -22,8 +22,6 @@ from lockstep_lab.suite.report import (
 )
 
 PARTS = ("agreement", "samples", "speed")
-DIVERGENCE_HEADS = ("engine", "phase", "prompt", "token", "reference", "engine's", "margin", "own margin")
-EXAMPLE_HEADS = ("engine", "phase", "prompt", "ids read", "ids answered", "finish", "text")
 
 
 def report(result: EnginesResult) -> Report:
@@ -94,55 +92,43 @@ def lines_of(result: EnginesResult) -> Iterator[tuple[EngineResult, PhaseReport 
 
 def _divergences(result: EnginesResult) -> Table:
     """List where greedy completions part: both ids, and their margin by the trainer and by the engine."""
-    return Table(
-        title="Where greedy completions part",
-        heads=[Head(head, kind="n" if index > 1 else "") for index, head in enumerate(DIVERGENCE_HEADS)],
-        lines=[
-            Line(
-                [
-                    *(engine.name, phase.phase, str(d.prompt), str(d.position)),
-                    *(
-                        str(d.reference_id),
-                        str(d.engine_id),
-                        number_signed(d.margin),
-                        number_signed(d.engine_margin),
-                    ),
-                ],
-                _tone(engine),
-            )
-            for engine, phase in lines_of(result)
-            if phase is not None and phase.greedy is not None
-            for d in phase.greedy.divergences
-        ],
-        wraps=True,
+    rows = (
+        ([engine.name, phase.phase], (divergence,), _tone(engine))
+        for engine, phase in lines_of(result)
+        if phase is not None and phase.greedy is not None
+        for divergence in phase.greedy.divergences
     )
+    words = [Head("engine", kind=""), Head("phase", kind="")]
+    return figures(DIVERGENCES, rows, before=words, title="Where greedy completions part", wraps=True)
 
 
 def _examples(result: EnginesResult) -> list[Table]:
     """List the ids of greedy completions: in the terminal the first's and the last's; texts only on the
     page."""
-    kinds: dict[str, Kind] = {"engine": "name", "ids read": "ids", "ids answered": "ids", "text": "answer"}
-    heads = [Head(head, kind=kinds.get(head, "")) for head in EXAMPLE_HEADS]
-    every: list[Line] = []
-    ends: list[Line] = []
+    every: list[Row] = []
+    ends: list[Row] = []
     for engine, phase in lines_of(result):
         for example in () if phase is None else phase.examples:
             assert phase is not None
-            line = Line(example_cells(engine, phase, example), _tone(engine))
-            every.append(line)
+            row: Row = ([engine.name, phase.phase], (example,), _tone(engine))
+            every.append(row)
             if example in (phase.examples[0], phase.examples[-1]):
-                ends.append(line)
-    title = "Ids and texts of greedy completions"
+                ends.append(row)
+    words, title = (
+        [Head("engine", kind="name"), Head("phase", kind="")],
+        "Ids and texts of greedy completions",
+    )
+    ids = EXAMPLES[:-1]
     return [
-        Table(title="", on=("terminal",), heads=heads[:-1], lines=ends, wraps=True),
-        Table(title=title, on=("markdown",), heads=heads[:-1], lines=every),
-        Table(title=title, on=("page",), heads=heads, lines=every, folded=True),
+        figures(ids, ends, before=words, on=("terminal",), wraps=True),
+        figures(ids, every, before=words, on=("markdown",), title=title),
+        figures(EXAMPLES, every, before=words, on=("page",), title=title, folded=True),
     ]
 
 
-def number_signed(value: float | None) -> str:
+def number_signed(value: float) -> str:
     """Format nats with their sign."""
-    return NOTHING if value is None else ("-" if value < 0 else "") + number(abs(value))
+    return ("-" if value < 0 else "") + number(abs(value))
 
 
 def problems(result: EnginesResult) -> list[tuple[str, str]]:
@@ -160,20 +146,8 @@ def ends(pair: tuple[Sequence[int], Sequence[int]], length: int) -> str:
     return f"{' '.join(map(str, first))}{dots}{' '.join(map(str, rest))}"
 
 
-def example_cells(engine: EngineResult, phase: PhaseReport, example: Example) -> tuple[str, ...]:
-    """Format one greedy completion's id lists."""
-    how = example.finish_reason
-    if example.stop_reason is not None:
-        how += f" {example.stop_reason}"
-    return (
-        engine.name,
-        phase.phase,
-        f"{example.prompt}: {example.prompt_tokens}",
-        ends(example.read, example.prompt_tokens),
-        f"{ends(example.answered, example.tokens)} ({example.tokens})",
-        how,
-        NOTHING if example.text is None else example.text,
-    )
+def _finish(example: Example) -> str:
+    return example.finish_reason + ("" if example.stop_reason is None else f" {example.stop_reason}")
 
 
 def explanation(result: EnginesResult) -> str:
@@ -260,3 +234,19 @@ COLUMNS = (
     Column("start s", "speed", _start, ".1f"),
     Column("push s", "speed", _push, ".2f"),
 )
+DIVERGENCES = (
+    Column("prompt", "", "prompt"),
+    Column("token", "", "position"),
+    Column("reference", "", "reference_id"),
+    Column("engine's", "", "engine_id"),
+    Column("margin", "", "margin", number_signed),
+    Column("own margin", "", "engine_margin", number_signed),
+)
+EXAMPLES = (
+    Column("prompt", "", lambda e: f"{e.prompt}: {e.prompt_tokens}", kind=""),
+    Column("ids read", "", lambda e: ends(e.read, e.prompt_tokens), kind="ids"),
+    Column("ids answered", "", lambda e: f"{ends(e.answered, e.tokens)} ({e.tokens})", kind="ids"),
+    Column("finish", "", _finish, kind=""),
+    Column("text", "", "text", kind="answer"),
+)
+"""Of a greedy completion."""

@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep_lab.loss_curves.differences import Falls, Spread, falls, ratio, relative, spread
 from lockstep_lab.loss_curves.draw import COLOURS, Curve, Panel, write_png
 from lockstep_lab.loss_curves.read import Losses
-from lockstep_lab.suite.report import Head, Line, Table, print_line, print_table
+from lockstep_lab.suite.report import Column, Head, Row, figures, print_line, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -144,38 +144,16 @@ def _floor(values: list[float]) -> float:
 
 def show(comparison: CurveComparison, console: Console) -> None:
     """Print a row per run, a row per step (at most 20 of them), and the notes."""
-    runs = [
-        Line(
-            [
-                f"{letter}: {losses.path}",
-                losses.source,
-                str(len(losses.steps)),
-                f"{losses.values[0]:.6g}",
-                f"{losses.values[-1]:.6g}",
-                falls(losses.values).trend,
-            ]
-        )
+    runs: list[Row] = [
+        ([f"{letter}: {losses.path}"], (losses,), "")
         for letter, losses in (("a", comparison.a), ("b", comparison.b))
     ]
-    words = ("run", "taken from", "trend")
-    heads = [
-        Head(h, kind="" if h in words else "n")
-        for h in ("run", "taken from", "losses", "first", "last", "trend")
+    print_table(figures(RUNS, runs, before=[Head("run", kind="")]), console)
+    steps: list[Row] = [
+        ([], (comparison, i), "" if comparison.differences[i] <= comparison.threshold else "bad")
+        for i in _shown(len(comparison.steps))
     ]
-    print_table(Table(heads=heads, lines=runs), console)
-    steps = [
-        Line(
-            [
-                str(comparison.steps[index]),
-                f"{comparison.losses[index][0]:.6g}",
-                f"{comparison.losses[index][1]:.6g}",
-                ratio(comparison.differences[index]),
-            ],
-            "" if comparison.differences[index] <= comparison.threshold else "bad",
-        )
-        for index in _shown(len(comparison.steps))
-    ]
-    print_table(Table(heads=[Head(h) for h in ("step", "a", "b", "difference")], lines=steps), console)
+    print_table(figures(STEPS, steps, before=[]), console)
     for note in comparison.notes:
         print_line(note, console)
 
@@ -220,3 +198,19 @@ def _run_dict(losses: Losses) -> dict[str, Any]:
         "trend": trend.trend,
         "notes": list(losses.notes),
     }
+
+
+RUNS = (
+    Column("taken from", "", "source", kind=""),
+    Column("losses", "", lambda run: len(run.steps)),
+    Column("first", "", lambda run: run.values[0], ".6g"),
+    Column("last", "", lambda run: run.values[-1], ".6g"),
+    Column("trend", "", lambda run: falls(run.values).trend, kind=""),
+)
+STEPS = (
+    Column("step", "", lambda both, i: both.steps[i]),
+    Column("a", "", lambda both, i: both.losses[i][0], ".6g"),
+    Column("b", "", lambda both, i: both.losses[i][1], ".6g"),
+    Column("difference", "", lambda both, i: both.differences[i], ratio),
+)
+"""Of a comparison and the position of one of its steps."""

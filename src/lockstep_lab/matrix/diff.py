@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep_lab.matrix.report import result_text
 from lockstep_lab.matrix.result import CellResult, MatrixResult
-from lockstep_lab.suite.report import NOTHING, Head, Line, Table, Tone, at, print_line, print_table
+from lockstep_lab.suite.report import NOTHING, Column, Row, Tone, at, figures, print_line, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,22 +119,13 @@ def show_diff(diff: MatrixDiff, console: Console, *, everything: bool = False) -
     for name, (before, after) in diff.environment.items():
         print_line(f"{name}: {before} -> {after}", console)
     tones: dict[str, Tone] = {"worse": "bad", "better": "good"}
-    lines = [
-        Line(
-            [
-                *(cell.name, cell.before, cell.after),
-                *(NOTHING if ratio is None else f"{ratio:.2f}x" for ratio in (cell.speed, cell.memory)),
-                *(_arrow(pair) for pair in (cell.logprob, cell.gradient)),
-            ],
-            tones.get(cell.change, ""),
-        )
+    shown: list[Row] = [
+        ([], (cell,), tones.get(cell.change, ""))
         for cell in diff.cells
         if everything or cell.change != "same" or cell.speed_changed or cell.grew
     ]
-    words, figures = ("cell", "A", "B"), ("speed", "GiB", "max Δlogp", "grad err")
-    heads = [*(Head(word, kind="") for word in words), *map(Head, figures)]
-    if lines:
-        print_table(Table(heads=heads, lines=lines, wraps=True), console)
+    if shown:
+        print_table(figures(COLUMNS, shown, before=[], wraps=True), console)
 
 
 def _diff(a: CellResult | None, b: CellResult | None, *, speed_threshold: float, grew: float) -> CellDiff:
@@ -206,3 +197,15 @@ def _arrow(pair: tuple[float | None, float | None]) -> str:
     if pair[0] is None and pair[1] is None:
         return NOTHING
     return " -> ".join(NOTHING if value is None else f"{value:.2g}" for value in pair)
+
+
+COLUMNS = (
+    Column("cell", "", "name", kind=""),
+    Column("A", "", "before", kind=""),
+    Column("B", "", "after", kind=""),
+    Column("speed", "", "speed", "{:.2f}x".format),
+    Column("GiB", "", "memory", "{:.2f}x".format),
+    Column("max Δlogp", "", "logprob", _arrow),
+    Column("grad err", "", "gradient", _arrow),
+)
+"""Of a cell in both matrices."""

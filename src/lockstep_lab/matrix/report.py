@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from lockstep.observe.text import printable_lines
 from lockstep_lab.matrix.result import (
@@ -21,6 +20,7 @@ from lockstep_lab.suite.report import (
     Head,
     Problem,
     Report,
+    Row,
     Table,
     Tone,
     figures,
@@ -85,9 +85,7 @@ def _whole(result: MatrixResult) -> Table:
             return [f"({cell.name})", *("" for _ in list(result.axes)[1:])]
         return [cell.values.get(axis, "") for axis in result.axes]
 
-    rows: list[tuple[list[str], tuple[Any, ...], Tone]] = [
-        ([*names(cell), result_text(cell)], (cell, result), "") for cell in result.cells
-    ]
+    rows: list[Row] = [([*names(cell), result_text(cell)], (cell, result), "") for cell in result.cells]
     words = [Head(name, kind="") for name in (*result.axes, "result")]
     return figures(COLUMNS, rows, before=words, on=("markdown",))
 

@@ -166,6 +166,10 @@ class Report:
     """(row, how to repeat it alone)."""
 
 
+Row = tuple[Sequence[str | Cell], tuple[Any, ...], Tone]
+"""A row of a table of columns: what stands before the columns, what `Column.text` is given, tone."""
+
+
 def at(row: Any, path: str) -> Any:
     """The attribute at the end of a path; None where the path ends before."""
     for name in path.split("."):
@@ -180,7 +184,7 @@ def heads(columns: Iterable[Column]) -> list[Head]:
 
 def figures(
     columns: Sequence[Column],
-    rows: Iterable[tuple[Sequence[str | Cell], tuple[Any, ...], Tone]],
+    rows: Iterable[Row],
     *,
     before: Sequence[Head],
     **more: Any,
@@ -188,7 +192,6 @@ def figures(
     """A table of columns.
 
     Args:
-        rows: (what stands before the columns, what `Column.text` is given, tone).
         before: the heads before the columns.
         more: fields of Table.
     """
