@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli import arguments
 from lockstep.cli.arguments import Flags, positive, ranks, seconds, seed
 from lockstep.config.declarations import backends
-from lockstep.errors import ConfigError, unknown_name
+from lockstep.errors import ConfigError
 from lockstep.loop.preflight import check_model
 from lockstep.observe.files import check_writable
-from lockstep.observe.text import echo
-from lockstep_lab.cli.suites import conclude, say
+from lockstep_lab.cli.suites import conclude, run_command, say
 from lockstep_lab.step_bench.cells import AXES, AXIS_OF, BenchCell, parse_cells, product
 
 if TYPE_CHECKING:
     from lockstep_lab.step_bench.job import BenchWork
     from lockstep_lab.step_bench.run import BenchOptions
 
-COMMANDS = {"step": "measure forward, backward, optimizer step and generation of one RL step, cell by cell"}
 FLAG_OF: Mapping[str, str] = {
     "steps": "--repeats and --warmup",
     "model.name": "--model",
@@ -54,19 +52,13 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: a wrong setting, or settings that are refused in every cell; nothing was started.
     """
-    if not argv or argv[0] in ("-h", "--help"):
-        echo(usage())
-        return 0 if argv else 2
-    command, *rest = argv
-    if command not in COMMANDS:
-        raise ConfigError(unknown_name("command of lockstep bench", command, COMMANDS), code="unknown-name")
-    return step(rest)
-
-
-def usage() -> str:
-    """The text of `lockstep bench --help`."""
-    lines = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
-    return f"usage: lockstep bench COMMAND [OPTIONS]\n\n{__doc__}\ncommands:\n{lines}"
+    commands = {
+        "step": (
+            "measure forward, backward, optimizer step and generation of one RL step, cell by cell",
+            step,
+        )
+    }
+    return run_command("bench", __doc__, commands, argv)
 
 
 def parser() -> argparse.ArgumentParser:

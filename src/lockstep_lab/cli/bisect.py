@@ -22,6 +22,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 from lockstep_lab.cli import replay as replay_cli
+from lockstep_lab.cli.suites import say
 
 if TYPE_CHECKING:
     from lockstep.recording import Recording
@@ -144,15 +145,15 @@ def _bisect(
     from lockstep_lab.bisect.repro import write_repro
     from lockstep_lab.bisect.run import bisect
 
-    say = _say(args)
+    tell = arguments.nothing if args.quiet else say
     cells = OpenCells(recording, options["a"], options["b"])
     for name, description in zip("ab", cells.weights_descriptions(), strict=True):
         for note in options[name].notes:
-            say(f"{name}: {note}")
-        say(f"{name}: {description}")
+            tell(f"{name}: {note}")
+        tell(f"{name}: {description}")
 
     def progress(index: int, difference: InputDifference) -> None:
-        say(
+        tell(
             f"input {index}: logprobs {difference.logprob:.3g} nats, "
             f"gradients {difference.gradient:.3g} relative"
         )
@@ -160,16 +161,16 @@ def _bisect(
     try:
         result = bisect(cells.a, cells.b, cells.inputs(), tolerance=args.tolerance, progress=progress)
     except ArmFailed as failure:
-        say(f"input {failure.index}: cell {failure.arm} fails ({failure.__cause__}); looking for its crash")
+        tell(f"input {failure.index}: cell {failure.arm} fails ({failure.__cause__}); looking for its crash")
         del cells
         return _crash(recording, options[failure.arm], out, args, index=failure.index)
     repro = ""
     if result.finding is not None and result.index is not None:
         repro = str(write_repro(result.finding, exact(recording[result.index].batch), out))
     for line in report.lines(result):
-        say(line)
+        tell(line)
     if repro:
-        say(f"reproduction: python {repro}")
+        tell(f"reproduction: python {repro}")
     values = report.as_dict(result) | {"repro": repro or None}
     return _conclude(report.markdown(result, repro=Path(repro).name), values, out, args)
 
@@ -182,18 +183,16 @@ def _crash(
     *,
     index: int | None = None,
 ) -> int:
-    import dataclasses
-
     from lockstep_lab.bisect import report
     from lockstep_lab.bisect.crash import CrashSearch, find_crash
 
     if index is not None:
         options = dataclasses.replace(options, inputs=(index,), steps=None, max_inputs=None, shuffle=False)
     search = CrashSearch(max_trials=args.max_trials, seconds=args.trial_timeout)
-    say = _say(args)
-    finding = find_crash(recording, options, out, search=search, progress=say)
+    tell = arguments.nothing if args.quiet else say
+    finding = find_crash(recording, options, out, search=search, progress=tell)
     for line in [] if finding is None else report.crash_lines(finding):
-        say(line)
+        tell(line)
     return _conclude(report.crash_markdown(finding), report.crash_dict(finding), out, args)
 
 
@@ -204,15 +203,6 @@ def _conclude(markdown: str, values: dict[str, Any], out: Path, args: argparse.N
     write_json(out / "bisect.json", values)
     if args.json is not None:
         write_json(args.json, values)
-    _say(args)(f"results: {out}")
+    (arguments.nothing if args.quiet else say)(f"results: {out}")
     echo(values["verdict"])
     return int(bool(values.get("differs") or values.get("crashes")))
-
-
-def _say(args: argparse.Namespace) -> Any:
-
-    def say(text: str) -> None:
-        if not args.quiet:
-            echo(text, flush=True)
-
-    return say

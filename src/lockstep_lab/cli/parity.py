@@ -14,6 +14,7 @@ import importlib
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,10 @@ from lockstep.cli import arguments
 from lockstep.cli.arguments import Flags, above_zero, path, positive, ranks, seconds, seed
 from lockstep.config.algorithm import PREFERENCES
 from lockstep.config.declarations import backends
-from lockstep.errors import ConfigError, unknown_name
+from lockstep.errors import ConfigError
 from lockstep.loop.preflight import check_model
 from lockstep.observe.files import check_writable
-from lockstep.observe.text import echo
-from lockstep_lab.cli.suites import conclude, say
+from lockstep_lab.cli.suites import Commands, conclude, run_command, say
 from lockstep_lab.train_parity.stacks import (
     DEFAULT_STACKS,
     OPTIONS,
@@ -39,12 +39,6 @@ if TYPE_CHECKING:
     from lockstep.config.model import ModelConfig
     from lockstep_lab.train_parity.run import ParityOptions
 
-COMMANDS = {
-    "train": "train each stack in its own processes and compare every step",
-    "compare": "compare the losses of two runs",
-    "check": "check what this installation can train with; needs no GPU",
-    "engines": "send the same requests to several inference engines and compare with the trainer",
-}
 ENVIRONMENT: Mapping[str, tuple[str, str]] = {
     "NUM_GPUS": ("gpus", "--gpus"),
     "MAX_SAMPLES": ("max_samples", "--max-samples"),
@@ -63,22 +57,21 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: a wrong setting, before anything is trained.
     """
-    if not argv or argv[0] in ("-h", "--help"):
-        echo(usage())
-        return 0 if argv else 2
-    command, *rest = argv
-    if command not in COMMANDS:
-        raise ConfigError(unknown_name("command of lockstep parity", command, COMMANDS), code="unknown-name")
-    if command == "train":
-        return train(rest)
-    other = importlib.import_module(f"lockstep_lab.cli.parity_{command}")
-    return int(other.main(rest))
+    commands: Commands = {
+        "train": ("train each stack in its own processes and compare every step", train),
+        "compare": ("compare the losses of two runs", partial(_other, "compare")),
+        "check": ("check what this installation can train with; needs no GPU", partial(_other, "check")),
+        "engines": (
+            "send the same requests to several inference engines and compare with the trainer",
+            partial(_other, "engines"),
+        ),
+    }
+    return run_command("parity", __doc__, commands, argv)
 
 
-def usage() -> str:
-    """The text of `lockstep parity --help`."""
-    lines = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
-    return f"usage: lockstep parity COMMAND [OPTIONS]\n\n{__doc__}\ncommands:\n{lines}"
+def _other(command: str, argv: Sequence[str]) -> int:
+    """Run a command that has a module of its own, which is imported on use."""
+    return int(importlib.import_module(f"lockstep_lab.cli.parity_{command}").main(argv))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -212,18 +205,13 @@ def take_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> li
     for name, (argument, flag) in ENVIRONMENT.items():
         if environ.get(name, "") == "" or getattr(args, argument) is not None:
             continue
-        try:
-            setattr(args, argument, kinds.get(argument, str)(environ[name]))
-        except argparse.ArgumentTypeError as error:
-            raise ConfigError(
-                f"wrong-environment: {name} in the environment: {error}; correct it, or give {flag}"
-            ) from error
+        setattr(args, argument, _read(name, environ[name], kinds.get(argument, str), flag))
         settings.append(f"{name}={environ[name]}")
     if args.stacks is None:
         sizes = {"tp": 2, "ring": 2}
         for axis, name in (("tp", "TP_SIZE"), ("ring", "RING_SIZE")):
             if environ.get(name, ""):
-                sizes[axis] = _size(name, environ[name])
+                sizes[axis] = _read(name, environ[name], arguments.positive, "--stacks")
                 settings.append(f"{name}={environ[name]}")
         args.stacks = _usual_stacks(**sizes)
     if args.skip is None:
@@ -244,12 +232,13 @@ def _usual_stacks(*, tp: int, ring: int) -> str:
     return ",".join(dict.fromkeys(stack.name for stack in sized))
 
 
-def _size(name: str, text: str) -> int:
+def _read(name: str, text: str, kind: Callable[[str], Any], flag: str) -> Any:
+    """The value of an environment variable. Raises ConfigError, which names the flag for it."""
     try:
-        return arguments.positive(text)
+        return kind(text)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(
-            f"wrong-environment: {name} in the environment: {error}; correct it, or give --stacks"
+            f"wrong-environment: {name} in the environment: {error}; correct it, or give {flag}"
         ) from error
 
 

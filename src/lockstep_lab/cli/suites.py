@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.observe.console import PlainConsole
+    from lockstep_lab.matrix.result import MatrixResult
     from lockstep_lab.suite.report import Report
+    from lockstep_lab.suite.result import SuiteResult
 
 
-class Result(Protocol):
-    """What every suite ends with."""
-
-    @property
-    def complete(self) -> bool: ...
-
-    @property
-    def ok(self) -> bool: ...
-
-    @property
-    def verdict(self) -> str: ...
-
-    def as_dict(self) -> dict[str, Any]: ...
+Commands = Mapping[str, tuple[str, Callable[[Sequence[str]], int]]]
+"""Command -> a line of help, and what runs it."""
 
 
-def conclude(result: Result, report: Report, args: argparse.Namespace, files: str) -> int:
+def run_command(name: str, about: str | None, commands: Commands, argv: Sequence[str]) -> int:
+    """Run one of the commands of `lockstep NAME`, or list them; return the exit status.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        lines = "\n".join(f"  {command:<8} {text}" for command, (text, _) in commands.items())
+        echo(f"usage: lockstep {name} COMMAND [OPTIONS]\n\n{about}\ncommands:\n{lines}")
+        return 0 if argv else 2
+    command, *rest = argv
+    if command not in commands:
+        raise ConfigError(unknown_name(f"command of lockstep {name}", command, commands), code="unknown-name")
+    return commands[command][1](rest)
+
+
+def conclude(result: SuiteResult | MatrixResult, report: Report, args: argparse.Namespace, files: str) -> int:
     """Show the report unless --quiet, write --json, print the verdict.
 
     Args:
