@@ -64,8 +64,8 @@ from lockstep.ranks.watchdog import name_recording
 from lockstep.recording import reader
 from lockstep.schema.batch import PolicyBatch
 from lockstep.train.local import LocalBackend
-from lockstep_lab.matrix.inputs import with_signal
 from lockstep_lab.matrix.report import report
+from lockstep_lab.matrix.run import with_signal
 from lockstep_lab.replay.results import ReplayFiles, ReplayRow
 from lockstep_lab.suite.job_files import Job
 from lockstep_lab.suite.report import markdown, page
