@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 RecordingPath = Annotated[Path | None, tyro.conf.Positional]
 PERCENTILES = (0, 50, 90, 99, 100)
 WIDTH = 100
+_HEADER = (
+    *("created", "framework", "versions", "model", "vocab_size", "algorithm", "temperature", "max_tokens"),
+    *("axes", "capacity", "device_name", "world_size"),
+)
+"""Fields of the header that `info` prints first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,18 +214,7 @@ def describe(recording: Recording) -> dict[str, Any]:
     return {
         "path": recording.path,
         "closed": recording.closed,
-        "created": header.created,
-        "framework": header.framework,
-        "versions": header.versions,
-        "model": header.model,
-        "vocab_size": header.vocab_size,
-        "algorithm": header.algorithm,
-        "temperature": header.temperature,
-        "max_tokens": header.max_tokens,
-        "axes": header.axes,
-        "capacity": header.capacity,
-        "device_name": header.device_name,
-        "world_size": header.world_size,
+        **{name: getattr(header, name) for name in _HEADER},
         "ranks": recording.ranks,
         "mesh": header.mesh,
         "notes": header.notes,

@@ -20,6 +20,7 @@ from lockstep.observe.text import printable_lines
 from lockstep_lab.matrix.compare import Comparison, compare_outputs
 from lockstep_lab.suite.job_files import WorkerOutcome, first_problem
 from lockstep_lab.suite.process import ExitStatus
+from lockstep_lab.suite.report import at
 from lockstep_lab.suite.result import Status
 from lockstep_lab.suite.run import how_it_ended
 
@@ -157,8 +158,27 @@ class MatrixResult:
 
     @property
     def verdict(self) -> str:
-        """The verdict, which `lockstep matrix` prints last."""
-        return verdict(self)
+        """The verdict, which is printed last: how many cells work, are refused, do not, and disagree."""
+        ran = [cell for cell in self.table if cell.status != "interrupted"]
+        parts = [f"{len(self.table)} cells", f"{sum(cell.works for cell in ran)} work"]
+        refused = sum(cell.status == "refused" for cell in ran)
+        broken = [cell for cell in ran if not cell.works and cell.status != "refused"]
+        if refused:
+            parts.append(f"{refused} refused")
+        if broken:
+            parts.append(f"{len(broken)} do not: {', '.join(f'{c.name} ({c.status})' for c in broken[:3])}")
+        if len(ran) < len(self.table):
+            parts.append(f"{len(self.table) - len(ran)} not run")
+        for extra in (cell for cell in self.cells if cell.is_extra and not cell.works):
+            parts.append(f"{extra.name}: {extra.status}")
+        apart = [cell for cell in self.cells if cell.agrees is False]
+        if apart:
+            parts.append(f"{len(apart)} disagree: {', '.join(cell.name for cell in apart[:3])}")
+        far = {cell.name: d for cell in self.cells if (d := at(cell, "comparison.logprob_max")) is not None}
+        if far:
+            worst = max(far, key=lambda name: math.inf if math.isnan(far[name]) else far[name])
+            parts.append(f"largest difference {far[worst]:.2g} nats ({worst})")
+        return "matrix: " + ", ".join(parts)
 
     def speed_ratio(self, cell: CellResult) -> float | None:
         """Tokens per second as a multiple of the reference cell's; None: not both are known and
@@ -300,41 +320,6 @@ def judge(
         where = f" (worst: {comparison.worst_parameter})" if comparison.worst_parameter else ""
         beyond.append(f"gradient relative error {error:.2g}, limit {gradient_limit:.2g}{where}")
     return not beyond, "; ".join(beyond)
-
-
-def verdict(result: MatrixResult) -> str:
-    """Count the cells that work, are refused, do not, and disagree."""
-    table = result.table
-    ran = [cell for cell in table if cell.status != "interrupted"]
-    parts = [f"{len(table)} cells", f"{sum(cell.works for cell in ran)} work"]
-    refused = sum(cell.status == "refused" for cell in ran)
-    broken = [cell for cell in ran if not cell.works and cell.status != "refused"]
-    if refused:
-        parts.append(f"{refused} refused")
-    if broken:
-        parts.append(f"{len(broken)} do not: {', '.join(f'{c.name} ({c.status})' for c in broken[:3])}")
-    if len(ran) < len(table):
-        parts.append(f"{len(table) - len(ran)} not run")
-    for extra in (cell for cell in result.cells if cell.is_extra and not cell.works):
-        parts.append(f"{extra.name}: {extra.status}")
-    apart = [cell for cell in result.cells if cell.agrees is False]
-    if apart:
-        parts.append(f"{len(apart)} disagree: {', '.join(cell.name for cell in apart[:3])}")
-    largest = largest_difference(result)
-    if largest is not None and largest.comparison is not None:
-        parts.append(f"largest difference {largest.comparison.logprob_max:.2g} nats ({largest.name})")
-    return "matrix: " + ", ".join(parts)
-
-
-def largest_difference(result: MatrixResult) -> CellResult | None:
-    """The cell whose logprobs are farthest from the reference cell's."""
-    compared = [c for c in result.cells if c.comparison is not None and c.comparison.logprob_max is not None]
-
-    def size(cell: CellResult) -> float:
-        value = cell.comparison.logprob_max if cell.comparison is not None else None
-        return math.inf if value is None or math.isnan(value) else value
-
-    return max(compared, key=size, default=None)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def import_dump(
         _write(files, survey, header, folder, pace=pace)
     return ImportReport(
         path=out,
-        inputs=len(survey.positions),
+        inputs=len(survey.metas),
         files=len(files),
         kind=survey.kind,
         vocab_size=vocab_size,
@@ -151,36 +151,25 @@ def _write(
     files: Sequence[Path], survey: _Survey, header: RecordingHeader, folder: Path, *, pace: Pace
 ) -> None:
     """The second pass."""
-    ranks = sorted({position.rank for position in survey.positions})
+    ranks = sorted({meta.rank for meta in survey.metas})
     with ExitStack() as stack:
         writers = {
             rank: stack.enter_context(RecordingWriter(folder, header, rank=rank, ranks=ranks))
             for rank in ranks
         }
-        for position, (_, dumped, _) in zip(survey.positions, _inputs(files, pace, "writing"), strict=True):
-            recorded = _recorded(dumped, position, kind=survey.kind, world_size=header.world_size)
-            writers[position.rank].add([recorded])
+        for meta, (path, dumped, _) in zip(survey.metas, _inputs(files, pace, "writing"), strict=True):
+            writers[meta.rank].add([_recorded(dumped, meta, file=path.name, kind=survey.kind)])
 
 
 # --- what there is ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Position:
-    """Position of an input in the recording."""
-
-    step: int
-    rank: int
-    micro_batch: int
-    num_micro_batches: int
-    file: str
 
 
 @dataclass(kw_only=True, slots=True)
 class _Survey:
     """The first pass."""
 
-    positions: list[_Position] = field(default_factory=list)
+    metas: list[InputMeta] = field(default_factory=list)
+    """What is known of each input without its values."""
     kind: Kind = "sft"
     largest: int = 0
     """Token id."""
@@ -274,7 +263,7 @@ def _survey(files: Sequence[Path], pace: Pace) -> _Survey:
         survey.layouts.update([dumped.layout.layout])
         _count(survey, dumped)
     survey.kind = _common_kind(kinds, survey)
-    survey.positions = _positions(origins, survey)
+    survey.metas = _metas(origins, survey)
     return survey
 
 
@@ -339,7 +328,7 @@ def _number(dumped: DumpedInput, path: Path, names: Sequence[str]) -> int | None
     return int(match[1]) if match else None
 
 
-def _positions(origins: Sequence[tuple[int | None, int, str]], survey: _Survey) -> list[_Position]:
+def _metas(origins: Sequence[tuple[int | None, int, str]], survey: _Survey) -> list[InputMeta]:
     """Steps as dumped if every input has one; otherwise each input is a step of its rank, in order."""
     numbered = all(step is not None for step, _, _ in origins)
     counted: Counter[int] = Counter()
@@ -354,18 +343,22 @@ def _positions(origins: Sequence[tuple[int | None, int, str]], survey: _Survey) 
             origins
         )
     totals, counts = Counter(keys), Counter[tuple[int, int]]()
-    positions = []
-    for key, (_, _, file) in zip(keys, origins, strict=True):
-        position = _Position(
-            step=key[0],
-            rank=key[1],
-            micro_batch=counts[key],
-            num_micro_batches=totals[key],
-            file=file,
+    world_size = max(rank for _, rank in keys) + 1
+    metas = []
+    for step, rank in keys:
+        metas.append(
+            InputMeta(
+                step=step,
+                update=step,
+                micro_batch=counts[step, rank],
+                num_micro_batches=totals[step, rank],
+                rank=rank,
+                world_size=world_size,
+                mesh={"dp": rank},
+            )
         )
-        positions.append(position)
-        counts[key] += 1
-    return positions
+        counts[step, rank] += 1
+    return metas
 
 
 # --- header -------------------------------------------------------------------------------------------------
@@ -406,7 +399,7 @@ def _header(source: Path, model: str | None, survey: _Survey, *, vocab_size: int
     algorithm: dict[str, Any] = {"name": survey.kind}
     if survey.kind == "policy":
         algorithm = GRPOConfig().resolved().model_dump(mode="json")
-    world_size = max(position.rank for position in survey.positions) + 1
+    world_size = survey.metas[0].world_size
     tokens, longest, documents = (max(column) for column in zip(*survey.sizes, strict=True))
     config = ModelConfig(name=model or "unknown:import").model_dump(mode="json")
     summary = _summary(survey)
@@ -442,18 +435,8 @@ def _summary(survey: _Survey) -> dict[str, Any]:
 # --- inputs -------------------------------------------------------------------------------------------------
 
 
-def _recorded(dumped: DumpedInput, position: _Position, *, kind: Kind, world_size: int) -> RecordedInput:
-    meta = InputMeta(
-        step=position.step,
-        update=position.step,
-        micro_batch=position.micro_batch,
-        num_micro_batches=position.num_micro_batches,
-        rank=position.rank,
-        world_size=world_size,
-        mesh={"dp": position.rank},
-        time=_time(dumped.scalars),
-        documents=_documents(dumped, position),
-    )
+def _recorded(dumped: DumpedInput, meta: InputMeta, *, file: str, kind: Kind) -> RecordedInput:
+    meta = replace(meta, time=_time(dumped.scalars), documents=_documents(dumped, file))
     extras = {name: tensor for name, tensor in dumped.extras.items() if tensor.dtype in DTYPES.values()}
     return RecordedInput(meta=meta, batch=_batch(dumped, kind), outputs=None, extras=extras)
 
@@ -466,13 +449,13 @@ def _time(scalars: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def _documents(dumped: DumpedInput, position: _Position) -> tuple[dict[str, Any], ...]:
+def _documents(dumped: DumpedInput, file: str) -> tuple[dict[str, Any], ...]:
     """Where each document stood; the first one also has what is known of the call."""
     documents: list[dict[str, Any]] = [{"row": row, "column": column} for row, column in dumped.layout.starts]
     for document, reward in zip(documents, dumped.rewards or (), strict=False):
         document["reward"] = reward
     call: dict[str, Any] = {
-        "file": position.file,
+        "file": file,
         "shape": list(dumped.shape),
         "padding": list(dumped.layout.padding),
     }
