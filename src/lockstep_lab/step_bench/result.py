@@ -132,17 +132,11 @@ class BenchResult(SuiteResult):
 
     def _cell(self, cell: CellResult) -> dict[str, Any]:
         return {
-            "name": cell.name,
-            "status": cell.status,
-            "reason": cell.reason,
-            "ranks": cell.ranks,
+            **{name: getattr(cell, name) for name in ("name", "status", "reason", "ranks")},
             "seconds": {phase: cell.spread(phase) for phase in TIMED},
             "ratios": {phase: cell.ratio(self.reference, phase) for phase in TIMED},
             "generated_tokens_per_second": cell.generated_per_second,
             "trained_tokens_per_second": cell.trained_per_second,
-            "mfu": cell.mfu,
-            "ready": cell.ready,
-            "outcome": cell.outcome,
+            **{name: getattr(cell, name) for name in ("mfu", "ready", "outcome", "log")},
             "steps": cell.times,
-            "log": cell.log,
         }

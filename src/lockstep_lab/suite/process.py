@@ -53,18 +53,12 @@ class ExitStatus:
         )
 
 
-def start_logged(
-    argv: Sequence[str],
-    *,
-    log: Path,
-    environment: Mapping[str, str] | None = None,
-    directory: Path | None = None,
-) -> Child:
+def start_logged(argv: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None) -> Child:
     """Start `argv` with stdout and stderr at the end of `log`."""
     # Unbuffered: the last lines before a kill are those that matter.
     variables = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
     with log.open("ab") as file:
-        return Child(argv, output=file, env=variables, cwd=directory, linger=_LINGER_SECONDS)
+        return Child(argv, output=file, env=variables, linger=_LINGER_SECONDS)
 
 
 class ProcessRunner:
@@ -75,15 +69,7 @@ class ProcessRunner:
         self._running: set[Child] = set()
         self._stopped = False
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        log: Path,
-        timeout: float,
-        environment: Mapping[str, str] | None = None,
-        directory: Path | None = None,
-    ) -> ExitStatus:
+    def run(self, argv: Sequence[str], *, log: Path, timeout: float) -> ExitStatus:
         """Run `argv` with stdout and stderr in `log`, until it ends or `timeout` seconds are over.
 
         Raises:
@@ -94,7 +80,7 @@ class ProcessRunner:
             if self._stopped:
                 raise KeyboardInterrupt
             # Under the lock: a `stop` between the look and the start would miss this child.
-            child = start_logged(argv, log=log, environment=environment, directory=directory)
+            child = start_logged(argv, log=log)
             self._running.add(child)
         try:
             status = child.wait(timeout)
