@@ -35,9 +35,9 @@ def main(recipe: str = "tiny", steps: int = 5) -> list[float]:
             samples = rollout_samples(r.trajectory for group in hard for r in group.rollouts)
             ref_logprobs = reference.logprobs(samples) if reference else None
             estimates = estimate(algorithm, hard, samples, ref_logprobs=ref_logprobs)
-            batches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
-            updates = [policy.update(micro_batches, batches.loss) for micro_batches in batches]
-            metrics = rollout_metrics(estimates.groups) | policy.metrics(batches, updates)
+            minibatches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
+            updates = [policy.update(batches, minibatches.loss) for batches in minibatches]
+            metrics = rollout_metrics(estimates.groups) | policy.metrics(minibatches, updates)
             engine.load(policy, version=step + 1)
 
             rewards.append(statistics.fmean(means))

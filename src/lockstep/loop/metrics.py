@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TypeVar
 
 from lockstep.loop.world import World
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.engine import EngineStats, InferenceEngine
 from lockstep.ranks.context import RankContext
-from lockstep.schema.batch import PackedBatch, TrainSample
+from lockstep.schema.batch import PackedBatch
 from lockstep.schema.rollout import RolloutGroup
-
-Samples = TypeVar("Samples", bound=TrainSample)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -87,13 +83,6 @@ def world_metrics(worlds: Sequence[World], *, ranks: RankContext) -> dict[str, f
         return {}
     restarts = ranks.gather(sum(world.restarts for world in worlds), int, what="the worlds' restarts")
     return {"world/restarts": float(sum(restarts))}
-
-
-def split_samples(samples: Sequence[Samples], minibatches: int) -> list[Sequence[Samples]]:
-    """Return the samples of each optimizer step. Dropped rollouts may leave a number that does not divide:
-    the schedule counts on every update."""
-    bounds = [len(samples) * i // minibatches for i in range(minibatches + 1)]
-    return [samples[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
 def combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -17,12 +17,12 @@ from torch import Tensor
 from lockstep.config.train import TrainConfig
 from lockstep.loop.determinism import BatchInvariance
 from lockstep.loop.gap_check import BitwiseCheck
-from lockstep.loop.metrics import combine, shape_metrics, split_samples
+from lockstep.loop.metrics import combine, shape_metrics
 from lockstep.loop.resolve import Resolved, Run
 from lockstep.loop.rollouts import RolloutEngine
 from lockstep.models.load import LoadedModel
 from lockstep.observe.metrics import Spans
-from lockstep.packing import Planner
+from lockstep.packing import Planner, split_samples
 from lockstep.protocols import Algorithm, Scorer, TokenLoss, TrainBackend, ValueAlgorithm
 from lockstep.protocols.train import Estimates
 from lockstep.recording.recorder import Recorder
@@ -147,13 +147,13 @@ class Policy(Trained):
                 update = self.backend.optimizer_step()
             return {"loss": float(sum(stats.losses))} | update | loss.metrics(batches, stats)
 
-    def metrics(self, batches: StepBatches, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    def metrics(self, minibatches: StepBatches, updates: Sequence[dict[str, float]]) -> dict[str, float]:
         """Return the metrics of a step: the shapes of its inputs, and what its optimizer steps returned."""
-        shapes = shape_metrics([batch for part in batches.minibatches for batch in part])
+        shapes = shape_metrics([batch for batches in minibatches.minibatches for batch in batches])
         metrics = shapes | combine(updates)
-        metrics |= scored_metrics(batches.samples, trained_tokens=shapes["input/trained_tokens"])
-        if self.check is not None and batches.passes:
-            metrics |= self.check.metrics(sum(sample.num_trained for sample in batches.samples))
+        metrics |= scored_metrics(minibatches.samples, trained_tokens=shapes["input/trained_tokens"])
+        if self.check is not None and minibatches.passes:
+            metrics |= self.check.metrics(sum(sample.num_trained for sample in minibatches.samples))
         return metrics
 
     def _with_gradient(
@@ -269,13 +269,13 @@ def with_signal(groups: Sequence[RolloutGroup], samples: Sequence[PolicySample])
     Args:
         samples: the rollouts of all groups, in order.
     """
-    found: set[int] = set()
-    rest = iter(samples)
-    for group in groups:
-        members = [next(rest) for _ in group.rollouts]
-        if any(bool(member.advantages.any()) for member in members):
-            found.update(member.sample_id for member in members)
-    return frozenset(found)
+    numbers = [number for number, group in enumerate(groups) for _ in group.rollouts]
+    trained = {
+        number for number, sample in zip(numbers, samples, strict=True) if bool(sample.advantages.any())
+    }
+    return frozenset(
+        sample.sample_id for number, sample in zip(numbers, samples, strict=True) if number in trained
+    )
 
 
 def scored_indices(samples: Sequence[PolicySample], scored: Collection[int]) -> list[int]:

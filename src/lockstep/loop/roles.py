@@ -19,7 +19,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import POLICY, ValueConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, ModelError
-from lockstep.loop.metrics import combine, split_samples
+from lockstep.loop.metrics import combine
 from lockstep.loop.policy import Trained
 from lockstep.loop.resolve import Resolved
 from lockstep.models.architectures import text_config
@@ -29,8 +29,8 @@ from lockstep.observe.metrics import Spans
 from lockstep.observe.run_dir import RunDir
 from lockstep.ops.advantages import explained_variance
 from lockstep.ops.losses import loss_weights
-from lockstep.packing import Planner
-from lockstep.protocols import Saved, TrainBackend, ValueAlgorithm
+from lockstep.packing import Planner, split_samples
+from lockstep.protocols import Saved, TokenLoss, TrainBackend, ValueAlgorithm
 from lockstep.protocols.train import Estimates, FinishSave
 from lockstep.ranks.context import RankContext
 from lockstep.recording.reader import VALUE_LOSS
@@ -129,7 +129,7 @@ class ValueRole(Trained):
             Metrics of the whole batch, named value/...: in units of reward, but for explained_variance, lr
             and shares of tokens.
         """
-        loss = ValueLoss(self.config)
+        loss: TokenLoss = ValueLoss(self.config)
         trained = [
             ValueSample(
                 token_ids=sample.token_ids,
@@ -144,7 +144,8 @@ class ValueRole(Trained):
         with self._working(), self.spans("value"):
             minibatches = [
                 self.plan(
-                    part, loss_weights([s.loss_mask for s in part], aggregation=self.config.aggregation)
+                    part,
+                    loss_weights([sample.loss_mask for sample in part], aggregation=self.config.aggregation),
                 )
                 for part in split_samples(trained, self.minibatches)
             ]

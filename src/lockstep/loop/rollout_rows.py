@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from lockstep.observe.metrics import sample_id
 from lockstep.observe.run_dir import RunDir
 from lockstep.schema.rollout import RolloutGroup, SampleRecord, Trajectory
+
+Rows = list[dict[str, Any]]
 
 
 class RolloutLog:
@@ -19,14 +22,25 @@ class RolloutLog:
         self._dir = directory
         # One thread: steps are written in order.
         self._writer = ThreadPoolExecutor(1, "rollouts")
-        self._rows: Future[list[dict[str, Any]]] | None = None
+        self._rows: Future[tuple[Rows, Rows]] | None = None
 
     def begin(
-        self, step: int, groups: Sequence[RolloutGroup], *, save: bool, skip_special_tokens: bool
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        *,
+        asked: Sequence[SampleRecord],
+        save: bool,
+        skip_special_tokens: bool,
     ) -> None:
-        """Begin to make the rows of a step and, under `save`, to write them."""
+        """Begin to make the rows of a step and, under `save`, to write those of its rollouts.
 
-        def write() -> list[dict[str, Any]]:
+        Args:
+            groups: that the step is trained on.
+            asked: every sample that the step asked for.
+        """
+
+        def write() -> tuple[Rows, Rows]:
             # By default a thread keeps Python for 5 ms: the GPU would wait for the kernels of the other one.
             before = sys.getswitchinterval()
             sys.setswitchinterval(5e-4)
@@ -36,19 +50,19 @@ class RolloutLog:
                     self._dir.write_rollouts(step, rows)
             finally:
                 sys.setswitchinterval(before)
-            return rows
+            trained = Counter(rollout.trajectory.seed for group in groups for rollout in group.rollouts)
+            return rows, ledger_rows(step, asked, trained)
 
         self._rows = self._writer.submit(write)
 
-    def wait(self) -> list[dict[str, Any]]:
-        """Return the rows of the step that was begun last, once they are written. Raises LockstepError."""
+    def wait(self) -> tuple[Rows, Rows]:
+        """Return the rows of the step that was begun last, once they are written, and those of the ledger,
+        which are not. Raises LockstepError."""
         assert self._rows is not None, "begin() comes first"
         return self._rows.result()
 
 
-def rollout_rows(
-    step: int, groups: Sequence[RolloutGroup], *, skip_special_tokens: bool
-) -> list[dict[str, Any]]:
+def rollout_rows(step: int, groups: Sequence[RolloutGroup], *, skip_special_tokens: bool) -> Rows:
     """Return one plain row per rollout, for JSONL. `skip_special_tokens` says how `completion` was decoded,
     see SamplingConfig. `token_ids` are those after the prompt. With several
     turns `spans` says how many of them each author wrote, in order; only the policy's have logprobs."""
@@ -75,7 +89,7 @@ def rollout_rows(
     ]
 
 
-def ledger_rows(step: int, asked: Sequence[SampleRecord], trained: Mapping[int, int]) -> list[dict[str, Any]]:
+def ledger_rows(step: int, asked: Sequence[SampleRecord], trained: Mapping[int, int]) -> Rows:
     """Return a plain row for each sample of a step, and one more for each further time that it was trained.
 
     Args:

@@ -12,7 +12,6 @@ with Run.open(config) as run:
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +39,7 @@ from lockstep.loop.metrics import CompileMeter
 from lockstep.loop.policy import Policy
 from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import Roles, ValueRole
-from lockstep.loop.rollout_rows import RolloutLog, ledger_rows
+from lockstep.loop.rollout_rows import RolloutLog
 from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_settings
 from lockstep.loop.run_recorders import RunRecorders, recording_header
 from lockstep.loop.saving import Saving
@@ -158,6 +157,8 @@ class Run:
         self._between: dict[str, float] = {}
         """Seconds of evaluations and saves since the last step."""
         self._rollouts = RolloutLog(self.dir)
+        self._sampled: SampledStep | None = None
+        """The rollouts that the step is on; None: it is on documents."""
         self._restart = recovery()
         say = self.display.note
         try:
@@ -386,6 +387,7 @@ class Run:
             if batch is None:  # cut short: this step never happened
                 self._stopped_at = done
                 return
+            self._sampled = batch if isinstance(batch, SampledStep) else None
             yield done, batch
             assert self._logged == done + 1, "log() ends each step"
 
@@ -439,37 +441,28 @@ class Run:
         return True
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Begin to write the rollouts of a step: in a thread, since a GPU leaves the processor idle in
-        forward and backward. `log` waits for it."""
+        """Begin to write the rollouts that a step is trained on: in a thread, since a GPU leaves the
+        processor idle in forward and backward. `log` waits for it."""
         config = self.config
-        assert config.sampling is not None, "runs on documents have no rollouts"
-        skip = config.sampling.skip_special_tokens
-        self._rollouts.begin(step, groups, save=config.keeps_rollouts, skip_special_tokens=skip)
+        assert config.sampling is not None and self._sampled is not None, "documents are no rollouts"
+        skip, asked = config.sampling.skip_special_tokens, self._sampled.asked
+        save = config.keeps_rollouts
+        self._rollouts.begin(step, groups, asked=asked, save=save, skip_special_tokens=skip)
 
-    def log(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        *,
-        sampled: SampledStep | None = None,
-        groups: Sequence[RolloutGroup] = (),
-    ) -> None:
-        """End a step: write one line of metrics.jsonl, with times, throughput and memory added, and the hash
-        of the weights, where it is computed.
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """End a step: write one line of metrics.jsonl, with the counts of its rollouts, times, throughput and
+        memory added, and the hash of the weights, where it is computed.
 
         time/evaluate and time/save happened just before the step and are not part of time/step.
-
-        Args:
-            sampled: of a step on rollouts: what became of every sample goes to the ledger.
-            groups: that the step was trained on.
 
         Raises:
             EngineError: in the first step that this process trains, engine and trainer do not agree at all
                 about the logprobs of the same tokens.
             LockstepError: the rollouts could not be written.
         """
-        if sampled is not None:
-            self._log_rollouts(step, sampled, groups)
+        if self._sampled is not None:
+            self._log_rollouts()
+            metrics = {**metrics, **self._sampled.counts}
         assert self._policy is not None and self._compiled is not None, "restore() comes first"
         values = {**metrics, **self._gap_metrics(metrics), **self._compiled.metrics()}
         hashed = {}
@@ -490,14 +483,14 @@ class Run:
         self._saving.take_boundary(step + 1)
         self._saving.copy(step + 1)
 
-    def _log_rollouts(self, step: int, sampled: SampledStep, groups: Sequence[RolloutGroup]) -> None:
+    def _log_rollouts(self) -> None:
         """Wait until the rollouts of the step are written, and display the first `log.samples_per_step`.
         Write what became of every sample that the step asked for, before its line of metrics.jsonl."""
         with self.spans("log"):
+            rows, ledger = self._rollouts.wait()
             if self._saving.metrics is not None:
-                trained = Counter(rollout.trajectory.seed for group in groups for rollout in group.rollouts)
-                self._saving.metrics.write_ledger(ledger_rows(step, sampled.asked, trained))
-            for row in self._rollouts.wait()[: self.config.log.samples_per_step]:
+                self._saving.metrics.write_ledger(ledger)
+            for row in rows[: self.config.log.samples_per_step]:
                 content = row["token_ids"] if row["completion"] is None else row["completion"]
                 self.display.note(f"    [{row['reward']:.2f}] {content!r}"[:200])
 

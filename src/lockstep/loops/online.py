@@ -226,11 +226,11 @@ class OnlineTrainer:
             ref_logprobs = reference.logprobs(samples)
         estimates = estimate(algorithm, groups, samples, values=values, ref_logprobs=ref_logprobs)
         update = dict if critic is None else critic.begin_update(samples, estimates)
-        batches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
+        minibatches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
         if on_groups is not None:
             on_groups(estimates.groups)
-        updates = [policy.update(micro_batches, batches.loss) for micro_batches in batches]
-        metrics = rollout_metrics(estimates.groups) | policy.metrics(batches, updates)
+        updates = [policy.update(batches, minibatches.loss) for batches in minibatches]
+        metrics = rollout_metrics(estimates.groups) | policy.metrics(minibatches, updates)
         metrics |= {**estimates.metrics, **update()}
         metrics |= world_metrics(parts.build.worlds, ranks=parts.ranks)
         return StepResult(metrics=metrics, groups=estimates.groups)

@@ -55,11 +55,14 @@ def train(
             estimates = estimate(algorithm, sampled.groups, samples, values=values, ref_logprobs=ref_logprobs)
             critic_update = critic.begin_update(samples, estimates) if critic else dict
             run.write_rollouts(step, estimates.groups)  # in a thread, while the policy is trained
-            batches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
-            updates = [policy.update(micro_batches, batches.loss) for micro_batches in batches]
-            metrics = rollout_metrics(estimates.groups) | policy.metrics(batches, updates)
-            metrics |= {**estimates.metrics, **critic_update(), **sampled.counts}
-            metrics |= world_metrics(build.worlds, ranks=run.ranks)
+            minibatches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
+            updates = [policy.update(batches, minibatches.loss) for batches in minibatches]
+            metrics = rollout_metrics(estimates.groups) | policy.metrics(minibatches, updates)
+            metrics |= {
+                **estimates.metrics,
+                **critic_update(),
+                **world_metrics(build.worlds, ranks=run.ranks),
+            }
             engine.load(policy, version=step + 1)
-            run.log(step, metrics, sampled=sampled, groups=estimates.groups)
+            run.log(step, metrics)
         return run.finish()

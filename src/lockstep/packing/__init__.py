@@ -11,6 +11,7 @@ from lockstep.packing.packs import (
     pack,
     plan_micro_batches,
     repack,
+    split_samples,
 )
 from lockstep.packing.shared import RowCapacity, share, share_in_few_shapes
 from lockstep.schema.batch import RingShard
@@ -30,4 +31,5 @@ __all__ = [
     "ring_shard",
     "share",
     "share_in_few_shapes",
+    "split_samples",
 ]

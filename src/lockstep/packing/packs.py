@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,14 @@ from lockstep.config.train import Layout
 from lockstep.errors import DataError
 from lockstep.ops.masks import cu_seqlens
 from lockstep.packing.balance import balance
-from lockstep.packing.shared import count_all, count_rows, prompt_of, same_prompt, share, share_in_few_shapes
+from lockstep.packing.shared import (
+    count_all,
+    count_rows,
+    prompt_length,
+    same_prompt,
+    share,
+    share_in_few_shapes,
+)
 from lockstep.schema.batch import (
     IGNORE_LABEL,
     PackedBatch,
@@ -32,6 +39,8 @@ from lockstep.schema.batch import (
     ValueBatch,
     ValueSample,
 )
+
+Samples = TypeVar("Samples", bound=TrainSample)
 
 # Each is a graph to compile, and more of them would save little padding.
 MAX_BUCKETS = 4
@@ -121,26 +130,26 @@ def pack(
     }
     kind = kinds.pop()
     if issubclass(kind, ScoredSample):
-        margins = [s.margin * s.loss_mask.float() for s in samples if isinstance(s, ScoredSample)]
+        margins = [
+            margin * mask.float() for margin, mask in zip(_column(samples, "margin"), masks, strict=True)
+        ]
         fields["margins"] = _fill(margins, capacity, 0.0)
     if issubclass(kind, PreferenceSample):
         return PreferenceBatch(**fields)
     if issubclass(kind, ValueSample):
         for name in ("returns", "old_values"):
-            fields[name] = _fill([getattr(sample, name) for sample in samples], capacity, 0.0)
+            fields[name] = _fill(_column(samples, name), capacity, 0.0)
         return ValueBatch(**fields)
     if issubclass(kind, UnpairedSample):
-        signs = [
-            s.loss_mask * (1.0 if s.desirable else -1.0) for s in samples if isinstance(s, UnpairedSample)
-        ]
+        good = _column(samples, "desirable")
+        signs = [mask * (1.0 if label else -1.0) for mask, label in zip(masks, good, strict=True)]
         return UnpairedBatch(**fields, desirability=_fill(signs, capacity, 0.0))
     if not issubclass(kind, PolicySample):
         return PackedBatch(**fields)
     for name in ("rollout_logprobs", "advantages"):
-        fields[name] = _fill([getattr(sample, name) for sample in samples], capacity, 0.0)
-    policy_samples = [sample for sample in samples if isinstance(sample, PolicySample)]
-    fields["policy_versions"] = tuple(sample.policy_version for sample in policy_samples)
-    refs = [sample.ref_logprobs for sample in policy_samples if sample.ref_logprobs is not None]
+        fields[name] = _fill(_column(samples, name), capacity, 0.0)
+    fields["policy_versions"] = tuple(_column(samples, "policy_version"))
+    refs = [values for values in _column(samples, "ref_logprobs") if values is not None]
     if len(refs) not in (0, len(samples)):
         raise DataError(
             f"missing-values: {len(refs)} of {len(samples)} samples have ref_logprobs; give all of them "
@@ -182,6 +191,13 @@ def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
         if values is not None:
             fields[name] = _fill([values[:used]], bucket.tokens, 0.0)
     return dataclasses.replace(batch, **fields)
+
+
+def split_samples(samples: Sequence[Samples], minibatches: int) -> list[Sequence[Samples]]:
+    """Return the samples of each optimizer step. Dropped rollouts may leave a number that does not divide:
+    the schedule counts on every update."""
+    bounds = [len(samples) * i // minibatches for i in range(minibatches + 1)]
+    return [samples[start:stop] for start, stop in pairwise(bounds) if start < stop]
 
 
 def empty_batch(batch: PackedBatch) -> PackedBatch:
@@ -414,9 +430,13 @@ def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:
     return tail
 
 
+def _column(samples: Sequence[TrainSample], name: str) -> list[Any]:
+    """A field of every sample."""
+    return [getattr(sample, name) for sample in samples]
+
+
 def _fill(parts: Sequence[Tensor], capacity: int, value: float | int | bool) -> Tensor:
-    values = torch.cat(list(parts))
-    return torch.cat([values, values.new_full((capacity - values.shape[0],), value)])
+    return torch.cat([*parts, parts[0].new_full((capacity - sum(map(len, parts)),), value)])
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -438,7 +458,7 @@ def prompt_groups(samples: Sequence[TrainSample]) -> Units:
     that trains nothing joins a group whose prompt it begins with."""
     groups: Units = []
     for index, sample in enumerate(samples):
-        if groups and same_prompt(samples[groups[-1][0]], sample):
+        if groups and same_prompt((samples[groups[-1][0]], sample)):
             groups[-1].append(index)
         else:
             groups.append([index])
@@ -491,10 +511,8 @@ def unit_slots(samples: Sequence[TrainSample], units: Units, *, shared: bool) ->
     """
     slots = []
     for unit in units:
-        members = [samples[i] for i in unit]
-        prompts = [prompt_of(s.token_ids.numpy(), s.loss_mask.numpy()) for s in members] if shared else [()]
-        prompt = min(map(len, prompts))
-        slots.append((prompt, sum(map(len, members)) - (len(unit) - 1) * prompt))
+        prompt = min(prompt_length(samples[i].loss_mask.numpy()) for i in unit) if shared else 0
+        slots.append((prompt, sum(len(samples[i]) for i in unit) - (len(unit) - 1) * prompt))
     return slots
 
 

@@ -68,8 +68,8 @@ def _segments_of(batch: PackedBatch) -> tuple[list[_Segment], list[int]]:
     real = len(batch.sample_ids)
     starts = [0, *accumulate(batch.lengths[:real])]
     documents = [slice(a, b) for a, b in pairwise(starts)]
-    ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
-    return _segments([ids[d] for d in documents], [mask[d] for d in documents]), starts
+    token_ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
+    return _segments([token_ids[d] for d in documents], [mask[d] for d in documents]), starts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,14 +103,13 @@ def share_in_few_shapes(
     most = max(count.segments for count in (*counts, *whole))
     room = 1 << 2 * ((most - 1).bit_length() + 1 >> 1)
     least = min((_keys_per_row(count, sizes) for count in whole), default=1)
-    padded = []
+    shared = []
     for batch, (segments, starts), count in zip(batches, cut, counts, strict=True):
         rows = _size(count, sizes)
         keys = rows * max(least, _keys_per_row(count, sizes))
         capacity = RowCapacity(rows=rows, keys=keys, segments=room + -(-keys // longest), longest=longest)
-        shared = _laid_out(segments, starts, batch.num_slots, capacity)
-        padded.append(dataclasses.replace(batch, shared=shared))
-    return padded
+        shared.append(_laid_out(segments, starts, batch.num_slots, capacity))
+    return [dataclasses.replace(batch, shared=rows) for batch, rows in zip(batches, shared, strict=True)]
 
 
 def _size(count: RowCounts, sizes: Sequence[int]) -> int:
@@ -132,7 +131,8 @@ def _counts(segments: Sequence[_Segment]) -> RowCounts:
 
 def count_rows(samples: Sequence[TrainSample]) -> int:
     """Return how many rows a pack of these samples has."""
-    _, adjacent = _sorted([s.token_ids.numpy() for s in samples], [s.loss_mask.numpy() for s in samples])
+    token_ids = [sample.token_ids.numpy() for sample in samples]
+    _, adjacent = _sorted(token_ids, [sample.loss_mask.numpy() for sample in samples])
     return sum(map(len, samples)) - sum(adjacent)
 
 
@@ -142,45 +142,47 @@ def count_all(samples: Sequence[TrainSample]) -> RowCounts:
     return _counts(segments)
 
 
-def same_prompt(one: TrainSample, other: TrainSample) -> bool:
+def same_prompt(samples: tuple[TrainSample, TrainSample]) -> bool:
     """Return whether two samples have one prompt. What a sample that trains nothing begins with counts as its
     prompt."""
-    prompts = [prompt_of(s.token_ids.numpy(), s.loss_mask.numpy()) for s in (one, other)]
-    common = _adjacent(*prompts)
-    if common == 0:
+    lengths = [prompt_length(sample.loss_mask.numpy()) for sample in samples]
+    common = _adjacent([sample.token_ids.numpy() for sample in samples], lengths)
+    if common == 0 or common < min(lengths):
         return False
     return all(
-        common == len(prompt) or sample.num_trained == 0
-        for prompt, sample in zip(prompts, (one, other), strict=True)
-    ) and common == min(map(len, prompts))
+        common == length or sample.num_trained == 0 for length, sample in zip(lengths, samples, strict=True)
+    )
 
 
-def prompt_of(ids: Ids, mask: NDArray[np.bool_]) -> Ids:
-    """Return the leading tokens of a document that may be shared: those before the first trained slot, and
+def prompt_length(mask: NDArray[np.bool_]) -> int:
+    """Return how many leading tokens of a document may be shared: those before the first trained slot, and
     never all of them, so that every document has a row of its own."""
-    trained = mask.argmax() if mask.any() else len(ids)
-    prompt: Ids = ids[: min(int(trained), len(ids) - 1)]
-    return prompt
+    trained = int(mask.argmax()) if mask.any() else len(mask)
+    return min(trained, len(mask) - 1)
 
 
-def _adjacent(one: Ids, other: Ids) -> int:
-    """How many leading tokens two prompts have in common."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
+def _adjacent(token_ids: Sequence[Ids], lengths: Sequence[int]) -> int:
+    """How many leading tokens the prompts of two documents have in common."""
+    length = min(lengths)
+    differ = token_ids[0][:length] != token_ids[1][:length]
     return int(differ.argmax()) if differ.any() else length
 
 
-def _sorted(ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> tuple[list[int], list[int]]:
+def _sorted(token_ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> tuple[list[int], list[int]]:
     """The documents in the order of their prompts, and what each has in common with the one behind it."""
-    prompts = [prompt_of(document, mask) for document, mask in zip(ids, masks, strict=True)]
+    lengths = [prompt_length(mask) for mask in masks]
     # Of big-endian numbers, the order of the bytes is that of the numbers.
-    order = sorted(range(len(prompts)), key=lambda i: (prompts[i].astype(">i8").tobytes(), i))
-    return order, [_adjacent(prompts[a], prompts[b]) for a, b in pairwise(order)]
+    order = sorted(
+        range(len(token_ids)), key=lambda i: (token_ids[i][: lengths[i]].astype(">i8").tobytes(), i)
+    )
+    return order, [
+        _adjacent((token_ids[a], token_ids[b]), (lengths[a], lengths[b])) for a, b in pairwise(order)
+    ]
 
 
-def _segments(ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> list[_Segment]:
+def _segments(token_ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> list[_Segment]:
     """The segments, each behind those it needs: a prefix, then what follows it."""
-    order, adjacent = _sorted(ids, masks)
+    order, adjacent = _sorted(token_ids, masks)
     segments: list[_Segment] = []
     used = 0
     # Documents order[first:last] share their slots before `depth`, which have the rows `before`.
@@ -188,7 +190,7 @@ def _segments(ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> list[_S
     while todo:
         first, last, depth, before = todo.pop()
         leaf = last - first == 1
-        stop = len(ids[order[first]]) if leaf else min(adjacent[first : last - 1])
+        stop = len(token_ids[order[first]]) if leaf else min(adjacent[first : last - 1])
         if stop > depth:
             rows = range(used, used + stop - depth)
             used = rows.stop
