@@ -62,7 +62,7 @@ def test_the_processes_of_a_world_see_its_gpus_by_local_rank(
 
 def test_the_node_counts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    layout = world.layout_here(run_of(**OWN), rank_of(1, 4))
+    layout = world.layout_here(run_of(**OWN).cluster, rank_of(1, 4))
     assert (layout.ranks, layout.total) == (2, 8)
 
 

@@ -14,7 +14,6 @@ from loop_runs import TINY, Commands
 from raising import raises
 
 from lockstep.config.model import ModelConfig
-from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.loop.determinism import deterministic, prepare_cublas
 from lockstep.models.load import load_model
@@ -87,9 +86,9 @@ def test_what_torch_is_told_and_that_it_is_put_back(monkeypatch: pytest.MonkeyPa
     for name in ("NCCL_ALGO", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(name, raising=False)
     before = state()
-    with deterministic(TrainConfig(deterministic=False)):
+    with deterministic(False):
         assert state() == before and "NCCL_ALGO" not in os.environ
-    with pytest.raises(KeyError), deterministic(TrainConfig(deterministic=True)):
+    with pytest.raises(KeyError), deterministic(True):
         assert state() == {"debug": 2, "fill": False, "cudnn": (True, False), "inductor": True}
         assert (os.environ["NCCL_ALGO"], os.environ["NCCL_NVLS_ENABLE"]) == ("Ring", "0")
         with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
@@ -97,7 +96,7 @@ def test_what_torch_is_told_and_that_it_is_put_back(monkeypatch: pytest.MonkeyPa
         raise KeyError
     assert state() == before and "NCCL_ALGO" not in os.environ
     monkeypatch.setenv("NCCL_ALGO", "Tree")
-    with deterministic(TrainConfig(deterministic=True)):
+    with deterministic(True):
         assert os.environ["NCCL_ALGO"] == "Tree"
     assert os.environ["NCCL_ALGO"] == "Tree"
 
@@ -116,6 +115,6 @@ def test_a_workspace_that_torch_does_not_accept_is_refused(monkeypatch: pytest.M
 
 def test_memory_that_nobody_wrote_is_not_filled() -> None:
     """Filling costs a pass over every new tensor: the NaN that torch would fill in must not be there."""
-    with deterministic(TrainConfig(deterministic=True)):
+    with deterministic(True):
         torch.full((1 << 16,), 3.0)
         assert not torch.empty(1 << 16).isnan().all()

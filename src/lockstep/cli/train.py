@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
@@ -360,7 +361,8 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
     if restart is not None:
         restart.mark("import")
     try:
-        with connect_ranks(command.run, seconds=command.rank_timeout) as ranks:
+        check = partial(check_ranks, command.run)
+        with connect_ranks(command.run.train.device, check=check, seconds=command.rank_timeout) as ranks:
             return _train(command, ranks)
     except Interrupted as stop:
         return stop.summary

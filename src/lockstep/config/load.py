@@ -331,7 +331,8 @@ def check(values: Mapping[str, Any], model: type[AnyConfig], *, origin: str) -> 
 
 def to_values(run: Config) -> dict[str, Any]:
     """Return the nested plain values of a config (None left out), as TOML and `build` take them."""
-    return run.model_dump(mode="json", exclude_none=True)
+    values: dict[str, Any] = json.loads(run.model_dump_json(exclude_none=True))
+    return values
 
 
 def dump_toml(run: Config) -> str:

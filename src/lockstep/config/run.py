@@ -332,7 +332,7 @@ class OfflineRun(RunConfig):
                 f"documents from {name}.source"
             )
         needed = self.unit * data.max_length
-        if self.train.token_budget != "auto" and needed > token_slots(self.train):
+        if self.train.token_budget != "auto" and needed > token_slots(self.train.token_budget):
             budget = f"train.token_budget = {self.train.token_budget}"
             why = f" does not fit one micro-batch of {budget}"
             if self.unit > 1:

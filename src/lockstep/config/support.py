@@ -35,7 +35,6 @@ from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
-    from lockstep.config.engine import EngineConfig
     from lockstep.config.train import TrainConfig
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -86,6 +85,8 @@ class RunAxes(Protocol):
     def train(self) -> TrainConfig: ...
     @property
     def model(self) -> HasDtype: ...
+    @property
+    def engine_name(self) -> str | None: ...
 
 
 class HasDtype(Protocol):
@@ -112,7 +113,8 @@ def check_support(run: RunAxes) -> None:
     Raises:
         ConfigError: unknown attention kernel or engine, or an unsupported combination.
     """
-    cell = {axis: value for axis, value in _cell(run).items() if value != "auto"}
+    named = _cell(run.train, dtype=run.model.dtype, engine=run.engine_name)
+    cell = {axis: value for axis, value in named.items() if value != "auto"}
     _check_names(cell)
     for entry in TABLE:
         if entry.status == "unsupported" and entry.matches(cell):
@@ -161,7 +163,8 @@ def support_entry(
 
 
 def _resolved_cell(run: RunAxes, *, attention: str, device: str, dtype: str) -> dict[str, str]:
-    cell = _cell(run) | {"attention": attention, "device": device.partition(":")[0], "dtype": dtype}
+    cell = _cell(run.train, dtype=dtype, engine=run.engine_name)
+    cell |= {"attention": attention, "device": device.partition(":")[0]}
     for axis, usual in (("layout", "packed"), ("execution", "eager")):  # where nothing speaks for more
         if cell[axis] == "auto":
             cell[axis] = usual
@@ -170,7 +173,7 @@ def _resolved_cell(run: RunAxes, *, attention: str, device: str, dtype: str) -> 
 
 def _check_batch_invariant(run: RunAxes, cell: dict[str, str]) -> None:
     """Raises ConfigError."""
-    if getattr(run, "engine", None) is None:
+    if run.engine_name is None:
         cell = {axis: value for axis, value in cell.items() if axis != "engine"}
     for entry in BATCH_INVARIANT:
         if entry.matches(cell):
@@ -189,8 +192,9 @@ def shares_prompts(
         attention, device, dtype: what "auto" resolved to.
         own: rows that parts of the user's declare.
     """
-    chosen = {"attention": attention, "device": device.partition(":")[0], "dtype": dtype, "layout": "shared"}
-    if lookup({**_cell(run), **chosen}, own=own).status != "supported":
+    chosen = {"attention": attention, "device": device.partition(":")[0], "layout": "shared"}
+    cell = _cell(run.train, dtype=dtype, engine=run.engine_name)
+    if lookup(cell | chosen, own=own).status != "supported":
         return False
     lora = getattr(run.model, "lora", None)
     return shared_refusal(run.train, lora_dropout=0.0 if lora is None else lora.dropout) is None
@@ -220,18 +224,17 @@ def cells_tested_by(test: str) -> Iterator[dict[str, str]]:
                     yield cell if engine == "hf" else cell | {"engine": engine}
 
 
-def _cell(run: RunAxes) -> dict[str, str]:
-    cell = {
-        "backend": run.train.backend,
-        "attention": run.train.attention,
-        "execution": run.train.execution,
-        "layout": run.train.layout,
-        "device": run.train.device.partition(":")[0],
-        "dtype": run.model.dtype,
+def _cell(train: TrainConfig, *, dtype: str, engine: str | None) -> dict[str, str]:
+    return {
+        "backend": train.backend,
+        "attention": train.attention,
+        "execution": train.execution,
+        "layout": train.layout,
+        "device": train.device.partition(":")[0],
+        "dtype": dtype,
+        # A run without an engine is decided by its other axes; hf stands for "no constraint".
+        "engine": engine or "hf",
     }
-    engine: EngineConfig | None = getattr(run, "engine", None)
-    # A run without an engine is decided by its other axes; hf stands for "no constraint".
-    return {**cell, "engine": "hf" if engine is None else engine.name}
 
 
 def _check_names(cell: dict[str, str]) -> None:
@@ -290,7 +293,7 @@ def check_backend(train: TrainConfig, *, lora: bool, lora_dropout: float = 0.0) 
     if backend is not None:
         _check_reads(train, backend.reads)
     refuse(train, "train")
-    check_capacity(train)
+    refuse(train, "train (joint graphs)")
     refuse(train, "train (batch-invariant)")
     refusal = shared_refusal(train, lora_dropout=lora_dropout) if train.layout == "shared" else None
     if refusal is not None:
@@ -351,11 +354,6 @@ def _check_refused(train: TrainConfig, refuses: Iterable[Refusal], *, lora: bool
 def _values(train: TrainConfig, *, lora: bool) -> dict[str, Any]:
     """What refusals are about."""
     return {**dict(train), "lora": lora}
-
-
-def check_capacity(train: TrainConfig) -> None:
-    """Raises ConfigError for joint graphs of every shape that comes along."""
-    refuse(train, "train (joint graphs)")
 
 
 def shared_refusal(train: TrainConfig, *, lora_dropout: float) -> str | None:

@@ -147,10 +147,9 @@ def outside_of_runs(train: TrainConfig) -> TrainConfig:
     return train if train.execution != "auto" else train.model_copy(update={"execution": "eager"})
 
 
-def token_slots(train: TrainConfig) -> int:
-    """Return train.token_budget of settings that a run has resolved; outside of runs "auto" is that of a
-    CPU."""
-    return DEFAULT_TOKEN_BUDGET if train.token_budget == "auto" else train.token_budget
+def token_slots(budget: int | Literal["auto"]) -> int:
+    """Return train.token_budget as a run has resolved it; outside of runs "auto" is that of a CPU."""
+    return DEFAULT_TOKEN_BUDGET if budget == "auto" else budget
 
 
 class EvalConfig(Config):

@@ -34,10 +34,10 @@ from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, Trained
 from lockstep.loop.preflight import faults
-from lockstep.loop.resolve import Resolved, find_machine, resolve
+from lockstep.loop.resolve import Resolved, check_devices, find_machine, resolve
 from lockstep.loop.roles import ValueRole, describe_reward_models
 from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
-from lockstep.loop.world import World, check_devices
+from lockstep.loop.world import World
 from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel, OpenedModel, check_positions, load_model, open_model
@@ -171,7 +171,7 @@ class Builder:
                 f"{names[1]}; resume it with the same one: train_online(run, resume=..., environment=...)"
             )
         with self.ranks.fail_together("loading model and data"):
-            check_devices(config, ranks=self.ranks)
+            check_devices(config.cluster, self._machine.device, ranks=self.ranks)
             opened = self._opened = open_model(config.model)
             shape = partial(opened_shape, opened, config.model)
             self._resolved = resolve(config, shape=shape, machine=self._machine, manifest=self.manifest)
@@ -489,11 +489,11 @@ def _bitwise_check(
     return BitwiseCheck(contract, reuse=reuse is not False, at_once=data_parallel(run, ranks))
 
 
-def seed_generators(run: RunConfig, ranks: RankContext | None) -> None:
+def seed_generators(seed: int, *, stream: int) -> None:
     """Seed the global generators: torch's differs between ranks that draw dropout of their own."""
-    random.seed(run.seed)
-    np.random.seed(run.seed % 2**32)
-    torch.manual_seed(run.seed + (0 if ranks is None else mesh_coordinates(run, ranks).stream))
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed + stream)
 
 
 def load_policy(
@@ -506,15 +506,19 @@ def load_policy(
     Raises:
         ConfigError, ModelError: the run is not possible with this model on this machine.
     """
-    run = resolved.run
-    seed_generators(run, ranks)
+    run, train = resolved.run, resolved.run.train
+    seed_generators(
+        run.seed, stream=0 if ranks is None else mesh_coordinates(ranks, tp=train.tp, ring=train.ring).stream
+    )
     device = torch.device(resolved.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels that are launched by hand look at the current device
-    if run.train.num_threads is not None:
-        torch.set_num_threads(run.train.num_threads)
-    backend = BACKENDS.load(run.train.backend)
-    restore_settings = prepare_kernels(run.train)
+    if train.num_threads is not None:
+        torch.set_num_threads(train.num_threads)
+    backend = BACKENDS.load(train.backend)
+    restore_settings = prepare_kernels(
+        resolved.device, deterministic=train.deterministic, batch_invariant=resolved.batch_invariant
+    )
 
     def load() -> LoadedModel:
         whole = not backend.shards_weights
@@ -554,7 +558,7 @@ def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: Train
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:
     """Return how many ranks get micro-batches of their own."""
-    return mesh_coordinates(run, ranks).sizes["dp"]
+    return mesh_coordinates(ranks, tp=run.train.tp, ring=run.train.ring).sizes["dp"]
 
 
 def build_backend(

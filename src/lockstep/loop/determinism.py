@@ -16,7 +16,6 @@ import torch
 import torch._inductor.config as inductor
 
 from lockstep import invariant
-from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.models.load import LoadedModel
 from lockstep.protocols import TrainBackend
@@ -31,11 +30,14 @@ that is already set stays."""
 
 
 @contextlib.contextmanager
-def deterministic(train: TrainConfig) -> Iterator[None]:
+def deterministic(on: bool) -> Iterator[None]:
     """Make the run inside deterministic, from before its ranks connect and its model is loaded, and restore
-    the settings afterwards. Without train.deterministic nothing is changed.
+    the settings afterwards.
+
+    Args:
+        on: train.deterministic; without it nothing is changed.
     """
-    if not train.deterministic:
+    if not on:
         yield
         return
     added = {name: value for name, value in _NCCL.items() if name not in os.environ}
@@ -105,11 +107,11 @@ class BatchInvariance:
     """Why the mode is off although it would be on by default here; None: it is on."""
 
 
-def prepare_kernels(train: TrainConfig) -> Callable[[], None]:
+def prepare_kernels(device: str, *, deterministic: bool, batch_invariant: bool) -> Callable[[], None]:
     """Configure CUDA's libraries for the rest of the process, before the model is loaded.
 
     Args:
-        train: resolved.
+        device, deterministic, batch_invariant: of [train], resolved.
 
     Returns:
         A function that undoes the settings of batch-invariance, should the mode turn out to be off.
@@ -117,10 +119,10 @@ def prepare_kernels(train: TrainConfig) -> Callable[[], None]:
     Raises:
         ConfigError: the environment sets cuBLAS to what a deterministic run cannot use.
     """
-    if train.device.startswith("cuda"):
-        if train.deterministic:
+    if device.startswith("cuda"):
+        if deterministic:
             prepare_cublas()
-        if train.batch_invariant:
+        if batch_invariant:
             return invariant.configure_cuda()
     return lambda: None
 

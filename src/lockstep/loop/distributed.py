@@ -10,7 +10,8 @@ import contextlib
 import datetime
 import os
 import platform
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.config.load import check_resumable, dump_toml, override, to_values
-from lockstep.config.run import RunConfig, check_ranks
+from lockstep.config.load import build, check_resumable, dump_toml, override, parse_toml
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import file_errors, write_atomic
-from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
+from lockstep.observe.run_dir import FollowedRunDir, RunDir
 from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, way_on
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.ranks.environment import BACKSTOP_SECONDS, FLIGHT_DIR, WAIT_SECONDS, in_launcher, recovery
@@ -32,42 +32,46 @@ from lockstep.version import library_versions
 
 @contextlib.contextmanager
 def connect_ranks(
-    run: RunConfig, ranks: RankContext | None = None, *, seconds: float | None = None
+    device: str,
+    ranks: RankContext | None = None,
+    *,
+    check: Callable[[int], None],
+    seconds: float | None = None,
 ) -> Iterator[RankContext]:
     """Yield the ranks of this run: `ranks` where they are connected already, those of the launcher that
     started this process, or this process alone.
 
     Args:
+        device: train.device of the run.
+        check: called with their number before they connect; raises ConfigError.
         seconds: deadline of every wait for another rank; None: WAIT_SECONDS.
 
     Raises:
-        ConfigError: `run` cannot be spread over so many ranks.
         RankError: the others did not connect.
     """
     if ranks is not None:
-        check_ranks(run, ranks.world_size)
+        check(ranks.world_size)
         yield ranks
     elif in_launcher() and os.environ["WORLD_SIZE"] != "1":
-        check_ranks(run, int(os.environ["WORLD_SIZE"]))
-        device = run.train.device
+        check(int(os.environ["WORLD_SIZE"]))
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         deadline = (seconds or WAIT_SECONDS) + (BACKSTOP_SECONDS if FLIGHT_DIR in os.environ else 0.0)
         with init_ranks(device=device, seconds=deadline) as context:
             yield context
     else:
-        check_ranks(run, 1)
+        check(1)
         had_group = dist.is_initialized()
         yield RankContext.alone()
         if dist.is_initialized() and not had_group:  # a backend has made one, of this process
             dist.destroy_process_group()
 
 
-def compare_settings(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> None:
+def compare_settings(config_toml: str, ranks: RankContext, *, resume: Path | None) -> None:
     """Raise ConfigError on every rank, with the differences, unless all have the same config and versions."""
     now = manifest()
     versions = {f"version of {name}": now[name] for name in ("lockstep", "torch", "transformers", "python")}
-    values = flat(to_values(run)) | {"resume": None if resume is None else str(resume)}
+    values = flat(tomllib.loads(config_toml)) | {"resume": None if resume is None else str(resume)}
     ranks.require_same(values | versions, what="their settings")
 
 
@@ -85,9 +89,8 @@ class MeshCoordinates:
         return self.at["dp"] * self.sizes["ring"] + self.at["ring"]
 
 
-def mesh_coordinates(run: RunConfig, ranks: RankContext) -> MeshCoordinates:
+def mesh_coordinates(ranks: RankContext, *, tp: int, ring: int) -> MeshCoordinates:
     """Return this rank's coordinates; tp is innermost, so its ranks are neighbours."""
-    tp, ring = run.train.tp, run.train.ring
     return MeshCoordinates(
         sizes={"dp": ranks.world_size // (tp * ring), "ring": ring, "tp": tp},
         at={"dp": ranks.rank // (tp * ring), "ring": ranks.rank // tp % ring, "tp": ranks.rank % tp},
@@ -111,10 +114,22 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def open_run_dir(
-    run: RunConfig, ranks: RankContext, *, resume: Path | None, restart: bool = False
+    config_toml: str,
+    ranks: RankContext,
+    *,
+    folder: Path,
+    online: bool,
+    resume: bool = False,
+    restart: bool = False,
 ) -> tuple[RunDir, NodeFolders]:
     """Open the run's folder: locked and written by rank 0, read by the others. A node that does not see it
     has a folder of its own under the same path.
+
+    Args:
+        config_toml: the run's settings.
+        folder: of rank 0 is used.
+        online: whether the run samples, so that the folder gets a ledger.
+        resume: whether the run is there.
 
     Raises:
         ConfigError: it holds another run, or another process writes it; on every rank.
@@ -122,7 +137,14 @@ def open_run_dir(
     opened: RunDir | None = None
     with ranks.fail_together("opening the run directory"):
         if ranks.is_first:
-            opened = _create(run, ranks, restart=restart) if resume is None else _reopen(run, resume)
+            kept: dict[str, Any] = {FLAGS: resume_flags(ranks)} | ({LEDGER_SINCE: 0} if online else {})
+            opened = (
+                _reopen(folder, config_toml)
+                if resume
+                else RunDir.create(
+                    folder, config_toml=config_toml, manifest=manifest() | kept, restart=restart
+                )
+            )
     path = ranks.broadcast(
         None if opened is None else opened.path, Path | None, what="opening the run directory"
     )
@@ -148,16 +170,9 @@ def _read_by_all(folder: RunDir) -> dict[str, str]:
         return {file.name: file.read_text(encoding="utf-8") for file in (folder.config, folder.manifest)}
 
 
-def _create(run: RunConfig, ranks: RankContext, *, restart: bool) -> RunDir:
-    return RunDir.create(
-        run.run_dir or new_path(run.name),
-        config_toml=dump_toml(run),
-        manifest=manifest() | {FLAGS: resume_flags(ranks)} | ({LEDGER_SINCE: 0} if run.online else {}),
-        restart=restart,
-    )
-
-
-def _reopen(run: RunConfig, folder: Path) -> RunDir:
+def _reopen(folder: Path, config_toml: str) -> RunDir:
+    origin = "the settings"
+    run = build(parse_toml(config_toml.encode(), origin=origin), origin=origin)
     check_resumable(folder, run)
     restart = recovery()
     # The node of the rank 0 that wrote it may be gone, with its name still in the lock.

@@ -119,7 +119,7 @@ class EngineRequest:
 
 def standalone_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return `config` with "auto" resolved for a model that is only sampled from. Raises ConfigError."""
-    return resolved_engine(config, native=is_native(model, _device()))
+    return resolved_engine(config, native=is_native(model.dtype, _device()))
 
 
 def _device() -> torch.device:

@@ -109,7 +109,7 @@ def plan_memory(
     dtype = resolve_dtype(run.model.dtype, device)
     shape = planned_shape(run.model, dtype=dtype) if shape is None else shape
     documents, longest = run.documents_per_update, run.longest_document
-    budget = token_slots(run.train)
+    budget = token_slots(run.train.token_budget)
     per_pack = max(1, budget // longest)
     micro_batches = math.ceil(documents / per_pack)
     tokens = min(budget, min(per_pack, documents) * longest)

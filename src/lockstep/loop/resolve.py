@@ -13,9 +13,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from lockstep.config.cluster import NodeLayout
+from lockstep.config.cluster import ClusterConfig, NodeLayout
 from lockstep.config.load import override
-from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import POLICY
 from lockstep.config.run import RunConfig
 from lockstep.config.support import (
@@ -24,7 +23,7 @@ from lockstep.config.support import (
     shares_prompts,
     support_entry,
 )
-from lockstep.config.train import DEFAULT_TOKEN_BUDGET, Layout, TrainConfig, token_slots
+from lockstep.config.train import DEFAULT_TOKEN_BUDGET, Layout, token_slots
 from lockstep.errors import ConfigError
 from lockstep.loop.memory_plan import plan_memory
 from lockstep.loop.preflight import own_support
@@ -95,7 +94,7 @@ class Resolved(Generic[Run]):
     @property
     def token_budget(self) -> int:
         """Token slots of a micro-batch."""
-        return token_slots(self.run.train)
+        return token_slots(self.run.train.token_budget)
 
     @property
     def static_capacity(self) -> bool:
@@ -182,7 +181,7 @@ def resolve(
     """
     given, device = run, torch.device(machine.device)
     run = _as_started(run, manifest)
-    run = run.with_auto_engine(native=bool(run.train.batch_invariant) or is_native(run.model, device))
+    run = run.with_auto_engine(native=bool(run.train.batch_invariant) or is_native(run.model.dtype, device))
     dtype = str(resolve_dtype(run.model.dtype, device)).removeprefix("torch.")
     where = {"device": machine.device, "dtype": dtype}
     attention = resolve_attention(run.train.attention, batch_invariant=run.train.batch_invariant, **where)
@@ -209,11 +208,11 @@ def resolve(
         "layout": layout,
         "static_capacity": run.train.execution != "eager" if static is None else static,
         "batch_invariant": invariant,
-        "token_budget": token_slots(run.train),
+        "token_budget": token_slots(run.train.token_budget),
         "support": entry.status,
         "support_note": entry.reason,
-        "auto_execution": execution or _reason(given, manifest, "execution"),
-        "auto_token_budget": token_budget or _reason(given, manifest, "token_budget"),
+        "auto_execution": execution or _reason(given.train.execution, manifest, "execution"),
+        "auto_token_budget": token_budget or _reason(given.train.token_budget, manifest, "token_budget"),
     }
     found = Resolved.from_axes(given, axes)
     if not machine.engine_gpus or device.type != "cuda":
@@ -228,12 +227,12 @@ def find_machine(run: RunConfig, ranks: RankContext | None = None) -> Machine:
         ConfigError: train.device names a device that this machine does not have.
     """
     ranks = ranks or RankContext.alone()
-    device = _device(run.train, ranks)
+    device = _device(run.train.device, ranks)
     return Machine(
         device=device,
         ranks=ranks.world_size,
         total_bytes=_total_bytes(torch.device(device), ranks) if run.train.token_budget == "auto" else 0,
-        engine_gpus=layout_here(run, ranks).of_engine(ranks.local_rank),
+        engine_gpus=layout_here(run.cluster, ranks).of_engine(ranks.local_rank),
     )
 
 
@@ -249,10 +248,16 @@ def _total_bytes(device: torch.device, ranks: RankContext) -> int:
     return min(ranks.gather(int(found / max(1, math.ceil(local))), int, what="comparing the GPUs' memory"))
 
 
-def layout_here(run: RunConfig, ranks: RankContext) -> NodeLayout:
+def layout_here(cluster: ClusterConfig | None, ranks: RankContext) -> NodeLayout:
     """Which device of this node is whose, however its ranks were started."""
     local = 1 if ranks.world_size == 1 else local_ranks(os.environ) or ranks.world_size
-    return NodeLayout(ranks=local) if run.cluster is None else run.cluster.layout(local)
+    return NodeLayout(ranks=local) if cluster is None else cluster.layout(local)
+
+
+def check_devices(cluster: ClusterConfig | None, device: str, *, ranks: RankContext) -> None:
+    """Raise ConfigError if this node has fewer GPUs than the run's processes need. device: of this rank."""
+    if cluster is not None and device != "cpu":
+        cluster.check_devices(layout_here(cluster, ranks), there=torch.cuda.device_count())
 
 
 def _with_sizes(run: Run, *, shape: Callable[..., ModelShape], machine: Machine) -> tuple[Run, str, str]:
@@ -354,9 +359,9 @@ def _as_started(run: Run, manifest: Mapping[str, Any]) -> Run:
     return cast(Run, override(run, kept, origin="manifest.json, field axes")) if kept else run
 
 
-def _reason(given: RunConfig, manifest: Mapping[str, Any], name: str) -> str:
-    """Why train.NAME = "auto" became what it is when the run was started."""
-    reason = _axes_of(manifest).get(f"auto_{name}", "") if getattr(given.train, name) == "auto" else ""
+def _reason(given: str | int, manifest: Mapping[str, Any], name: str) -> str:
+    """Why train.NAME, if it is "auto", became what it is when the run was started."""
+    reason = _axes_of(manifest).get(f"auto_{name}", "") if given == "auto" else ""
     return printable(str(reason))
 
 
@@ -371,10 +376,10 @@ def _axes_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     return axes
 
 
-def is_native(model: ModelConfig, device: torch.device) -> bool:
-    """Return whether engine.name = "auto" resolves to native on this device, where nothing else asks for
-    it."""
-    return device.type == "cuda" and resolve_dtype(model.dtype, device) != torch.float32
+def is_native(dtype: str, device: torch.device) -> bool:
+    """Return whether engine.name = "auto" resolves to native on this device with this model.dtype, where
+    nothing else asks for it."""
+    return device.type == "cuda" and resolve_dtype(dtype, device) != torch.float32
 
 
 def _keeps_batch_invariance(run: RunConfig, *, attention: str, device: str, dtype: str) -> bool:
@@ -391,25 +396,26 @@ def _keeps_batch_invariance(run: RunConfig, *, attention: str, device: str, dtyp
     )
 
 
-def _device(train: TrainConfig, ranks: RankContext) -> str:
+def _device(named: str, ranks: RankContext) -> str:
+    """What train.device means on this rank."""
     if ranks.world_size > 1:
         return str(ranks.device)
-    if train.device == "auto":
+    if named == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(train.device)
+        device = torch.device(named)
     except RuntimeError as error:
         raise ConfigError(
-            f"wrong-format: train.device = {train.device!r} is not a device; set auto, cpu, cuda or cuda:N"
+            f"wrong-format: train.device = {named!r} is not a device; set auto, cpu, cuda or cuda:N"
         ) from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(
-            f"missing-device: train.device = {train.device!r}, but torch {torch.__version__} sees {count} "
+            f"missing-device: train.device = {named!r}, but torch {torch.__version__} sees {count} "
             "CUDA devices; set train.device = 'cpu', or install a CUDA build of torch and a driver "
             "(`lockstep doctor` shows what it finds)"
         )
-    return train.device
+    return named
 
 
 # train.execution = "auto": whether compiling pays for itself within a run.

@@ -21,7 +21,9 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import torch
 
+from lockstep.config.load import dump_toml
 from lockstep.config.run import RunConfig
+from lockstep.config.run_config import check_ranks
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.loop.checkpoint_files import seen_field
 from lockstep.loop.determinism import deterministic, weights_hash
@@ -29,6 +31,7 @@ from lockstep.loop.distributed import (
     compare_settings,
     connect_ranks,
     log_header,
+    mesh_coordinates,
     open_run_dir,
     resume_command,
     saying_how_to_go_on,
@@ -41,18 +44,20 @@ from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import Roles, ValueRole
 from lockstep.loop.rollout_rows import RolloutLog
 from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_settings
-from lockstep.loop.run_recorders import RunRecorders, recording_header
+from lockstep.loop.run_recorders import Recorded, RunRecorders, recording_header
 from lockstep.loop.saving import Saving
 from lockstep.loop.world_roles import WorldValue
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display, RunLog
 from lockstep.observe.metrics import MetricsLog, Spans, memory_metrics
+from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import EVALUATIONS
 from lockstep.protocols import Algorithm, Saved, ValueAlgorithm
 from lockstep.ranks.context import RankContext, record
 from lockstep.ranks.environment import recovery
 from lockstep.rollout.sampler import SampledStep
+from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
 
 Batch = TypeVar("Batch")
@@ -131,13 +136,21 @@ class Run:
     ) -> None:
         self.config = config
         self.ranks = ranks or RankContext.alone()
-        compare_settings(config, self.ranks, resume=resume)
+        config_toml = dump_toml(config)
+        compare_settings(config_toml, self.ranks, resume=resume)
         mode = config.log.display if self.ranks.is_first else "off"
         self.display = Display(config.name, total_steps=config.steps, mode=mode)
         self.spans = Spans(on_change=self._show_phase)
         self.first_step = 0
         """Steps that were done when this process began."""
-        self.dir, self._folders = open_run_dir(config, self.ranks, resume=resume, restart=restart)
+        self.dir, self._folders = open_run_dir(
+            config_toml,
+            self.ranks,
+            folder=resume or config.run_dir or new_path(config.name),
+            online=config.online,
+            resume=resume is not None,
+            restart=restart,
+        )
         self._resumed = resume is not None
         self._log: RunLog | None = None
         """Set in `__enter__`: a resume that is refused leaves the folder as it was."""
@@ -162,9 +175,7 @@ class Run:
         self._restart = recovery()
         say = self.display.note
         try:
-            self._recorders = RunRecorders(
-                config, self.dir.path, self.ranks, folders=self._folders, spans=self.spans
-            )
+            self._recorders = RunRecorders(self.dir.path, self.ranks, folders=self._folders, spans=self.spans)
             self._manifest = RunManifest(run=config, dir=self.dir, ranks=self.ranks, say=say)
             self._saving = Saving(
                 self._manifest,
@@ -184,7 +195,11 @@ class Run:
     @contextlib.contextmanager
     def open(cls, config: RunConfig, **start: Unpack[Start]) -> Iterator[Run]:
         """Connect the ranks, and open the run on them."""
-        with deterministic(config.train), connect_ranks(config, start.get("ranks")) as ranks:
+        train, check = config.train, partial(check_ranks, config)
+        with (
+            deterministic(train.deterministic),
+            connect_ranks(train.device, start.get("ranks"), check=check) as ranks,
+        ):
             given: Start = {**start, "ranks": ranks}
             with Run(config, **given) as run:
                 yield run
@@ -349,21 +364,19 @@ class Run:
             temperature=self.config.sampling_temperature,
             contract=policy.backend.contract,
         )
-        state = self._saving.state.values
-        roles: list[tuple[Any, Any]] = [(policy, header)]
+        state, train = self._saving.state.values, self.config.train
+        roles: list[tuple[Recorded, RecordingHeader]] = [(policy, header)]
         if isinstance(critic, ValueRole):
             roles.insert(0, (critic, critic.recording_header(header)))
         for role, own in roles:
-            recorder = self._recorders.open(
+            self._recorders.open(
+                role,
                 own,
+                self.config.record,
+                coordinates=mesh_coordinates(self.ranks, tp=train.tp, ring=train.ring),
                 first_step=self.first_step,
                 inputs_seen=int(state.get(seen_field(own.role), 0)),
-                model=role.model,
-                backend=role.backend,
-                updates_per_step=role.updates_per_step,
             )
-            if recorder is not None:
-                role.recorder, role.backend = recorder, recorder.around(role.backend)
 
     def steps(self, source: Source[Batch], *, evaluate: Evaluate) -> Iterator[tuple[int, Batch]]:
         """Yield each step that is left, from 0, with its batch of `source`. Between the steps the run

@@ -112,7 +112,7 @@ class RunManifest:
 
     def _parallel_layout(self) -> dict[str, Any]:
         """The backend and the number of ranks along each mesh axis."""
-        mesh = mesh_coordinates(self.run, self.ranks)
+        mesh = mesh_coordinates(self.ranks, tp=self.run.train.tp, ring=self.run.train.ring)
         return {"backend": self.run.train.backend, "ranks": self.ranks.world_size, **mesh.sizes}
 
     def check_steps(self, done: int, *, saved: Callable[[], Sequence[int]]) -> None:

@@ -7,14 +7,14 @@ import datetime
 import platform
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from lockstep.config.run import RunConfig
+from lockstep.config.record import RecordConfig
 from lockstep.errors import CheckpointError
 from lockstep.loop.checkpoint_files import seen_field
-from lockstep.loop.distributed import mesh_coordinates
+from lockstep.loop.distributed import MeshCoordinates
 from lockstep.loop.resolve import Resolved
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel
@@ -30,6 +30,18 @@ from lockstep.schema.recording import RecordingHeader
 from lockstep.version import library_versions
 
 
+class Recorded(Protocol):
+    """A model that is trained, and whose inputs are recorded."""
+
+    backend: TrainBackend
+    recorder: Recorder | None
+
+    @property
+    def model(self) -> LoadedModel: ...
+    @property
+    def updates_per_step(self) -> int: ...
+
+
 class RunRecorders:
     """The recorders of a run, by role; empty for a run that records nothing.
 
@@ -39,10 +51,8 @@ class RunRecorders:
         spans: get the time that recording takes.
     """
 
-    def __init__(
-        self, run: RunConfig, directory: Path, ranks: RankContext, *, folders: NodeFolders, spans: Spans
-    ) -> None:
-        self._run, self._directory, self._ranks = run, directory, ranks
+    def __init__(self, directory: Path, ranks: RankContext, *, folders: NodeFolders, spans: Spans) -> None:
+        self._directory, self._ranks = directory, ranks
         self._folders, self._spans = folders, spans
         self._by_role: dict[str, Recorder] = {}
 
@@ -52,51 +62,49 @@ class RunRecorders:
 
     def open(
         self,
+        recorded: Recorded,
         header: RecordingHeader,
+        config: RecordConfig,
         *,
+        coordinates: MeshCoordinates,
         first_step: int,
         inputs_seen: int,
-        model: LoadedModel,
-        backend: TrainBackend,
-        updates_per_step: int,
-    ) -> Recorder | None:
-        """Return the recorder of a role's inputs, which the header names, if the run has one; it goes on
-        after the first `first_step` steps.
+    ) -> None:
+        """Let the inputs of a role, which the header names, go through a recorder, after the first
+        `first_step` steps.
 
         Args:
             inputs_seen: by the recorder of this role before the first `first_step` steps ended.
         """
         role = header.role
-        if self._run.record.enabled:
-            coordinates = mesh_coordinates(self._run, self._ranks)
-            settings = RecorderSettings(
-                config=self._run.record,
-                header=dataclasses.replace(
-                    header,
-                    world_size=coordinates.sizes["dp"],
-                    mesh=coordinates.sizes if self._ranks.world_size > 1 else {},
-                ),
-                updates_per_step=updates_per_step,
-                resume_at=first_step,
-                inputs_seen=inputs_seen,
-                rank=coordinates.at["dp"],
+        settings = RecorderSettings(
+            config=config,
+            header=dataclasses.replace(
+                header,
                 world_size=coordinates.sizes["dp"],
-                mesh=coordinates.at if self._ranks.world_size > 1 else {},
-                own_batches=False,
-                writes=coordinates.at["tp"] == coordinates.at["ring"] == 0,
-            )
-            folder = self._directory / ("recordings" if role == "policy" else f"recordings-{role}")
-            with self._ranks.fail_together("looking for the recordings"):
-                self._check_recorded(folder, settings)
-            update = backend.weights(policy_version=0)
-            self._by_role[role] = Recorder(
-                folder,
-                settings,
-                module=model.module,
-                spans=self._spans,
-                spread=None if update.shared_module is model.module else (self._ranks, update.tensors),
-            )
-        return self._by_role.get(role)
+                mesh=coordinates.sizes if self._ranks.world_size > 1 else {},
+            ),
+            updates_per_step=recorded.updates_per_step,
+            resume_at=first_step,
+            inputs_seen=inputs_seen,
+            rank=coordinates.at["dp"],
+            world_size=coordinates.sizes["dp"],
+            mesh=coordinates.at if self._ranks.world_size > 1 else {},
+            own_batches=False,
+            writes=coordinates.at["tp"] == coordinates.at["ring"] == 0,
+        )
+        folder = self._directory / ("recordings" if role == "policy" else f"recordings-{role}")
+        with self._ranks.fail_together("looking for the recordings"):
+            self._check_recorded(folder, settings)
+        module, update = recorded.model.module, recorded.backend.weights(policy_version=0)
+        recorder = self._by_role[role] = Recorder(
+            folder,
+            settings,
+            module=module,
+            spans=self._spans,
+            spread=None if update.shared_module is module else (self._ranks, update.tensors),
+        )
+        recorded.recorder, recorded.backend = recorder, recorder.around(recorded.backend)
 
     def begin_step(self, step: int) -> None:
         """Tell every recorder that step `step` begins."""

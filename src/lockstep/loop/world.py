@@ -510,17 +510,11 @@ def _decode(encoded: Any, tensors: Sequence[Tensor]) -> Any:
 # Dedicated GPUs of remote roles and engines, as this rank assigns them to the processes beside it.
 
 
-def check_devices(run: GRPORun, *, ranks: RankContext) -> None:
-    """Raise ConfigError if this node has fewer GPUs than the run's processes need."""
-    if run.cluster is not None and run.train.device != "cpu" and torch.cuda.is_available():
-        run.cluster.check_devices(layout_here(run, ranks), there=torch.cuda.device_count())
-
-
 def gpus_of_world(run: GRPORun, number: int, *, ranks: RankContext) -> dict[str, str]:
     """Return the environment that shows a process of remote group `number` (from 0) its dedicated GPU. It
     shows all GPUs of the group on this node, so that NCCL works, and the process takes that of its local
     rank. Empty: the process sees what its rank sees."""
-    layout = layout_here(run, ranks)
+    layout = layout_here(run.cluster, ranks)
     if not layout.remote_groups:
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

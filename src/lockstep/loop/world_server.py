@@ -35,6 +35,7 @@ from lockstep.engine.remote.server import LOOPBACK
 from lockstep.errors import LockstepError, TrainError
 from lockstep.loop.build import build_backend, make_planner, seed_generators
 from lockstep.loop.determinism import deterministic, make_invariant, prepare_kernels
+from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
@@ -227,7 +228,7 @@ class RoleHost:
         values, origin = parse_toml(run.encode(), origin="the trainer's run"), "the trainer's run"
         made = cast(GRPORun, saved_values(values, origin=origin))  # no other kind has remote roles
         assert made.cluster is not None
-        self._open.enter_context(deterministic(made.train))
+        self._open.enter_context(deterministic(made.train.deterministic))
         resolved, ranks = Resolved.from_axes(made, axes), RankContext.alone(axes["device"])
         if meeting is not None:
             os.environ.update(meeting)
@@ -237,8 +238,13 @@ class RoleHost:
         device = torch.device(resolved.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
-        seed_generators(made, ranks)
-        prepare_kernels(resolved.run.train)
+        coordinates = mesh_coordinates(ranks, tp=made.train.tp, ring=made.train.ring)
+        seed_generators(made.seed, stream=coordinates.stream)
+        prepare_kernels(
+            resolved.device,
+            deterministic=made.train.deterministic,
+            batch_invariant=resolved.batch_invariant,
+        )
         policy = _policy(resolved, weights="ref" in roles)
         if "ref" in roles:
             temperature = made.rollout.sampling.temperature

@@ -220,8 +220,12 @@ class OnlineTrainer:
                 raise ConfigError(
                     "missing-argument: the algorithm has a KL term, but parts.ref is None; give it a Scorer"
                 )
-            minibatches = parts.run.train.minibatches
-            reference = Reference(parts.ref, plan=parts.plan, minibatches=minibatches, spans=self.spans)
+            reference = Reference(
+                parts.ref,
+                plan=parts.plan,
+                minibatches=parts.run.train.minibatches,
+                spans=self.spans,
+            )
             reference.engine = parts.connected
             ref_logprobs = reference.logprobs(samples)
         estimates = estimate(algorithm, groups, samples, values=values, ref_logprobs=ref_logprobs)

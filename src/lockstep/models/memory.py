@@ -258,7 +258,7 @@ def forward_sizes(
 ) -> list[tuple[str, int, Phase, str]]:
     """(name, bytes, phase, setting) of what forward and backward of one micro-batch hold."""
     b, layer = shape.dtype_bytes, shape.activation_bytes_per_layer
-    budget = f"train.token_budget (now {token_slots(train)})"
+    budget = f"train.token_budget (now {token_slots(train.token_budget)})"
     if train.activation_checkpointing:
         kept, how = shape.layers * b * shape.hidden + layer, "activations, checkpointed"
     else:

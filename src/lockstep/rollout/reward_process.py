@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo, printable, printable_lines
@@ -29,9 +29,6 @@ from lockstep.protocols.reward import RewardInput
 from lockstep.registry import load_object
 from lockstep.rollout import reward_functions
 from lockstep.rollout.reward_functions import bind, decoded, encoded, is_async, own_row, raised, score_of
-
-if TYPE_CHECKING:
-    from lockstep.config.rollout import RewardConfig
 
 START_SECONDS = 600.0
 """Deadline of the user's imports, and of a class that loads a model."""
@@ -50,16 +47,29 @@ class RewardWorker:
     """The process of one reward; it is started at once, and restarted after it ends.
 
     Args:
+        name: of the reward.
         target: `module:attribute`.
+        kwargs: returns its keyword arguments; called when the process is started, since secrets may change.
+        timeout: seconds of a call.
+        concurrency: of an async reward: most calls at a time.
         path: additional folders to search for the module.
 
     Raises:
         ConfigError: the module cannot be imported, or its attribute cannot be called as a reward.
     """
 
-    def __init__(self, config: RewardConfig, target: str, path: Sequence[Path] = ()) -> None:
-        self._config = config
-        self._arguments = (target, config.name, [str(p) for p in (Path.cwd(), *path)])
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        *,
+        kwargs: Callable[[], Mapping[str, Any]],
+        timeout: float,
+        concurrency: int,
+        path: Sequence[Path] = (),
+    ) -> None:
+        self._name, self._kwargs, self._timeout, self._concurrency = name, kwargs, timeout, concurrency
+        self._arguments = (target, name, [str(p) for p in (Path.cwd(), *path)])
         self._lock = threading.Lock()
         self._process: JobProcess | None = None
         self._output: threading.Thread | None = None
@@ -73,7 +83,7 @@ class RewardWorker:
             TimeoutError: the call took longer than `timeout_seconds`, and the process was killed.
             RewardFailure: the reward raised, did not return a number, or its process died.
         """
-        (outcome,) = self._scores([sample], seconds=self._config.timeout_seconds)
+        (outcome,) = self._scores([sample], seconds=self._timeout)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -81,7 +91,7 @@ class RewardWorker:
     def together(self, inputs: Sequence[RewardInput]) -> list[Any]:
         """Return a score or an exception for each sample of an async reward. If the process dies or has to be
         ended, that is the outcome of all."""
-        timeout, concurrency = self._config.timeout_seconds, self._config.max_concurrency
+        timeout, concurrency = self._timeout, self._concurrency
         limit = reward_functions.seconds_together(len(inputs), timeout, concurrency)
         try:
             return self._scores(inputs, seconds=limit, timeout=timeout, concurrency=concurrency)
@@ -118,7 +128,7 @@ class RewardWorker:
         """The seed of what the reward draws for a sample: the same whenever and wherever it is scored, and
         another one for each reward."""
         own = random.getrandbits(63) if sample.seed is None else sample.seed
-        text = f"lockstep reward {self._config.name} {own}"
+        text = f"lockstep reward {self._name} {own}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def _running(self) -> JobProcess:
@@ -141,13 +151,10 @@ class RewardWorker:
         # A thread, because a full pipe would block the reward in its print while the run waits for its score.
         self._output = threading.Thread(target=_show, args=(reader,), name="reward-output", daemon=True)
         self._output.start()
-        name = self._config.name
+        name = self._name
         try:
             # No arguments of the program, which everybody on the machine can read: a key may be among them.
-            from lockstep.config.base import read_secrets  # the process itself needs no config
-
-            given = {**self._config.kwargs, **read_secrets(self._config.secrets, setting="rewards.secrets")}
-            first = process.exchange({"kwargs": given}, seconds=START_SECONDS)
+            first = process.exchange({"kwargs": dict(self._kwargs())}, seconds=START_SECONDS)
         except (TimeoutError, ProcessEnded) as error:
             self._ended()
             raise ConfigError(f"process-died: reward {name!r} cannot be started: {error}") from None

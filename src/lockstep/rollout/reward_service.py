@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, LockstepError, hide, redacted
 from lockstep.observe.text import printable
 from lockstep.protocols.reward import RewardInput
@@ -52,21 +51,36 @@ class RewardService:
     """The client of one reward service. It sends a request without samples at once, so that a wrong address
     is found before the first step.
 
+    Args:
+        token_env: the variable with the token; None: none is sent.
+        batch_size: most samples of a request.
+        concurrency: most requests at a time.
+        timeout: seconds of a request.
+
     Raises:
         ConfigError: no service responds, it uses another protocol, or it refuses the token; or the variable
             of the token is not set.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        assert config.url is not None, "RewardConfig checks it"
-        self._config = config
-        self._parts = urlsplit(config.url)
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_env: str | None,
+        batch_size: int,
+        concurrency: int,
+        retries: int,
+        timeout: float,
+    ) -> None:
+        self._url, self._timeout, self._retries = url, timeout, retries
+        self._batch_size, self._concurrency = batch_size, concurrency
+        self._parts = urlsplit(url)
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if config.token_env is not None:
-            token = os.environ.get(config.token_env, "")
+        if token_env is not None:
+            token = os.environ.get(token_env, "")
             if not token or not token.isascii() or not token.isprintable():
                 raise ConfigError(
-                    f"wrong-environment: reward 'http': token_env = {config.token_env!r} names a variable "
+                    f"wrong-environment: reward 'http': token_env = {token_env!r} names a variable "
                     "that is not set or is no token; set it, or leave token_env out",
                     setting="rewards.token_env",
                 )
@@ -93,7 +107,7 @@ class RewardService:
                 ready.append((position, {**sent(sample), "conversation": _conversation(sample)}))
             except LockstepError as error:
                 outcomes[position] = error
-        size, stop = self._config.batch_size, self._stop
+        size, stop = self._batch_size, self._stop
         batches = [ready[i : i + size] for i in range(0, len(ready), size)]
         if not batches:
             return outcomes, 0
@@ -104,7 +118,7 @@ class RewardService:
             except RewardFailure as error:
                 return [error] * len(batch), int(getattr(error, "retried", 0))
 
-        with ThreadPoolExecutor(min(self._config.max_concurrency, len(batches)), "reward-service") as pool:
+        with ThreadPoolExecutor(min(self._concurrency, len(batches)), "reward-service") as pool:
             replies = list(pool.map(ask, batches))
         for batch, (scores, _) in zip(batches, replies, strict=True):
             for (position, _), score in zip(batch, scores, strict=True):
@@ -123,11 +137,11 @@ class RewardService:
     def _ask(self, samples: Sequence[dict[str, Any]], stop: threading.Event) -> tuple[list[Any], int]:
         """Return (outcomes, retries). Raises RewardFailure, with the number of retries as `retried`."""
         request_id, body = request_of(samples)
-        for retried in range(self._config.retries + 1):
+        for retried in range(self._retries + 1):
             try:
                 return read_reply(self._post(body, request_id), request_id, len(samples)), retried
             except _Retriable as error:
-                last = retried == self._config.retries
+                last = retried == self._retries
                 if last or stop.wait(_WAIT_SECONDS * 2**retried):
                     tries = f" ({retried + 1} attempts)" if retried else ""
                     failure = RewardFailure(f"{error}{tries}")
@@ -138,7 +152,7 @@ class RewardService:
     def _post(self, body: bytes, request_id: str) -> bytes:
         """Return the body of a 2xx response. Raises RewardFailure; _Retriable if a retry may succeed."""
         limit = _REPLY_BYTES + _SCORE_BYTES * body.count(b'"completion"')
-        seconds, url = self._config.timeout_seconds, printable(str(self._config.url))
+        seconds, url = self._timeout, printable(self._url)
         attempt = _Attempt(self._connection(seconds), seconds)
         with self._tracked(attempt):
             try:

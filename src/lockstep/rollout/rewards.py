@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep.config.base import read_secrets
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, DataError, RewardError, unknown_name
 from lockstep.protocols.reward import RewardInput
@@ -244,7 +245,16 @@ class RewardSet:
             return self._started(config, MATCHES)
         if config.name == "http":
             _no_kwargs(config)
-            self._services.append(RewardService(config))
+            assert config.url is not None, "RewardConfig checks it"
+            service = RewardService(
+                config.url,
+                token_env=config.token_env,
+                batch_size=config.batch_size,
+                concurrency=config.max_concurrency,
+                retries=config.retries,
+                timeout=config.timeout_seconds,
+            )
+            self._services.append(service)
             return partial(self._serve, self._services[-1], name)
         builtin = {"ids": _ids, "length": _length}
         if config.name not in builtin:
@@ -259,8 +269,18 @@ class RewardSet:
         return outcomes
 
     def _started(self, config: RewardConfig, target: str, search_paths: Sequence[Path] = ()) -> Scorer:
-        self._workers.append(RewardWorker(config, target, search_paths))
-        return _named_scorer(self._workers[-1], config)
+        worker = RewardWorker(
+            config.name,
+            target,
+            kwargs=partial(_arguments, config),
+            timeout=config.timeout_seconds,
+            concurrency=config.max_concurrency,
+            path=search_paths,
+        )
+        self._workers.append(worker)
+        return (
+            worker.together if worker.asynchronous else partial(_each, worker.one, config.on_error == "fail")
+        )
 
     def _judge(
         self,
@@ -416,14 +436,14 @@ def _function_name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _named_scorer(worker: RewardWorker, config: RewardConfig) -> Scorer:
-    """The scorer of a reward in its own process."""
-    return worker.together if worker.asynchronous else partial(_each, worker.one, config.on_error == "fail")
+def _arguments(config: RewardConfig) -> dict[str, Any]:
+    """The keyword arguments of a reward in its own process."""
+    return {**config.kwargs, **read_secrets(config.secrets, setting="rewards.secrets")}
 
 
 def _callable_scorer(config: RewardConfig, value: Callable[..., Any]) -> Scorer:
     """The scorer of a Python callable, in this process: it cannot be sent to another."""
-    call = bind(config.name, config.kwargs, value)
+    call = bind(config.name, {}, value)
     loop = LoopThread()
     thread = CallThread()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep import invariant
 from lockstep.attention import kernel_of
-from lockstep.config.support import check_capacity
+from lockstep.config.rules import refuse
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import CompileWatch, compile_blocks, install_joint, joint_of
@@ -385,7 +385,7 @@ def compile_module(
     options = compile_options(module)
     if config.execution == "compile":
         return compile_blocks(module, max_recompiles=config.max_recompiles, options=options)
-    check_capacity(config)
+    refuse(config, "train (joint graphs)")
     graphs_of = None if like is None else joint_of(like)
     cuda_graph = config.cuda_graph and like is None
     install_joint(module, options=options, cuda_graph=cuda_graph, graphs_of=graphs_of)

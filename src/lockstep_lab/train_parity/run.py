@@ -90,8 +90,8 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
         own = {
             "recording": None if options.recording is None else options.recording.resolve(),
             "min_packs": ranks,
-            "token_budget": token_slots(options.train),
-            "max_length": min(options.max_length, token_slots(options.train)),
+            "token_budget": token_slots(options.train.token_budget),
+            "max_length": min(options.max_length, token_slots(options.train.token_budget)),
             "static_capacity": bool(self._static),
             "out": self.out,
         }
