@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lockstep import attention
-from lockstep.attention.shared import Keys, gather
 from lockstep.models.forward import _shared_inputs
+from lockstep.ops.masks import Keys, gather
 from lockstep.packing import pack, share
 from lockstep.schema.batch import TrainSample
 

@@ -17,7 +17,7 @@ from raising import raises
 
 from lockstep.config.data import DataConfig
 from lockstep.config.rollout import RewardConfig
-from lockstep.data.generated import ReasoningGymRows
+from lockstep.data.rows import ReasoningGymRows
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.reward_process import RewardFailure

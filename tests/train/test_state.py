@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lockstep.config.model import LoraConfig
 from lockstep.errors import CheckpointError
+from lockstep.models.offload import CopySpace, PendingCopy
 from lockstep.train.local import LocalBackend
-from lockstep.train.state.files import CopySpace, PendingCopy, TensorFile, write_tensors
+from lockstep.train.state.files import TensorFile, write_tensors
 from lockstep.train.state.rng import restore_rng_state, rng_state
 
 LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.3, target_modules=("q_proj", "v_proj"))

@@ -28,8 +28,8 @@ from lockstep.attention.adapters import (
     label,
 )
 from lockstep.attention.ring import Ring, ring_attention
-from lockstep.attention.shared import Keys, SharedKeys
 from lockstep.attention.varlen import enable_cpu_reference
+from lockstep.ops.masks import Keys, SharedKeys
 
 __all__ = [
     "KERNELS",

@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lockstep.attention import sdpa
 from lockstep.attention.ring import Ring, ring_attention
-from lockstep.attention.shared import Keys, SharedKeys, gather
 from lockstep.config.declarations import kernels, names
 from lockstep.errors import ConfigError, ModelError, unknown_name
+from lockstep.ops.masks import Keys, SharedKeys, gather
 from lockstep.registry import load_object
 
 KERNELS: dict[str, Callable[..., Tensor]] = {

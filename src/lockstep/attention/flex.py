@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from lockstep.attention.shared import Keys
 from lockstep.errors import TrainError
-from lockstep.ops.masks import aligned_places, document_ids
+from lockstep.ops.masks import Keys, aligned_places, document_ids
 
 
 def attention(  # signature: every kernel's, see lockstep.attention

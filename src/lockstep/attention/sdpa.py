@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.attention.shared import Keys
-from lockstep.ops.masks import aligned_mask, band, dense_mask, document_ids
+from lockstep.ops.masks import Keys, aligned_mask, band, dense_mask, document_ids
 
 
 def attention(  # signature: every kernel's, see lockstep.attention

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from lockstep.attention.shared import Keys
 from lockstep.errors import ModelError
+from lockstep.ops.masks import Keys
 
 # torch 2.11 hands the head counts to the kernel unchecked and never splits the keys of packed documents; from
 # 2.12 on the first must be announced, and the second ruled out: a row's bits would depend on its pack.

@@ -13,8 +13,9 @@ import torch
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, clean_messages
+from lockstep.data.rows import PlacedRow
 from lockstep.data.sft import Content, Conversation, Document, DocumentMaker, SFTSet, answered, tokenise
-from lockstep.data.sources import PlacedRow, batch_rows, missing_column, named_columns, rows_of
+from lockstep.data.sources import batch_rows, missing_column, named_columns, rows_of
 from lockstep.errors import DataError
 from lockstep.schema.batch import (
     PreferenceSample,

@@ -17,8 +17,8 @@ from typing import Any
 from lockstep.config.data import DataConfig
 from lockstep.config.run import GRPORun
 from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_template
-from lockstep.data.generated import IdRows, ReasoningGymRows, RowGenerator
-from lockstep.data.sources import batch_rows, load_rows, missing_column, named_columns, place, rows_of
+from lockstep.data.rows import IdRows, ReasoningGymRows, RowGenerator, place
+from lockstep.data.sources import batch_rows, load_rows, missing_column, named_columns, rows_of
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.chat_template import check_known, kept_at_end
 from lockstep.schema.rollout import Prompt

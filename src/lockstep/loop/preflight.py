@@ -21,8 +21,8 @@ from lockstep.config.rollout import BUILTIN_REWARDS, RewardConfig
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.config.support import SETTINGS, check_own_settings
 from lockstep.data.chat import fill_template
-from lockstep.data.generated import IdRows, reasoning_gym_dataset
 from lockstep.data.prompts import evaluates, held_out_size, holds_out_rows, needed_rows
+from lockstep.data.rows import IdRows, reasoning_gym_dataset
 from lockstep.data.sources import FILE_SUFFIXES, check_source, load_rows, missing_column
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, DataError, LockstepError, ModelError, nearest, together, unknown_name

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.sources import place
+from lockstep.data.rows import place
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.chat_template import row_columns
 

@@ -26,7 +26,7 @@ from lockstep.models.architectures import causal_lm
 from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
-from lockstep.models.offload import Offloadable
+from lockstep.models.offload import CopySpace, Offloadable
 from lockstep.observe.metrics import Spans, is_out_of_memory
 from lockstep.packing import empty_batch
 from lockstep.protocols.train import FinishSave, OffloadPart, StepStats, TokenLoss
@@ -34,7 +34,7 @@ from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import CompileReport, KernelContract
 from lockstep.train.loss_module import MicroBatchOutput, require_finite, static_head, step_stats
 from lockstep.train.optimizer import MasterOptimizer, lr_at
-from lockstep.train.state.files import CopySpace, Layout, TensorParts, train_progress
+from lockstep.train.state.files import Layout, TensorParts, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
 

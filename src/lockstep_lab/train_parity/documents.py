@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.data import DataConfig
-from lockstep.data.generated import reasoning_gym_dataset
 from lockstep.data.preferences import Pair, PreferenceSet, load_preferences, load_scored_pairs
+from lockstep.data.rows import reasoning_gym_dataset
 from lockstep.models.architectures import text_config
 from lockstep.models.load import load_tokenizer, meta_module
 from lockstep.schema.batch import PreferenceSample, StateSample, TrainSample, UnpairedSample

@@ -109,6 +109,12 @@ class ParityJob(Job):
     """Steps, from 0, whose gradients are kept."""
     total_steps: PositiveInt | None = None
     """Where the schedule ends; None: with the last of `steps`, counted from the checkpoint that is loaded."""
+
+    @property
+    def engine_name(self) -> str | None:
+        """Nothing samples."""
+        return None
+
     load: Path | None = None
     """A checkpoint folder of any backend to begin from."""
     save: Path | None = None

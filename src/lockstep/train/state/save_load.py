@@ -28,15 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.models.offload import CopySpace, PendingCopy
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.process_group import gather_objects
 from lockstep.train.state.files import (
     MODEL,
-    CopySpace,
     FileRecord,
     Layout,
     LiveTensors,
-    PendingCopy,
     TensorFile,
     TensorMeta,
     TensorParts,

@@ -1,7 +1,7 @@
-"""Sources that generate their rows: reasoning_gym tasks and id-level prompts.
+"""Rows: their place in a source, and generated ones, of reasoning_gym tasks and id-level prompts.
 
-A row is a pure function of (config, stream, slot, attempt): nothing is stored, any row can be generated at
-any time. A further attempt replaces an excluded or repeated question by another one, deterministically.
+A generated row is a pure function of (config, stream, slot, attempt): nothing is stored, any row can be made
+at any time. A further attempt replaces an excluded or repeated question by another one, deterministically.
 """
 
 from __future__ import annotations
@@ -131,3 +131,27 @@ class IdRows:
         rng = np.random.default_rng([stable_seed("ids", self._seed, stream), slot, attempt])
         ids = rng.integers(0, self.vocab_size, size=int(rng.integers(self.low, self.high + 1)))
         return {"token_ids": [int(i) for i in ids]}
+
+
+# Where a row of data stands, for messages: line N of a .jsonl file, row N of any other source, from 1.
+
+
+class PlacedRow(dict[str, Any]):
+    """A row that knows its place in its source."""
+
+    __slots__ = ("where",)
+
+    def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
+        super().__init__(values)
+        self.where = where
+        """Source and place, such as "problems.jsonl, line 31"."""
+
+
+def place(row: Mapping[str, Any], source: str, position: int) -> str:
+    """Return where a row stands: its own place, else by its `position` in `source`, from 0.
+
+    Example:
+        >>> place({"prompt": "1 + 1?"}, "problems.parquet", 30)
+        'problems.parquet, row 31'
+    """
+    return row.where if isinstance(row, PlacedRow) else f"{source}, row {position + 1}"
