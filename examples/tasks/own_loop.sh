@@ -20,8 +20,8 @@ with Builder(load_run("tiny")) as build:
         hard = [g for g in groups if min(r.reward for r in g.rollouts) < 0.9]
         samples = rollout_samples(r.trajectory for g in hard for r in g.rollouts)
         estimates = estimate(algorithm, hard, samples)  # advantages
-        batches = policy.pack(step, samples, estimates, algorithm)  # micro-batches of each optimizer step
-        updates = [policy.update(batch, batches.loss) for batch in batches]
+        minibatches = policy.pack(step, samples, estimates, algorithm)  # micro-batches of each optimizer step
+        updates = [policy.update(batches, minibatches.loss) for batches in minibatches]
         engine.load(policy, version=step + 1)
         rewards = [r.reward for g in groups for r in g.rollouts]
         print(step, sum(rewards) / len(rewards), updates[-1]["grad_norm"])
