@@ -108,7 +108,7 @@ def test_it_draws_the_models_that_a_rank_holds() -> None:
     assert run.roles == ("policy", "ref", "reward_model", "value")
 
 
-def test_it_draws_the_worlds_of_any_number_of_ranks() -> None:
+def test_it_draws_the_devices_of_any_number_of_ranks() -> None:
     run, _ = plan.parse([str(Path(__file__).parents[2] / "examples" / "ppo_ray" / "run.toml")])
     assert run.cluster is not None and run.cluster.ranks == 2
     assert plan._placed(run, 2, gpus=False) is run.cluster

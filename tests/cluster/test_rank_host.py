@@ -16,7 +16,7 @@ from starting import until
 from lockstep.cluster import launch
 from lockstep.cluster.rank_host import CHUNK, NodeHost, RankHost, check_submitter, submitter
 from lockstep.errors import ConfigError
-from lockstep.loop import copy_keeper
+from lockstep.loop import peer_checkpoint_server
 from lockstep.ranks.environment import COPIES, COPY_PLACE, RESERVE
 
 
@@ -61,27 +61,27 @@ def test_ctrl_c_reaches_a_rank_whose_host_has_it_blocked(tmp_path):
 
 def test_copies_stay_from_one_generation_of_ranks_to_the_next(tmp_path, monkeypatch):
     host = NodeHost(1, address="127.0.0.1")
-    script = "import os; print(os.environ['LOCKSTEP_COPIES'], os.environ['LOCKSTEP_COPY_KEEPER'])"
+    script = "import os; print(os.environ['LOCKSTEP_COPIES'], os.environ['LOCKSTEP_PEER_CHECKPOINT_SERVER'])"
 
     def generation() -> tuple[Path, dict[str, Any]]:
         host.start(["-c", script], [{COPY_PLACE: str(tmp_path)}], cwd=str(tmp_path))
         out, err, status = followed(host._hosts[0])
         assert status == 0, err
-        folder, _, keeper = out.decode().partition(" ")
-        return Path(folder), json.loads(keeper)
+        folder, _, server = out.decode().partition(" ")
+        return Path(folder), json.loads(server)
 
-    folder, keeper = generation()
-    again, keeper_again = generation()
-    assert again == folder and keeper_again["port"] == keeper["port"]
-    assert keeper_again["token"] != keeper["token"]
+    folder, server = generation()
+    again, server_again = generation()
+    assert again == folder and server_again["port"] == server["port"]
+    assert server_again["token"] != server["token"]
     (killed,) = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
     killed.kill()
     new, _ = generation()
     assert new != folder and [*tmp_path.iterdir()] == [new], "what nobody keeps any more is removed"
     (stuck,) = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
     stuck.suspend()
-    assert host._keeper is not None
-    monkeypatch.setattr(host._keeper, "_seconds", 0.5)
+    assert host._checkpoints is not None
+    monkeypatch.setattr(host._checkpoints, "_seconds", 0.5)
     newest, _ = generation()
     assert newest != new and [*tmp_path.iterdir()] == [newest], "nor does one that is stuck hold its memory"
     host.close()
@@ -117,8 +117,11 @@ def test_a_node_starts_one_generation_after_the_other(tmp_path, monkeypatch):
     assert order == ["begin", "end"] * 2
 
 
-def test_a_keeper_answers_or_is_given_up_before_the_driver_gives_the_node_up():
-    assert copy_keeper._START_SECONDS + copy_keeper._ANSWER_SECONDS < 0.75 * launch.START_SECONDS
+def test_a_checkpoint_server_answers_or_is_given_up_before_the_driver_gives_the_node_up():
+    assert (
+        peer_checkpoint_server._START_SECONDS + peer_checkpoint_server._ANSWER_SECONDS
+        < 0.75 * launch.START_SECONDS
+    )
 
 
 def test_a_node_without_the_folder_refuses(tmp_path):

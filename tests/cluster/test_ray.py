@@ -208,18 +208,18 @@ def test_one_node_with_two_ranks_trains_as_two_ranks_do(plain: Path, cache: Path
     logs = next((out / "logs/ranks").iterdir())
     assert {path.name for path in logs.iterdir()} >= {"rank-0.log", "rank-1.err.log"}
     assert "step 2/2" in (logs / "rank-0.log").read_text()
-    assert (out / "world" / "value" / "rank-1").exists() == (kind == "ppo")
+    assert (out / "remote" / "value" / "rank-1").exists() == (kind == "ppo")
     assert CANARY.encode() not in b"".join(p.read_bytes() for p in out.rglob("*") if p.is_file())
 
 
 def test_two_nodes_with_one_rank_each_train_as_two_ranks_do(plain: Path, two_nodes: dict[str, str]) -> None:
-    """Those of PPO with the value model in a world of its own, whose processes meet across nodes."""
+    """Those of PPO with a remote value model, whose processes meet across nodes."""
     kind, out = plain.parent.name.rstrip("0123456789"), plain.with_name("two")
     flags = ("--cluster", "auto", "--cluster.nodes", "2", "--cluster.slots", "1")
     apart = 'colocate = [["policy"], ["value"]]\n' if kind == "ppo" else ""
     done = train(kind, out, *flags, env=two_nodes, cluster=apart)
     assert done.returncode == 0, done.stderr
-    assert (out / "world" / "value" / "rank-1").exists() == (kind == "ppo")
+    assert (out / "remote" / "value" / "rank-1").exists() == (kind == "ppo")
     assert numbers(out) == numbers(plain) and weights(out) == weights(plain)
 
 

@@ -87,7 +87,7 @@ def test_roles_that_cannot_be_placed_are_refused(
         placed(*groups, kind=kind, **settings)
 
 
-def test_each_group_without_the_policy_is_a_world() -> None:
+def test_each_group_without_the_policy_is_remote() -> None:
     run = placed(["value", "ref"], ["policy"])
     assert run.remote_groups == (("value", "ref"),) and run.cluster is not None
     assert run.cluster.draw(["policy", "ref", "value"]) == [
@@ -113,7 +113,7 @@ OWN: dict[str, object] = {"cluster.dedicated_gpus": True}
 SERVER: dict[str, object] = {"engine.process": "separate", "engine.name": "native", "cluster.engine_gpus": 1}
 
 
-def test_it_draws_devices_of_worlds_and_engines() -> None:
+def test_it_draws_devices_of_remote_roles_and_engines() -> None:
     groups = (["policy"], ["value", "ref"])
     run = placed(*groups, **OWN, **SERVER, **{"cluster.gpus": 2, "cluster.nodes": 2})
     assert run.cluster is not None and run.cluster.draw(["policy", "ref", "value"]) == [
@@ -155,7 +155,7 @@ def test_devices_that_cannot_be_given_are_refused(settings: dict[str, object], s
         placed(["policy"], ["value", "ref"], **settings)
 
 
-def test_an_engine_beside_a_world_with_a_device_of_its_own_is_taken() -> None:
+def test_an_engine_beside_a_remote_role_with_a_device_of_its_own_is_taken() -> None:
     beside = {**OWN, **SERVER, "cluster.engine_gpus": 0}
     assert placed(["policy"], ["value", "ref"], **beside, **{"engine.cuda_devices": [2]}).remote_groups
     assert placed(["policy"], ["value", "ref"], **beside, **{"engine.cuda_devices": [0]}).remote_groups

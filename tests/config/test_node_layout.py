@@ -8,7 +8,7 @@ from lockstep.config.cluster import NodeLayout
 
 
 @pytest.mark.parametrize(
-    ("layout", "total", "worlds", "engines"),
+    ("layout", "total", "groups", "engines"),
     [
         (NodeLayout(ranks=1), 1, [(0,)], [()]),
         (NodeLayout(ranks=4), 4, [(0, 1, 2, 3), (0, 1, 2, 3)], [(), (), (), ()]),
@@ -21,11 +21,11 @@ from lockstep.config.cluster import NodeLayout
     ],
 )
 def test_devices(
-    layout: NodeLayout, total: int, worlds: list[tuple[int, ...]], engines: list[tuple[int, ...]]
+    layout: NodeLayout, total: int, groups: list[tuple[int, ...]], engines: list[tuple[int, ...]]
 ) -> None:
     assert layout.total == total
-    assert [layout.of_group(number) for number in range(len(worlds))] == worlds
+    assert [layout.of_group(number) for number in range(len(groups))] == groups
     assert [layout.of_engine(rank) for rank in range(layout.ranks)] == engines
-    apart = [device for world in worlds if layout.remote_groups for device in world]
+    apart = [device for group in groups if layout.remote_groups for device in group]
     used = [*range(layout.ranks), *apart, *(device for engine in engines for device in engine)]
     assert sorted(used) == list(range(total)), "each has one owner"

@@ -131,7 +131,7 @@ SELDOM = {  # they need a failure, a reward model, a GPU, or a check between ste
     "engine/kv_cache_use",  # these are of engines with weights of their own
     "engine/restarts",
     "engine/verify_gap",
-    "world/restarts",  # of roles in worlds of their own
+    "world/restarts",  # of remote roles
     "time/verify",
     "time/sleep",
     "memory/cuda_peak_gib",

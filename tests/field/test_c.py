@@ -44,8 +44,8 @@ from lockstep.config.load import dump_toml, load_run
 from lockstep.config.rollout import RewardConfig
 from lockstep.engine.served import server as served
 from lockstep.errors import ConfigError, DataError, EngineError, LockstepError, RewardError
-from lockstep.loop import copy_keeper as copies
-from lockstep.loop import world_server as worlds
+from lockstep.loop import peer_checkpoint_server as copies
+from lockstep.loop import role_server as roles
 from lockstep.observe import flight, lock
 from lockstep.observe.display import RunLog
 from lockstep.observe.lock import RunLock, process_start, read_owner
@@ -243,15 +243,15 @@ def engine_server() -> type[BaseHTTPRequestHandler]:
     return served.handler_of(None, token=TOKEN)
 
 
-def world_server() -> type[BaseHTTPRequestHandler]:
-    return type("Handler", (worlds._Handler,), {"calls": None, "authorization": bearer(TOKEN)})
+def role_server() -> type[BaseHTTPRequestHandler]:
+    return type("Handler", (roles._Handler,), {"calls": None, "authorization": bearer(TOKEN)})
 
 
-def keeper_of_copies() -> type[BaseHTTPRequestHandler]:
+def checkpoint_server() -> type[BaseHTTPRequestHandler]:
     return type("Handler", (copies._Handler,), {"folder": None, "authorization": bearer(TOKEN)})
 
 
-SERVERS = [(engine_server, "POST"), (world_server, "POST"), (keeper_of_copies, "PUT")]
+SERVERS = [(engine_server, "POST"), (role_server, "POST"), (checkpoint_server, "PUT")]
 """Every server of ours, with the method that has a body."""
 # (header, status with the token: RFC 9110 8.6 has 1*DIGIT, and no other length can be acted upon)
 LENGTHS = [
@@ -294,7 +294,7 @@ def asked(address: tuple[str, int], method: str, length: str, token: str | None)
 
 
 def test_a_body_beyond_the_limit_is_not_read():
-    handler = type("Handler", (worlds._Handler,), {"calls": None, "authorization": bearer(TOKEN)})
+    handler = type("Handler", (roles._Handler,), {"calls": None, "authorization": bearer(TOKEN)})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
         listening.daemon_threads = True
         threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

@@ -14,9 +14,9 @@ from resolving import moved, resolved_on
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
-from lockstep.loop import world
+from lockstep.loop import role_worker
 from lockstep.loop.resolve import find_machine
-from lockstep.loop.world import World
+from lockstep.loop.role_worker import RoleWorker
 from lockstep.loops.online import build_online
 from lockstep.ranks.context import RankContext
 
@@ -48,39 +48,39 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ("visible", "expected"),
     [(None, ["2,3", "4,5"]), ("9,8,7,6,5,4,3,2", ["7,6", "5,4"]), (UUIDS, ["GPU-c,GPU-d", "GPU-e,GPU-f"])],
 )
-def test_the_processes_of_a_world_see_its_gpus_by_local_rank(
+def test_the_processes_of_a_remote_group_see_its_gpus_by_local_rank(
     visible: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     run, ranks = run_of(**OWN), rank_of(1, 2)
     resolved = moved(resolved_on(run), "cuda:1")
-    worlds = [World(roles, resolved, ranks=ranks, work_dir=tmp_path) for roles in run.remote_groups]
-    environments = [world._server.spec.environment for world in worlds]
+    workers = [RoleWorker(roles, resolved, ranks=ranks, work_dir=tmp_path) for roles in run.remote_groups]
+    environments = [worker._server.spec.environment for worker in workers]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
 
 
 def test_the_node_counts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    layout = world.layout_here(run_of(**OWN).cluster, rank_of(1, 4))
+    layout = role_worker.layout_here(run_of(**OWN).cluster, rank_of(1, 4))
     assert (layout.ranks, layout.total) == (2, 8)
 
 
-def test_a_world_that_shares_its_ranks_gpu_sees_what_the_rank_sees(
+def test_a_remote_role_that_shares_its_ranks_gpu_sees_what_the_rank_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", UUIDS)
     run, ranks = run_of(colocate=OWN["colocate"]), rank_of(1, 2)
     resolved = moved(resolved_on(run), "cuda:1")
-    world = World(run.remote_groups[0], resolved, ranks=ranks, work_dir=tmp_path)
-    assert world._server.spec.environment["CUDA_VISIBLE_DEVICES"] == UUIDS
+    worker = RoleWorker(run.remote_groups[0], resolved, ranks=ranks, work_dir=tmp_path)
+    assert worker._server.spec.environment["CUDA_VISIBLE_DEVICES"] == UUIDS
     run = run_of(**OWN)
     on_cpu = resolved_on(run)
-    own = World(run.remote_groups[0], on_cpu, ranks=ranks, work_dir=tmp_path)
+    own = RoleWorker(run.remote_groups[0], on_cpu, ranks=ranks, work_dir=tmp_path)
     assert own._server.spec.environment["CUDA_VISIBLE_DEVICES"] == UUIDS
 
 
-def test_an_engine_has_the_gpus_behind_those_of_worlds() -> None:
+def test_an_engine_has_the_gpus_behind_those_of_remote_roles() -> None:
     run = run_of(**OWN)
     gpus = find_machine(run, rank_of(1, 2)).engine_gpus
     assert gpus == (7,)

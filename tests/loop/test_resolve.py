@@ -175,7 +175,7 @@ def test_a_plan_refuses_nothing_that_only_this_machine_lacks() -> None:
     assert (planned.support, planned.attention) == ("unsupported", "flex") and planned.support_note
 
 
-def test_a_process_of_another_world_makes_the_same_record() -> None:
+def test_a_process_of_remote_roles_makes_the_same_record() -> None:
     resolved = resolved_on(GRPORun(**BIG), **GPU)
     sent = build(parse_toml(dump_toml(resolved.given).encode(), origin="test"), origin="test")
     assert Resolved.from_axes(sent, json.loads(json.dumps(resolved.axes))) == resolved

@@ -12,12 +12,12 @@ import pytest
 import torch
 from classifiers import save_classifier
 from loop_runs import Commands, everything, kill, metrics_of
+from role_worker_kills import kill_at
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
-from world_kills import kill_at
 
 from lockstep import loops
 from lockstep.config.load import build, parse_toml
@@ -129,7 +129,7 @@ def test_its_scores_are_those_of_transformers_and_its_weight_counts(straight, pl
     assert steps[0]["reward/model"] == pytest.approx(sum(of_first) / 8)
 
 
-def test_a_model_in_a_world_of_its_own_that_is_killed_scores_the_same(straight, place, monkeypatch):
+def test_a_remote_model_that_is_killed_scores_the_same(straight, place, monkeypatch):
     killed = kill_at(monkeypatch, "rewards", 2)
     loops.train(run_of(place, ("reward_model",), others=(str(place / "other"),)))
     assert len(killed) == 1
@@ -138,7 +138,7 @@ def test_a_model_in_a_world_of_its_own_that_is_killed_scores_the_same(straight, 
     assert log.count("its tokenizer is not the policy's") == 1
 
 
-def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_alone(place, monkeypatch):
+def test_remote_roles_keep_the_bits_and_one_that_is_killed_is_started_again_alone(place, monkeypatch):
     ppo: dict[str, Any] = {"kind": "ppo", "algorithm": {"kl": {"coef": 0.1}}}
     loops.train(run_of(place, **ppo))
     loops.train(run_of(place, ("value", "reward_model", "ref"), **ppo))
@@ -150,7 +150,7 @@ def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_a
     apart = place / "ref value reward_model"
     assert numbers_of(apart) == together
     starts = {
-        log.parent.name: log.read_text().count("=== lockstep: start") for log in apart.glob("world/*/*.log")
+        log.parent.name: log.read_text().count("=== lockstep: start") for log in apart.glob("remote/*/*.log")
     }
     assert starts == {"ref": 2, "value": 1, "reward_model": 1}
     rows = [row for row in read_lines(apart / "metrics.jsonl") if "time/step" in row]
@@ -158,7 +158,7 @@ def test_worlds_of_roles_keep_the_bits_and_one_that_is_killed_is_started_again_a
 
 
 @pytest.mark.slow
-def test_the_worlds_of_two_ranks_keep_the_bits(lockstep, place):
+def test_the_remote_roles_of_two_ranks_keep_the_bits(lockstep, place):
     flags = ("--train.backend", "fsdp2", "--train.device", "cpu", "--ranks", "2")
     four = ("--cluster.colocate", '[["policy"], ["ref"], ["value"], ["reward_model"]]')
     places = {"one": (), "four": four, "own": (*four, "--cluster.dedicated-gpus", "true")}
@@ -168,7 +168,7 @@ def test_the_worlds_of_two_ranks_keep_the_bits(lockstep, place):
         lockstep("train", place / "ppo.toml", *flags, *placed, "--run-dir", place / name, cwd=place)
     assert numbers_of(place / "four") == numbers_of(place / "own") == numbers_of(place / "one")
     logs = {
-        str(log.parent.relative_to(place / "four" / "world")) for log in place.glob("four/world/*/*/*.log")
+        str(log.parent.relative_to(place / "four" / "remote")) for log in place.glob("four/remote/*/*/*.log")
     }
     assert logs == {f"{role}/rank-{rank}" for role in ("ref", "value", "reward_model") for rank in (0, 1)}
 
@@ -180,15 +180,15 @@ def numbers_of(run: Path) -> dict[str, Any]:
     return found
 
 
-def run_of(place: Path, *worlds: tuple[str, ...], kind: str = "grpo", **settings: Any) -> GRPORun:
-    """The run of run.toml, with these worlds beside the policy's."""
+def run_of(place: Path, *groups: tuple[str, ...], kind: str = "grpo", **settings: Any) -> GRPORun:
+    """The run of run.toml, with these remote groups."""
     values = parse_toml((place / "run.toml").read_bytes(), origin="test") | {"kind": kind}
     values["log"] |= {"display": "off"}
-    values["run_dir"] = str(place / (" ".join(map("+".join, worlds)) or "together"))
+    values["run_dir"] = str(place / (" ".join(map("+".join, groups)) or "together"))
     if others := settings.pop("others", None):
         values["reward_model"] |= {"others": others}
-    if worlds:
-        values["cluster"] = {"colocate": [["policy"], *worlds]}
+    if groups:
+        values["cluster"] = {"colocate": [["policy"], *groups]}
     run = build(values | settings, origin="test")
     assert isinstance(run, GRPORun)
     return run

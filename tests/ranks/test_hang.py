@@ -113,9 +113,9 @@ def test_a_main_thread_that_waits_for_one_stuck_in_a_file_is_no_lock_that_nobody
     assert diagnose([waiting_rank(tmp_path, write, free)]).cause == "slow or stuck file"
 
 
-def test_a_rank_that_asks_another_world_waits_for_no_engine(tmp_path: Path) -> None:
+def test_a_rank_that_asks_a_remote_role_waits_for_no_engine(tmp_path: Path) -> None:
     turn = Frame(file="/src/lockstep/engine/remote/http.py", line=1, name="_turn")
-    ask = Frame(file="/src/lockstep/loop/world.py", line=1, name="_ask")
+    ask = Frame(file="/src/lockstep/loop/role_worker.py", line=1, name="_ask")
     assert diagnose([waiting_rank(tmp_path, turn)]).cause == "engine does not answer"
     assert diagnose([waiting_rank(tmp_path, turn, ask)]).cause == "remote role does not answer"
 

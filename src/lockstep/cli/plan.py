@@ -113,8 +113,8 @@ def _ranks(run: RunConfig, given: int | None) -> int:
 
 
 def _placed(run: RunConfig, ranks: int, *, gpus: bool) -> ClusterConfig | None:
-    """What to draw: [cluster] where the ranks are those that it says; else one machine, for its worlds; None:
-    nothing."""
+    """Return what to draw: [cluster] if it has that many ranks, else one machine with its remote roles; None
+    for nothing."""
     if run.cluster is None or ranks == run.cluster.ranks:
         return run.cluster
     if not run.remote_roles and not run.cluster.engine_gpus:

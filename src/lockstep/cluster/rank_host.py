@@ -3,7 +3,7 @@
 Runs inside the process that the cluster provider has there (a Ray actor), which does nothing but this: each
 rank is a Child of it (lockstep.processes), so it ends with everything it started when this process ends.
 Where copies of the ranks' state are kept in each node's memory, that is done beside it
-(lockstep.loop.copy_keeper).
+(lockstep.loop.peer_checkpoint_server).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.loop.copy_keeper import CopyKeeper
+from lockstep.loop.peer_checkpoint_server import PeerCheckpointServer
 from lockstep.processes.child import Child, end
 from lockstep.ranks.environment import COPIES, COPY_PLACE, RESERVE
 from lockstep.ranks.warm_spares import WarmSpares
@@ -91,7 +91,7 @@ class NodeHost:
     def __init__(self, ranks: int, *, address: str) -> None:
         self._address = address
         self._hosts = [RankHost() for _ in range(ranks)]
-        self._keeper: CopyKeeper | None = None
+        self._checkpoints: PeerCheckpointServer | None = None
         self._spares: WarmSpares | None = None
         self._next: dict[int, RankHost] = {}
         """Hosts of the warm spares, by local rank."""
@@ -121,7 +121,7 @@ class NodeHost:
             ours = (COPY_PLACE, RESERVE)
             environments = [{n: v for n, v in own.items() if n not in ours} | more for own in env]
             if self._spares is not None and str(self._spares.folder) != environments[0].get(COPIES):
-                self._spares.close()  # the keeper of copies was another one, and the pipes went with it
+                self._spares.close()  # the checkpoint server was another one, and the pipes went with it
                 self._spares = None
             promoted = {} if self._spares is None else self._spares.promote(environments)
             self._hosts = [self._next[rank] if rank in promoted else RankHost() for rank in range(len(env))]
@@ -141,19 +141,19 @@ class NodeHost:
                 self._spares.refill(spawn, environments)
 
     def _environment_of_copies(self, place: Path) -> dict[str, str]:
-        if self._keeper is not None:
+        if self._checkpoints is not None:
             with contextlib.suppress(CheckpointError):
-                return self._keeper.environment()
-            self._keeper.close()  # it is dead, as when memory was full; the next node has the copies
-        self._keeper = CopyKeeper(place, self._address)
-        return self._keeper.environment()
+                return self._checkpoints.environment()
+            self._checkpoints.close()  # it is dead, as when memory was full; the next node has the copies
+        self._checkpoints = PeerCheckpointServer(place, self._address)
+        return self._checkpoints.environment()
 
     def close(self) -> None:
         """End what waits here, and remove the node's copies."""
         if self._spares is not None:
             self._spares.close()
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
 
 class RankHost:

@@ -34,11 +34,11 @@ from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, Trained
 from lockstep.loop.preflight import faults
+from lockstep.loop.remote_roles import RemoteCritic, build_others
 from lockstep.loop.resolve import Resolved, check_devices, find_machine, resolve
+from lockstep.loop.role_worker import RoleWorker
 from lockstep.loop.roles import ValueRole, describe_reward_models
 from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
-from lockstep.loop.world import World
-from lockstep.loop.world_roles import WorldValue, build_others
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel, OpenedModel, check_positions, load_model, open_model
 from lockstep.models.memory import opened_shape
@@ -87,7 +87,7 @@ class Builder:
         self.manifest = manifest or {}
         self.hooks = hooks or LoopHooks()
         self.hold_out = holds_out(config, self.manifest)
-        self.worlds: tuple[World, ...] = ()
+        self.role_workers: tuple[RoleWorker, ...] = ()
         """Of the roles that are not in this process."""
         self.reward_models: RewardModels | None = None
         self.own_environment: str | None = None
@@ -237,7 +237,7 @@ class Builder:
 
     def roles(
         self, policy: Policy, environment: Environment, algorithm: Algorithm
-    ) -> tuple[Reference | None, ValueRole | WorldValue | None]:
+    ) -> tuple[Reference | None, ValueRole | RemoteCritic | None]:
         """Build the models beside the policy: a frozen reference and a value model, each None where the
         algorithm has none. Reward models join the environment.
 
@@ -246,7 +246,7 @@ class Builder:
         """
         others = build_others(policy, ranks=self.ranks, work_dir=self.work_dir)
         self._closing.callback(others.close)
-        self.worlds, critic = others.worlds, others.value
+        self.role_workers, critic = others.workers, others.value
         if critic is not None:
             self._closing.callback(critic.backend.close)
             self._trained.append(critic)
@@ -312,14 +312,14 @@ def describe(
     report = engine_report(engine.engine, engine.transfer)
     contract = None if policy.check is None else policy.check.contract
     changed = contract_change(run.dir.read_manifest().get("contract"), contract)
-    worlds = {world.name: world.describe() for world in build.worlds}
+    workers = {worker.name: worker.describe() for worker in build.role_workers}
     invariance = policy.batch_invariance
     run.dir.update_manifest(
         {
             "held_out": build.hold_out,
             "environment": build.own_environment,
             "engine": report,
-            "worlds": list(worlds.values()),
+            "remote_roles": list(workers.values()),
         }
         | batch_invariance_manifest(invariance, contract)
     )
@@ -328,7 +328,7 @@ def describe(
     )
     run.display.notes(
         [*report_lines(report), *batch_invariance_lines(invariance, contract), *changed],
-        [f"{name}: in processes of its own, log {world['log']}" for name, world in worlds.items()],
+        [f"{name}: log {worker['log']}" for name, worker in workers.items()],
         [
             *environment.notes(),
             *of_models,

@@ -65,7 +65,7 @@ class MemoryPlan:
 
     @property
     def by_place(self) -> Mapping[str, tuple[MemoryPart, ...]]:
-        """The parts on each GPU: "", the rank's, then those of worlds and engines with GPUs of their own."""
+        """The parts on each GPU: the rank's (""), then those dedicated to remote roles and engines."""
         places = dict.fromkeys(["", *(part.place for part in self.parts)])
         return {place: tuple(part for part in self.parts if part.place == place) for place in places}
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from lockstep.loop.world import World
+from lockstep.loop.role_worker import RoleWorker
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.engine import EngineStats, InferenceEngine
 from lockstep.ranks.context import RankContext
@@ -77,11 +77,11 @@ def engine_metrics(before: EngineStats, engine: InferenceEngine, *, ranks: RankC
     return values
 
 
-def world_metrics(worlds: Sequence[World], *, ranks: RankContext) -> dict[str, float]:
-    """Return world/restarts, over all worlds and ranks; nothing without worlds. Collective."""
-    if not worlds:
+def remote_role_metrics(workers: Sequence[RoleWorker], *, ranks: RankContext) -> dict[str, float]:
+    """Return world/restarts, over all remote roles and ranks; nothing without remote roles. Collective."""
+    if not workers:
         return {}
-    restarts = ranks.gather(sum(world.restarts for world in worlds), int, what="the worlds' restarts")
+    restarts = ranks.gather(sum(worker.restarts for worker in workers), int, what="restarts of remote roles")
     return {"world/restarts": float(sum(restarts))}
 
 

@@ -122,7 +122,7 @@ class Resolved(Generic[Run]):
 
     @property
     def axes(self) -> dict[str, Any]:
-        """The choices as the manifest and processes of other worlds have them; see `from_axes`."""
+        """The choices as stored in the manifest and sent to remote roles; see `from_axes`."""
         return {
             "device": self.device,
             "backend": self.run.train.backend,

@@ -40,13 +40,13 @@ from lockstep.loop.gap_check import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.loop.metrics import CompileMeter
 from lockstep.loop.policy import Policy
+from lockstep.loop.remote_roles import RemoteCritic
 from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import Roles, ValueRole
 from lockstep.loop.rollout_rows import RolloutLog
 from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_settings
 from lockstep.loop.run_recorders import Recorded, RunRecorders, recording_header
 from lockstep.loop.saving import Saving
-from lockstep.loop.world_roles import WorldValue
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display, RunLog
@@ -316,7 +316,7 @@ class Run:
     def restore(
         self,
         policy: Policy,
-        critic: ValueRole | WorldValue | None = None,
+        critic: ValueRole | RemoteCritic | None = None,
         algorithm: Algorithm | None = None,
     ) -> None:
         """Load the checkpoint to go on from, if any; from here on these are what a checkpoint holds, and what
@@ -328,7 +328,7 @@ class Run:
         self._saving.begin(done, self._saved(policy, critic, algorithm))
 
     def _saved(
-        self, policy: Policy, critic: ValueRole | WorldValue | None, algorithm: Algorithm | None
+        self, policy: Policy, critic: ValueRole | RemoteCritic | None, algorithm: Algorithm | None
     ) -> Saved:
         if critic is None:
             return policy.backend
@@ -352,7 +352,7 @@ class Run:
                     self.dir, tensorboard=self.config.log.tensorboard, wandb=wandb, first_step=done
                 )
 
-    def _attach_recorders(self, policy: Policy, critic: ValueRole | WorldValue | None) -> None:
+    def _attach_recorders(self, policy: Policy, critic: ValueRole | RemoteCritic | None) -> None:
         """Let the inputs of the trained models go through recorders, if the run has any. Every rank records
         the micro-batches assigned to it; of ranks that share them, the first."""
         if not self.config.record.enabled:

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.checkpoint_files import Boundary, checked_run_state
-from lockstep.loop.peer_copy import PeerCopies
+from lockstep.loop.peer_checkpoint import PeerCheckpoints
 from lockstep.loop.run_manifest import RunManifest
 from lockstep.loop.run_recorders import RunRecorders
 from lockstep.observe.metrics import MetricsLog, Spans
@@ -72,7 +72,7 @@ class Saving:
         """The step of the checkpoint that was saved or loaded last."""
         self.source: str | None = None
         """What the run goes on from: memory, checkpoint; None: it begins."""
-        self.copies = PeerCopies.of_launcher(ranks, say=say)
+        self.copies = PeerCheckpoints.of_launcher(ranks, say=say)
         self._dir, self._manifest, self._recorders, self._say = manifest.dir, manifest, recorders, say
         self._restart = restart
         self._roles: Saved | None = None

@@ -16,12 +16,12 @@ from lockstep.loop.build import Builder
 from lockstep.loop.determinism import BatchInvariance
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.gap_check import BitwiseCheck
-from lockstep.loop.metrics import rollout_metrics, world_metrics
+from lockstep.loop.metrics import remote_role_metrics, rollout_metrics
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, estimate
+from lockstep.loop.remote_roles import RemoteCritic
 from lockstep.loop.resolve import Resolved
 from lockstep.loop.roles import Roles, ValueRole
 from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
-from lockstep.loop.world_roles import WorldValue
 from lockstep.models.load import LoadedModel
 from lockstep.observe.metrics import Spans
 from lockstep.packing import Planner
@@ -73,7 +73,7 @@ class OnlineParts:
     bitwise_check: BitwiseCheck | None = None
     """Set where trainer and engine have the same kernel contract; None: their logprobs are close, not
     equal."""
-    value: ValueRole | WorldValue | None = None
+    value: ValueRole | RemoteCritic | None = None
     """The value model; None: the algorithm has none."""
     recorder: Recorder | None = None
     on_progress: OnProgress | None = None
@@ -236,7 +236,7 @@ class OnlineTrainer:
         updates = [policy.update(batches, minibatches.loss) for batches in minibatches]
         metrics = rollout_metrics(estimates.groups) | policy.metrics(minibatches, updates)
         metrics |= {**estimates.metrics, **update()}
-        metrics |= world_metrics(parts.build.worlds, ranks=parts.ranks)
+        metrics |= remote_role_metrics(parts.build.role_workers, ranks=parts.ranks)
         return StepResult(metrics=metrics, groups=estimates.groups)
 
     def push(self, *, policy_version: int) -> dict[str, float]:

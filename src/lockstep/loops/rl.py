@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from lockstep.config.run import GRPORun
 from lockstep.loop.build import Builder, describe
 from lockstep.loop.evaluate import evaluation_of
-from lockstep.loop.metrics import rollout_metrics, world_metrics
+from lockstep.loop.metrics import remote_role_metrics, rollout_metrics
 from lockstep.loop.policy import estimate
 from lockstep.loop.run import Run, Start
 from lockstep.rollout.environment import Environment
@@ -61,7 +61,7 @@ def train(
             metrics |= {
                 **estimates.metrics,
                 **critic_update(),
-                **world_metrics(build.worlds, ranks=run.ranks),
+                **remote_role_metrics(build.role_workers, ranks=run.ranks),
             }
             engine.load(policy, version=step + 1)
             run.log(step, metrics)

@@ -282,7 +282,9 @@ def _open_files(pid: int) -> list[os.stat_result] | None:
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where memory is a folder, on Linux."""
-_OWNED = re.compile(r"lockstep-(?:weights|engine|world)-([0-9a-f]{8})-(\d{1,10})-(\w{1,40})-[a-z0-9_]{8}")
+_OWNED = re.compile(
+    r"lockstep-(?:weights|engine|roles|world)-([0-9a-f]{8})-(\d{1,10})-(\w{1,40})-[a-z0-9_]{8}"
+)
 
 
 class OwnedFolder:
@@ -290,7 +292,7 @@ class OwnedFolder:
     ours that makes or looks for one in the same place.
 
     Args:
-        kind: weights, engine or world: a part of the name.
+        kind: weights, engine or roles; part of the name.
         place: where it is made; None: the system's folder for temporary files.
 
     Raises:

@@ -28,10 +28,10 @@ COPIES = "LOCKSTEP_COPIES"
 their state (lockstep.ranks.in_memory_checkpoint)."""
 COPY_PLACE = "LOCKSTEP_COPY_PLACE"
 """In the environment of such ranks on several nodes, until their node's host has read it: where the host
-makes such a folder in the node's own memory (lockstep.loop.copy_keeper)."""
-COPY_KEEPER = "LOCKSTEP_COPY_KEEPER"
-"""In the environment of those ranks: address, port and token, as JSON, of the process that keeps the folder
-of their node. Taken from there at the start, so that nothing that a rank starts inherits it."""
+makes such a folder in the node's own memory (lockstep.loop.peer_checkpoint_server)."""
+PEER_SERVER = "LOCKSTEP_PEER_CHECKPOINT_SERVER"
+"""In the environment of those ranks: address, port and token, as JSON, of the peer checkpoint server of their
+node. Removed at the start, so that no child of a rank inherits it."""
 RESERVE = "LOCKSTEP_RESERVE"
 """In the environment of such ranks on a cluster, until their node's host has read it: keep warm spares there
 (lockstep.ranks.warm_spares)."""

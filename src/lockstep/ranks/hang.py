@@ -41,7 +41,7 @@ _STOPPED = ("T", "t")
 _ENDED = ("finished", "interrupted")
 _ANYWHERE = (
     ("sleeping reward", r"rollout/rewards\.py score\b|rollout/reward_process\.py"),
-    ("remote role does not answer", r"loop/world\.py _ask\b"),
+    ("remote role does not answer", r"loop/role_worker\.py _ask\b"),
     ("engine does not answer", r"engine/(remote|vllm|sglang)/"),
 )
 """A likely cause, and what "file function source" of a frame is then, in any thread."""

@@ -7,7 +7,7 @@
 
 A step counts when all ranks have completed it. The launcher holds a lock on the folder: a folder without a
 lock was left by a launcher that was killed, and the next launcher removes it. On several nodes each node has
-such a folder (lockstep.loop.copy_keeper), which also holds parts of the ranks of other nodes.
+such a folder (lockstep.loop.peer_checkpoint_server), which also holds parts of the ranks of other nodes.
 """
 
 from __future__ import annotations

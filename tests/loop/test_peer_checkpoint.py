@@ -17,12 +17,12 @@ from lockstep import loops
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.loop.peer_copy import PeerCopies
+from lockstep.loop.peer_checkpoint import PeerCheckpoints
 from lockstep.loop.policy import Policy
 from lockstep.observe.metrics import MetricsLog
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
-from lockstep.ranks.environment import COPIES, COPY_KEEPER, RESTART, Recovery, recovery
+from lockstep.ranks.environment import COPIES, PEER_SERVER, RESTART, Recovery, recovery
 from lockstep.train.state.files import Layout, LiveTensors
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -56,21 +56,21 @@ class Backend:
 
 
 @pytest.fixture
-def copies(tmp_path: Path) -> PeerCopies:
+def copies(tmp_path: Path) -> PeerCheckpoints:
     said: list[str] = []
     folder = tmp_path / "lockstep-copies-a1b2c3"  # so named, it is known to be in memory
     folder.mkdir()
-    made = PeerCopies(folder, ranks=RankContext.alone(), say=said.append)
+    made = PeerCheckpoints(folder, ranks=RankContext.alone(), say=said.append)
     made.said = said  # type: ignore[attr-defined]
     return made
 
 
-def save(copies: PeerCopies, step: int, backend: Backend, *, busy: bool = False) -> None:
+def save(copies: PeerCheckpoints, step: int, backend: Backend, *, busy: bool = False) -> None:
     copies.save(step, backend, {"tokens": step * 10, "gap": float("nan")}, busy=busy)
     copies.wait()
 
 
-def names(copies: PeerCopies) -> list[str]:
+def names(copies: PeerCheckpoints) -> list[str]:
     return sorted(path.name for path in copies.folder.iterdir())
 
 
@@ -151,7 +151,7 @@ def test_no_room_for_a_second_copy_is_refused_before_the_first_step(copies, monk
 
 
 def test_a_folder_on_another_machine_is_refused(tmp_path):
-    copies = PeerCopies(tmp_path / "elsewhere", ranks=RankContext.alone(), say=print)
+    copies = PeerCheckpoints(tmp_path / "elsewhere", ranks=RankContext.alone(), say=print)
     with pytest.raises(ConfigError) as refused:
         copies.begin(0, Backend(0.0), {})
     assert refused.value.data == {"code": "no-such-file", "setting": "cluster.peer_copy"}
@@ -237,12 +237,12 @@ def test_a_copy_that_outlives_a_node_comes_after_the_lines_of_its_steps(tmp_path
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv(COPIES, str(tmp_path / "memory"))
     if nodes == 2:
-        monkeypatch.setenv(COPY_KEEPER, json.dumps({"address": "10.0.0.1", "port": 1, "token": ""}))
-    monkeypatch.setattr(PeerCopies, "begin", lambda *_: None)
+        monkeypatch.setenv(PEER_SERVER, json.dumps({"address": "10.0.0.1", "port": 1, "token": ""}))
+    monkeypatch.setattr(PeerCheckpoints, "begin", lambda *_: None)
     order: list[str] = []
     sync = MetricsLog.sync
     monkeypatch.setattr(MetricsLog, "sync", lambda log: order.append("sync") or sync(log))
-    monkeypatch.setattr(PeerCopies, "save", lambda *_, **__: order.append("copy"))
+    monkeypatch.setattr(PeerCheckpoints, "save", lambda *_, **__: order.append("copy"))
     loops.train(tiny(tmp_path / "run", **{"checkpoint.every": 0, "checkpoint.export_at_end": False}))
     assert order == [*(["sync", "copy"] * 4 if nodes == 2 else ["copy"] * 4), "sync"]
 

@@ -76,7 +76,7 @@ _SPREAD = {"ref", "value"}
 """Roles whose processes form one group across the ranks."""
 
 
-class WorldDied(TrainError):
+class RoleWorkerDied(TrainError):
     """A remote process has ended, or has lost another one of its group."""
 
 
@@ -96,10 +96,10 @@ class Reply:
     """The outcome of a call: a value or a death."""
 
     value: Any = None
-    death: WorldDied | None = None
+    death: RoleWorkerDied | None = None
 
 
-class World:
+class RoleWorker:
     """A group of remote roles, which share a process outside the trainer's.
 
     Args:
@@ -130,7 +130,7 @@ class World:
         own = work_dir / "+".join(self.roles) / (f"rank-{ranks.rank}" if ranks.world_size > 1 else "")
         gpus: dict[str, str] = {}
         if resolved.device.startswith("cuda"):
-            gpus = gpus_of_world(run, run.remote_groups.index(self.roles), ranks=ranks)
+            gpus = gpus_of_group(run, run.remote_groups.index(self.roles), ranks=ranks)
         self._server = _server(self.name, run.cluster, own, gpus=gpus)
         spec = self._server.spec
         headers = {"Authorization": f"Bearer {spec.token}"}
@@ -226,14 +226,14 @@ class World:
             try:
                 reply = self._post(body, deadline=deadline)
             except _LostElsewhere:
-                return Reply(death=WorldDied(f"peer-failed: the {self.name}, at {name} {_LOST}"))
+                return Reply(death=RoleWorkerDied(f"peer-failed: the {self.name}, at {name} {_LOST}"))
             except Unreachable as sign:
                 ended = self._server.wait_ended(_DEATH_SECONDS)
                 if ended is not None:
                     if not self._closed:  # else nobody waits for this call any more
                         self._announce_death()
                     text = f"the {self.name} {ended}, at {name}. {self._server.log_text()}"
-                    return Reply(death=WorldDied(text, code="process-died", roles=self.roles))
+                    return Reply(death=RoleWorkerDied(text, code="process-died", roles=self.roles))
                 if tried < _TRIES:
                     log.warning("the %s broke the connection at %s; asking again: %s", self.name, name, sign)
                     continue
@@ -292,7 +292,7 @@ class World:
         kind, data = str(reply["kind"]), dict(reply["data"])
         text = f"{self.name}, at {name}: {printable_lines(str(reply['text']))}"
         if reply["lost"]:
-            return Reply(death=WorldDied(f"peer-failed: {text} {_LOST}"))
+            return Reply(death=RoleWorkerDied(f"peer-failed: {text} {_LOST}"))
         if (error := from_another_process(kind, text, data)) is not None:
             raise error.with_message(text, roles=self.roles)
         raise TrainError(f"bad-reply: {text} ({kind}). {self._server.log_text()}", roles=self.roles)
@@ -341,7 +341,7 @@ class World:
             raise error.with_message(str(error), kind=TrainError) from error
 
     def _load(self, meeting: Mapping[str, str] | None) -> Mapping[str, Any]:
-        """Load the roles and return the process's description. Raises WorldDied, and errors of loading a
+        """Load the roles and return the process's description. Raises RoleWorkerDied, and errors of loading a
         role."""
         about = {**self._about, "threads": torch.get_num_threads(), "meeting": meeting}
         reply = self._ask("build", about, seconds=self._config.remote_start_seconds)
@@ -394,15 +394,15 @@ def _server(name: str, config: ClusterConfig, work_dir: Path, *, gpus: dict[str,
     port, token = free_port(), new_token()
     carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
     work_dir.mkdir(parents=True, exist_ok=True)
-    path = work_dir.resolve() / "world.json"
+    path = work_dir.resolve() / "worker.json"
     write_atomic(path, json.dumps({"port": port}))
     return ServerProcess(
         ServerSpec(
             name=name,
-            command=(sys.executable, "-m", "lockstep.loop.world_server", str(path)),
+            command=(sys.executable, "-m", "lockstep.loop.role_server", str(path)),
             environment=server_environment(needed=own_program() | carried | gpus, extra={TOKEN: token}),
             port=port,
-            log=work_dir.resolve() / "world.log",
+            log=work_dir.resolve() / "worker.log",
             start_seconds=config.remote_start_seconds,
             start_setting="cluster.remote_start_seconds",
             token=token,
@@ -510,7 +510,7 @@ def _decode(encoded: Any, tensors: Sequence[Tensor]) -> Any:
 # Dedicated GPUs of remote roles and engines, as this rank assigns them to the processes beside it.
 
 
-def gpus_of_world(run: GRPORun, number: int, *, ranks: RankContext) -> dict[str, str]:
+def gpus_of_group(run: GRPORun, number: int, *, ranks: RankContext) -> dict[str, str]:
     """Return the environment that shows a process of remote group `number` (from 0) its dedicated GPU. It
     shows all GPUs of the group on this node, so that NCCL works, and the process takes that of its local
     rank. Empty: the process sees what its rank sees."""

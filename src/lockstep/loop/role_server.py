@@ -1,9 +1,9 @@
-"""The process of remote roles: `python -m lockstep.loop.world_server FILE`.
+"""The process of remote roles: `python -m lockstep.loop.role_server FILE`.
 
     GET  /health
     POST /call    {"call", "key", "seconds", "arguments"} ──► {"value"} or {"kind", "text", "data", "lost"}
 
-The bodies are those of lockstep.loop.world. The server listens on loopback and requires its token
+The bodies are those of lockstep.loop.role_worker. The server listens on loopback and requires its token
 (LOCKSTEP_SERVER_TOKEN). Roles compute in the main thread only, one call after the other. The reply to a key
 is kept until calls with other keys arrive: a client that lost a reply and asks again gets the same one, so
 nothing is trained twice.
@@ -38,8 +38,8 @@ from lockstep.loop.determinism import deterministic, make_invariant, prepare_ker
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.resolve import Resolved
+from lockstep.loop.role_worker import MOST_BYTES, packed, unpacked
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
-from lockstep.loop.world import MOST_BYTES, packed, unpacked
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.observe.metrics import Spans
 from lockstep.processes.supervisor import name_process
@@ -174,7 +174,7 @@ class _Handler(TokenHandler):
             self.reply(200, self.calls.answer(body), kind="application/octet-stream")
 
 
-# The roles of a world, inside of its process: loaded as the trainer would, and called by name.
+# The roles inside the process: loaded as the trainer would load them, and called by name.
 
 
 Role = TypeVar("Role")

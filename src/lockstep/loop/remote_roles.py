@@ -18,8 +18,8 @@ from lockstep.errors import TrainError
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import Policy, Trained
 from lockstep.loop.resolve import Resolved
+from lockstep.loop.role_worker import RoleWorker
 from lockstep.loop.roles import ValueRole, build_reward_models, build_value
-from lockstep.loop.world import World
 from lockstep.observe.lock import OwnedFolder
 from lockstep.observe.metrics import Spans
 from lockstep.protocols.reward import RewardInput
@@ -30,38 +30,38 @@ from lockstep.schema.batch import PackedBatch, RolloutSample
 
 
 @dataclass(frozen=True, slots=True)
-class WorldScorer:
+class RemoteScorer:
     """The frozen reference. Implements protocols.Scorer."""
 
-    world: World
+    worker: RoleWorker
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """See protocols.Scorer; on the host."""
-        scores = self.world.call("logprobs", batches=list(batches))
+        scores = self.worker.call("logprobs", batches=list(batches))
         return _per_token(scores, [batch.num_slots for batch in batches], what="ref")
 
 
-class WorldRewardModels(RewardModels):
+class RemoteRewardModels(RewardModels):
     """Reward models that are complete in the process beside each rank, which scores the samples of its rank.
 
     Args:
         notes: of their start.
     """
 
-    def __init__(self, config: RewardRoleConfig, *, world: World, notes: Sequence[str]) -> None:
+    def __init__(self, config: RewardRoleConfig, *, worker: RoleWorker, notes: Sequence[str]) -> None:
         self.config, self.models, self.truncated = config, [], 0
-        self._world, self._notes = world, list(notes)
+        self._worker, self._notes = worker, list(notes)
 
     def notes(self, policy_tokenizer: Any) -> list[str]:
         """See RewardModels."""
         return self._notes
 
     def score(self, inputs: Sequence[RewardInput]) -> list[dict[str, float]]:
-        """See RewardModels. Raises what `World.call` raises."""
+        """See RewardModels. Raises what `RoleWorker.call` raises."""
         if not inputs:
             return []
         asked = [_read_by_models(each) for each in inputs]
-        answer = self._world.call("rewards", alone=True, inputs=asked)
+        answer = self._worker.call("rewards", alone=True, inputs=asked)
         scores = [dict(each) for each in answer["scores"]]
         if len(scores) != len(inputs):
             raise _wrong("reward_model", f"{len(scores)} scores for {len(inputs)} samples")
@@ -70,35 +70,35 @@ class WorldRewardModels(RewardModels):
 
 
 @dataclass(frozen=True, slots=True)
-class WorldState:
+class RemoteState:
     """The saved parts of the value model, see protocols.Saved. Its process writes and reads the files."""
 
-    world: World
+    worker: RoleWorker
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """See TrainBackend."""
         where = str(directory.absolute())
-        self.world.call("save", directory=where, background=background)
-        return lambda: dict(self.world.call("finish", alone=True, directory=where))
+        self.worker.call("save", directory=where, background=background)
+        return lambda: dict(self.worker.call("finish", alone=True, directory=where))
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """See TrainBackend."""
-        self.world.call("load", directory=str(directory.absolute()), verified=verified)
+        self.worker.call("load", directory=str(directory.absolute()), verified=verified)
 
     def export(self, directory: Path) -> None:
         """See TrainBackend."""
-        self.world.call("export", directory=str(directory.absolute()))
+        self.worker.call("export", directory=str(directory.absolute()))
 
     def close(self) -> None:
         """Do nothing: the remote process is closed as a whole."""
 
 
 @dataclass(kw_only=True)
-class WorldValue(Trained):
+class RemoteCritic(Trained):
     """A remote value model: the counterpart of ValueRole. Its inputs are not recorded."""
 
-    world: World
-    backend: WorldState
+    worker: RoleWorker
+    backend: RemoteState
     config: ValueConfig
     spans: Spans
     beside_policy: bool = False
@@ -110,13 +110,13 @@ class WorldValue(Trained):
         """Start scoring, if that can overlap with the reference; the returned call waits for the result."""
         if self.beside_ref:
             with self._working():
-                self.world.begin("score", samples=list(samples))
+                self.worker.begin("score", samples=list(samples))
         return partial(self.score, samples)
 
     def score(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
         """See ValueRole."""
         with self._working(), self.spans("values"):
-            values = self.world.call("score", samples=list(samples))
+            values = self.worker.call("score", samples=list(samples))
         return _per_token(values, [len(sample) for sample in samples], what="value")
 
     def begin_update(
@@ -131,11 +131,11 @@ class WorldValue(Trained):
 
         def update() -> dict[str, float]:
             with self._working(), self.spans("value"):
-                metrics: Mapping[str, float] = self.world.call("update", **batch)
+                metrics: Mapping[str, float] = self.worker.call("update", **batch)
             return dict(metrics)
 
         if self.beside_policy:
-            self.world.begin("update", **batch)
+            self.worker.begin("update", **batch)
             return update
         metrics = update()
         return lambda: metrics
@@ -148,52 +148,51 @@ class OtherRoles:
     ref: Scorer | None
     """None if the run has no reference, or the policy's backend holds it."""
     reward_models: RewardModels | None
-    value: ValueRole | WorldValue | None
-    worlds: tuple[World, ...]
+    value: ValueRole | RemoteCritic | None
+    workers: tuple[RoleWorker, ...]
     """The groups of remote roles."""
     temporary: OwnedFolder | None = None
     """Folder for files of remote roles, if the run has no folder."""
 
     def close(self) -> None:
         """End the remote processes."""
-        for world in self.worlds:
-            world.close()
+        for worker in self.workers:
+            worker.close()
         if self.temporary is not None:
             self.temporary.close()
 
 
 def build_others(policy: Policy, *, ranks: RankContext, work_dir: Path | None) -> OtherRoles:
-    """Load the models of the run beside the policy: on the policy's device, or in worlds of their own.
+    """Load the models beside the policy: in this process, or as remote roles.
 
     Args:
-        work_dir: engine/ in the run's folder; None: the system's folder for temporary files has the worlds'
-            files.
+        work_dir: engine/ in the run's folder; None: remote roles write to a temporary folder.
 
     Raises:
-        ConfigError, ModelError, TrainError: one of them cannot be loaded, or a world does not start.
+        ConfigError, ModelError, TrainError: one of them cannot be loaded, or a remote role does not start.
     """
     resolved, run = policy.resolved, policy.resolved.run
     folder = None if work_dir is None else work_dir.parent
-    worlds, temporary = _worlds(resolved, ranks=ranks, folder=folder)
-    of_role = {role: world for world in worlds for role in world.roles}
+    workers, temporary = _workers(resolved, ranks=ranks, folder=folder)
+    of_role = {role: worker for worker in workers for role in worker.roles}
     try:
-        notes = [note for world in worlds for note in world.start()["notes"]]
-        if (world := of_role.get("reward_model")) is not None:
+        notes = [note for worker in workers for note in worker.start()["notes"]]
+        if (worker := of_role.get("reward_model")) is not None:
             assert run.reward_model is not None
-            models: RewardModels | None = WorldRewardModels(run.reward_model, world=world, notes=notes)
+            models: RewardModels | None = RemoteRewardModels(run.reward_model, worker=worker, notes=notes)
         else:
             models = build_reward_models(resolved, policy.model, ranks=ranks)
-        value: ValueRole | WorldValue | None = None
-        if (world := of_role.get("value")) is not None:
+        value: ValueRole | RemoteCritic | None = None
+        if (worker := of_role.get("value")) is not None:
             assert run.critic is not None
             own = run.cluster is not None and run.cluster.dedicated_gpus
-            value = WorldValue(
-                world=world,
-                backend=WorldState(world),
+            value = RemoteCritic(
+                worker=worker,
+                backend=RemoteState(worker),
                 config=run.critic,
                 spans=policy.spans,
                 beside_policy=own,
-                beside_ref=own and "ref" not in world.roles,
+                beside_ref=own and "ref" not in worker.roles,
             )
         elif run.critic is not None:
             value = build_value(
@@ -206,26 +205,26 @@ def build_others(policy: Policy, *, ranks: RankContext, work_dir: Path | None) -
             )
             start_offloading(run, "value", backend=value.backend)
     except BaseException:
-        for world in worlds:
-            world.close()
+        for worker in workers:
+            worker.close()
         raise
-    ref = WorldScorer(of_role["ref"]) if "ref" in of_role else None
-    return OtherRoles(ref=ref, reward_models=models, value=value, worlds=worlds, temporary=temporary)
+    ref = RemoteScorer(of_role["ref"]) if "ref" in of_role else None
+    return OtherRoles(ref=ref, reward_models=models, value=value, workers=workers, temporary=temporary)
 
 
-def _worlds(
+def _workers(
     resolved: Resolved[GRPORun], *, ranks: RankContext, folder: Path | None
-) -> tuple[tuple[World, ...], OwnedFolder | None]:
+) -> tuple[tuple[RoleWorker, ...], OwnedFolder | None]:
     """Return the groups of remote roles, not started, and a temporary folder for their files if the run has
     none."""
     if not resolved.run.remote_groups:
         return (), None
     temporary, files = None, folder
     if files is None:  # removed when the process ends, if nobody closes
-        temporary = OwnedFolder("world")
+        temporary = OwnedFolder("roles")
         files = temporary.path
-    files /= "world"
-    made = partial(World, resolved=resolved, ranks=ranks, work_dir=files, folder=folder)
+    files /= "remote"
+    made = partial(RoleWorker, resolved=resolved, ranks=ranks, work_dir=files, folder=folder)
     return tuple(map(made, resolved.run.remote_groups)), temporary
 
 

@@ -1,4 +1,4 @@
-"""Kills the process of a world in the middle of a call."""
+"""Kills the process of remote roles in the middle of a call."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
-from lockstep.loop.world import World
+from lockstep.loop.role_worker import RoleWorker
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> list[int]:
     """Kill the process in call `number` of this name, which it has got and will not answer."""
-    ask, seen, killed = World._ask, [], []
+    ask, seen, killed = RoleWorker._ask, [], []
 
-    def killing(self: World, called: str, *args: Any, **more: Any) -> Any:
+    def killing(self: RoleWorker, called: str, *args: Any, **more: Any) -> Any:
         seen.append(called)
         if called != name or seen.count(name) != number:
             return ask(self, called, *args, **more)
@@ -28,5 +28,5 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> list[int
         killed.append(child.pid)
         return ask(self, called, *args, **more)
 
-    monkeypatch.setattr(World, "_ask", killing)
+    monkeypatch.setattr(RoleWorker, "_ask", killing)
     return killed

@@ -1,4 +1,4 @@
-"""Copies that go from node to node: real keepers on loopback, and what their ranks do with them."""
+"""Copies that go from node to node: real servers on loopback, and what their ranks do with them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from raising import raises
 from starting import until
 
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.loop import copy_keeper, peer_copy
-from lockstep.loop.copy_keeper import CopyKeeper
-from lockstep.loop.peer_copy import CopyRing, Keeper, PeerCopies
+from lockstep.loop import peer_checkpoint, peer_checkpoint_server
+from lockstep.loop.peer_checkpoint import PeerCheckpointClient, PeerCheckpoints, ServerAddress
+from lockstep.loop.peer_checkpoint_server import PeerCheckpointServer
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
-from lockstep.ranks.environment import COPIES, COPY_KEEPER
+from lockstep.ranks.environment import COPIES, PEER_SERVER
 from lockstep.ranks.in_memory_checkpoint import part_files, whole_parts
 from lockstep.wire.server_token import bearer
 
@@ -38,18 +38,18 @@ STEP = "step-000001"
 
 
 class Node:
-    """A keeper, its folder, and what its ranks know of it."""
+    """A server, its folder, and what its ranks know of it."""
 
     def __init__(self, place: Path) -> None:
         place.mkdir()
-        self.place, self.process = place, CopyKeeper(place, "127.0.0.1")
+        self.place, self.process = place, PeerCheckpointServer(place, "127.0.0.1")
         self.begin()
 
     def begin(self) -> None:
         """A generation of ranks."""
         environment = self.process.environment()
         self.folder = Path(environment[COPIES])
-        self.keeper = Keeper(**json.loads(environment[COPY_KEEPER]))
+        self.server = ServerAddress(**json.loads(environment[PEER_SERVER]))
 
     def lose(self) -> None:
         """What is in its memory is gone."""
@@ -76,12 +76,12 @@ def nodes(started: list[Node]) -> list[Node]:
     return started
 
 
-def ring(nodes: list[Node], rank: int, **changed: Any) -> CopyRing:
-    """changed: of the keeper of the node after the rank's."""
-    keepers = [node.keeper for node in nodes]
+def client(nodes: list[Node], rank: int, **changed: Any) -> PeerCheckpointClient:
+    """changed: of the server of the node after the rank's."""
+    servers = [node.server for node in nodes]
     after = (rank + 1) % len(nodes)
-    keepers[after] = replace(keepers[after], **changed)
-    return CopyRing(keepers, rank, seconds=SECONDS, fetch_seconds=SECONDS)
+    servers[after] = replace(servers[after], **changed)
+    return PeerCheckpointClient(servers, rank, seconds=SECONDS, fetch_seconds=SECONDS)
 
 
 def write(node: Node, rank: int) -> Path:
@@ -99,18 +99,18 @@ def names(rank: int) -> list[str]:
 
 def test_a_part_is_whole_at_the_next_node_and_only_there(nodes):
     for rank in range(3):
-        files = ring(nodes, rank).send(write(nodes[rank], rank), names(rank))
+        files = client(nodes, rank).send(write(nodes[rank], rank), names(rank))
         there = nodes[(rank + 1) % 3].folder / STEP
         assert part_files(there, rank) == files
         assert files[names(rank)[0]].sha256 == sha256(bytes([rank]) * 3_000_001).hexdigest()
         assert (there / names(rank)[0]).read_bytes() == bytes([rank]) * 3_000_001
     assert [whole_parts(node.folder, 3) for node in nodes] == [{1: [2]}, {1: [0]}, {1: [1]}]
-    assert [ring(nodes, rank).kept for rank in range(3)] == [{0, 2}, {0, 1}, {1, 2}]
+    assert [client(nodes, rank).kept for rank in range(3)] == [{0, 2}, {0, 1}, {1, 2}]
 
 
 def test_ranks_of_one_node_send_to_the_next_node():
-    keepers = [Keeper(address="10.0.0.1", port=1 + rank // 2, token="") for rank in range(6)]
-    made = [CopyRing(keepers, rank, seconds=1.0, fetch_seconds=1.0) for rank in range(6)]
+    servers = [ServerAddress(address="10.0.0.1", port=1 + rank // 2, token="") for rank in range(6)]
+    made = [PeerCheckpointClient(servers, rank, seconds=1.0, fetch_seconds=1.0) for rank in range(6)]
     assert [each._next.port for each in made] == [2, 2, 3, 3, 1, 1]
     assert [each.is_first_of_node for each in made] == [True, False] * 3
     assert [each.kept for each in made[::2]] == [{0, 1, 4, 5}, {0, 1, 2, 3}, {2, 3, 4, 5}]
@@ -119,30 +119,30 @@ def test_ranks_of_one_node_send_to_the_next_node():
 def test_what_a_node_does_not_take_is_an_error_and_no_part(nodes, monkeypatch):
     path = write(nodes[0], 0)
     with raises(CheckpointError, "not-authenticated"):
-        ring(nodes, 0, token="0" * 64).send(path, names(0))
+        client(nodes, 0, token="0" * 64).send(path, names(0))
     with raises(CheckpointError, "unreachable"):
-        ring(nodes, 0, port=1).send(path, names(0))
-    earlier = ring(nodes, 0)
+        client(nodes, 0, port=1).send(path, names(0))
+    earlier = client(nodes, 0)
     nodes[1].begin()  # whoever knows only the token of the ranks before changes nothing
     with raises(CheckpointError, "not-authenticated"):
         earlier.send(path, names(0))
     with raises(CheckpointError, "incomplete"):  # no place for a file
-        ring(nodes, 0)._put("step-000001/../../a", (path / names(0)[0]).open("rb"), 10, until=1e12)
-    monkeypatch.setattr(CopyRing, "_room", lambda *_: 3_000_000)
+        client(nodes, 0)._put("step-000001/../../a", (path / names(0)[0]).open("rb"), 10, until=1e12)
+    monkeypatch.setattr(PeerCheckpointClient, "_room", lambda *_: 3_000_000)
     with raises(CheckpointError, "no-space", free=3_000_000):
-        ring(nodes, 0).send(path, names(0))
+        client(nodes, 0).send(path, names(0))
     assert whole_parts(nodes[1].folder, 3) == {}
 
 
 def test_a_file_that_changes_on_its_way_is_no_part(nodes, monkeypatch):
-    path, write_piece = write(nodes[0], 0), peer_copy._Request.write
+    path, write_piece = write(nodes[0], 0), peer_checkpoint._Request.write
 
-    def damaged(self: peer_copy._Request, data: memoryview) -> None:
+    def damaged(self: peer_checkpoint._Request, data: memoryview) -> None:
         write_piece(self, bytes([data[0] ^ 1]) + bytes(data[1:]))
 
     with monkeypatch.context() as patch, raises(CheckpointError, "hash-differs"):
-        patch.setattr(peer_copy._Request, "write", damaged)
-        ring(nodes, 0).send(path, names(0))
+        patch.setattr(peer_checkpoint._Request, "write", damaged)
+        client(nodes, 0).send(path, names(0))
     assert whole_parts(nodes[1].folder, 3) == {1: []}
 
 
@@ -153,15 +153,17 @@ def test_a_node_whose_memory_is_full_says_so(tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(copy_keeper, "copied", full)  # the keeper's; the ring has its own
+    monkeypatch.setattr(peer_checkpoint_server, "copied", full)  # the server's; the client has its own
     own = {"folder": tmp_path, "authorization": bearer("t")}
-    with copy_keeper._server("127.0.0.1", type("Handler", (copy_keeper._Handler,), own)) as server:
+    with peer_checkpoint_server._server(
+        "127.0.0.1", type("Handler", (peer_checkpoint_server._Handler,), own)
+    ) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            keeper = Keeper(address="127.0.0.1", port=server.server_address[1], token="t")
+            address = ServerAddress(address="127.0.0.1", port=server.server_address[1], token="t")
             with raises(CheckpointError, "no-space"):
-                to = CopyRing([keeper], 0, seconds=SECONDS, fetch_seconds=SECONDS)
+                to = PeerCheckpointClient([address], 0, seconds=SECONDS, fetch_seconds=SECONDS)
                 to._put(f"{STEP}/a", io.BytesIO(bytes(size)), size, until=1e12)
         finally:
             server.shutdown()
@@ -170,10 +172,10 @@ def test_a_node_whose_memory_is_full_says_so(tmp_path, monkeypatch):
 
 
 def test_half_a_file_is_not_kept(nodes):
-    keeper = nodes[1].keeper
-    connection = http.client.HTTPConnection(keeper.address, keeper.port, timeout=SECONDS)
+    server = nodes[1].server
+    connection = http.client.HTTPConnection(server.address, server.port, timeout=SECONDS)
     connection.putrequest("PUT", f"/{STEP}/model.safetensors")
-    connection.putheader("Authorization", f"Bearer {keeper.token}")
+    connection.putheader("Authorization", f"Bearer {server.token}")
     connection.putheader("Content-Length", "1000")
     connection.endheaders()
     connection.send(b"x" * 10)
@@ -187,14 +189,14 @@ def test_half_a_file_is_not_kept(nodes):
 def kept(nodes: list[Node]) -> Path:
     """Node 2 has nothing; the part of rank 0 is on the nodes 0 and 1: the file on node 0."""
     path = write(nodes[0], 0)
-    files = ring(nodes, 0).send(path, names(0))
+    files = client(nodes, 0).send(path, names(0))
     (path / "complete-0.json").write_bytes((nodes[1].folder / STEP / "complete-0.json").read_bytes())
     assert part_files(path, 0) == files
     return path / names(0)[0]
 
 
 def fetched(nodes: list[Node], have: list[list[int]]) -> bool:
-    ring(nodes, 2).fetch(nodes[2].folder / STEP, have)
+    client(nodes, 2).fetch(nodes[2].folder / STEP, have)
     return part_files(nodes[2].folder / STEP, 0) is not None
 
 
@@ -234,8 +236,9 @@ def test_a_part_that_nobody_has_is_named(nodes):
 
 def test_the_folder_goes_with_the_process_that_hosts_the_ranks(tmp_path):
     script = (
-        "import sys, time; from pathlib import Path; from lockstep.loop.copy_keeper import CopyKeeper;"
-        f"k = CopyKeeper(Path({str(tmp_path)!r}), '127.0.0.1'); k.environment(); print('up', flush=True);"
+        "import sys, time; from pathlib import Path;"
+        "from lockstep.loop.peer_checkpoint_server import PeerCheckpointServer as Server;"
+        f"k = Server(Path({str(tmp_path)!r}), '127.0.0.1'); k.environment(); print('up', flush=True);"
         "time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as host:
@@ -247,10 +250,10 @@ def test_the_folder_goes_with_the_process_that_hosts_the_ranks(tmp_path):
 
 
 def test_a_place_that_cannot_be_used_is_refused_by_the_host(tmp_path):
-    with CopyKeeper(tmp_path / "none", "127.0.0.1") as keeper, raises(ConfigError, "no-such-file"):
-        keeper.environment()
-    with CopyKeeper(tmp_path, "no.such.host.invalid") as keeper, raises(ConfigError, "unreachable"):
-        keeper.environment()
+    with PeerCheckpointServer(tmp_path / "none", "127.0.0.1") as server, raises(ConfigError, "no-such-file"):
+        server.environment()
+    with PeerCheckpointServer(tmp_path, "no.such.host.invalid") as server, raises(ConfigError, "unreachable"):
+        server.environment()
 
 
 # --- the rule of commitment ---------------------------------------------------------------------------------
@@ -309,16 +312,16 @@ class World:
         self.said: list[str] = []
         ranks, more = Ranks(len(nodes)), {} if reach else {"port": 1}
         self.copies = [
-            PeerCopies(
+            PeerCheckpoints(
                 node.folder,
                 ranks=ranks.context(rank),
                 say=self.said.append if rank == 0 else lambda _: None,
-                ring=ring(nodes, rank, **(more if rank == 0 else {})),
+                client=client(nodes, rank, **(more if rank == 0 else {})),
             )
             for rank, node in enumerate(nodes)
         ]
 
-    def each(self, call: Callable[[int, PeerCopies], Any]) -> list[Any]:
+    def each(self, call: Callable[[int, PeerCheckpoints], Any]) -> list[Any]:
         """Call something on every rank at once; the results, or errors, by rank."""
         results: list[Any] = [None] * len(self.copies)
         unexpected: list[BaseException] = []
@@ -359,7 +362,7 @@ class World:
 @pytest.fixture(autouse=True)
 def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of these ranks are no train state."""
-    monkeypatch.setattr(peer_copy, "read_index", lambda _: None)
+    monkeypatch.setattr(peer_checkpoint, "read_index", lambda _: None)
 
 
 def steps(nodes: list[Node]) -> list[dict[int, list[int]]]:
@@ -399,22 +402,23 @@ def test_all_parts_are_fetched_within_one_deadline(nodes, monkeypatch):
     """The others wait for them, with a deadline of their own."""
     World(nodes).save(1)
     nodes[1].lose()
-    clock, fetch_file = [0.0], CopyRing._fetch_file
+    clock, fetch_file = [0.0], PeerCheckpointClient._fetch_file
 
     def slow(*args: Any, **how: Any) -> None:
         clock[0] += 0.3 * SECONDS
         fetch_file(*args, **how)
 
-    monkeypatch.setattr(CopyRing, "_fetch_file", slow)
-    monkeypatch.setattr(peer_copy, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(PeerCheckpointClient, "_fetch_file", slow)
+    monkeypatch.setattr(peer_checkpoint, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with raises(CheckpointError, "unreachable", rank=2):
-        ring(nodes, 1).fetch(nodes[1].folder / STEP, [[0, 2], [], [1, 2]])
+        client(nodes, 1).fetch(nodes[1].folder / STEP, [[0, 2], [], [1, 2]])
 
 
 def test_what_a_rank_waits_for_the_nodes_is_less_than_what_others_wait_for_it():
-    keeper = Keeper(address="10.0.0.1", port=1, token="")
+    server = ServerAddress(address="10.0.0.1", port=1, token="")
     assert (
-        CopyRing.join(keeper, RankContext.alone(), seconds=1.0)._fetch_seconds < RankContext.alone().seconds
+        PeerCheckpointClient.join(server, RankContext.alone(), seconds=1.0)._fetch_seconds
+        < RankContext.alone().seconds
     )
 
 
@@ -434,13 +438,13 @@ def test_a_step_whose_next_node_is_not_reached_does_not_count(nodes, monkeypatch
     world.save(3)
     assert [copies.left_out for copies in world.copies] == [1, 1, 1] and len(world.said) == 1
     assert [sorted(of) for of in steps(nodes)] == [[1, 3]] * 3, "the last step that counts stays"
-    fetch, there = CopyRing.fetch, []
+    fetch, there = PeerCheckpointClient.fetch, []
 
-    def look(self: CopyRing, path: Path, have: list[list[int]]) -> None:
+    def look(self: PeerCheckpointClient, path: Path, have: list[list[int]]) -> None:
         there.append(sorted(other.name for other in path.parent.glob("step-*")))
         fetch(self, path, have)
 
-    monkeypatch.setattr(CopyRing, "fetch", look)
+    monkeypatch.setattr(PeerCheckpointClient, "fetch", look)
     assert World(nodes).newest() == ["step-000001: 1 1 1"] * 3
     assert there == [[STEP]] * 3, "a node has no room for what is not needed beside the whole state"
 
@@ -450,7 +454,7 @@ def test_room_for_the_whole_state_is_asked_for_before_the_first_step(nodes, monk
     usage, free = shutil.disk_usage(nodes[0].folder), {nodes[1].folder: 5_000}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free.get(path, 20_000)))
 
-    def begin(rank: int, copies: PeerCopies) -> None:
+    def begin(rank: int, copies: PeerCheckpoints) -> None:
         copies.begin(0, Backend(rank, "x" * 10_000 if rank == 2 else "x"), {})  # type: ignore[arg-type]
 
     errors = World(nodes).each(begin)

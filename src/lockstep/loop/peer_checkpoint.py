@@ -1,12 +1,12 @@
-"""Copies of a run's state in host memory, one after each step, which outlive its ranks.
+"""Peer checkpoints: the run's state in host memory after each step, which outlives its ranks.
 
-A copy is what a checkpoint of that step holds, written by the same code into a folder in memory
-(lockstep.ranks.in_memory_checkpoint), in a thread, while the next step goes on. Ranks agree on nothing when a
-copy is done: each says by a file of its own that its part is complete, and a step counts when all have said
-so. At most two are there: the last that counts, and the one that is being written.
+A peer checkpoint holds what a checkpoint of that step holds. The same code writes it to a folder in memory
+(lockstep.ranks.in_memory_checkpoint), in a thread, while the next step runs. Finishing one needs no
+collective: each rank marks its part as complete with a file, and the step is complete when all ranks have. At
+most two exist: the last complete one, and the one being written.
 
-On several nodes each has a folder of its own, and a rank's part is complete when it is in its own node's and
-in the next one's (lockstep.loop.peer_copy): so a step that counts outlives any one node.
+On several nodes each node has its own folder. A part is complete when it is on its own node and on the next
+one, so a complete step survives the death of any one node.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 from lockstep.common_errors import damaged, hash_differs
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.checkpoint_files import RUN_STATE, read_run_state, without_nan
-from lockstep.loop.copy_keeper import copied
+from lockstep.loop.peer_checkpoint_server import copied
 from lockstep.observe.files import file_errors, write_atomic
 from lockstep.observe.text import printable
 from lockstep.protocols import Saved
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
-from lockstep.ranks.environment import COPIES, COPY_KEEPER, Recovery, recovery
+from lockstep.ranks.environment import COPIES, PEER_SERVER, Recovery, recovery
 from lockstep.ranks.in_memory_checkpoint import (
     CopiedFile,
     complete,
@@ -52,43 +52,48 @@ _WRITE_SECONDS = 600.0
 _BUSY = "busy"
 
 
-class PeerCopies:
-    """The copies of one run. Every rank makes the same calls.
+class PeerCheckpoints:
+    """The peer checkpoints of one run. Every rank makes the same calls.
 
     Args:
-        folder: all ranks of a node see it.
-        say: shows a line for the user.
-        ring: several nodes; None: one.
+        folder: shared by all ranks of a node.
+        say: shows a line to the user.
+        client: of the servers of all nodes; None on one node.
     """
 
     def __init__(
-        self, folder: Path, *, ranks: RankContext, say: Callable[[str], None], ring: CopyRing | None = None
+        self,
+        folder: Path,
+        *,
+        ranks: RankContext,
+        say: Callable[[str], None],
+        client: PeerCheckpointClient | None = None,
     ) -> None:
-        self.folder, self._ranks, self._say, self._ring = folder, ranks, say, ring
-        self.on_nodes = ring is not None
-        """Whether they outlive the death of rank 0's node, and with it of what it has not yet written to a
-        disk."""
+        self.folder, self._ranks, self._say, self._client = folder, ranks, say, client
+        self.on_nodes = client is not None
+        """Whether they survive the death of rank 0's node and of files it has not yet flushed to disk."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._begun: int | None = None
-        """The step of the last copy that was begun."""
+        """Step of the last copy that was started."""
         self._kept: int | None = None
-        """The step of the last copy that counts."""
+        """Step of the last complete copy."""
         self.left_out = 0
         """Steps without a copy, because the one before or a checkpoint was still being written, memory is
         full, or a node could not be reached."""
 
     @classmethod
-    def of_launcher(cls, ranks: RankContext, *, say: Callable[[str], None]) -> PeerCopies | None:
-        """The copies for which the launcher of this process has made a folder, or the host of its node; None:
-        nobody has. Collective."""
-        folder, keeper = os.environ.get(COPIES), os.environ.pop(COPY_KEEPER, None)
+    def of_launcher(cls, ranks: RankContext, *, say: Callable[[str], None]) -> PeerCheckpoints | None:
+        """Return the peer checkpoints in the folder made by the launcher or the node's host; None without
+        such a folder. Collective."""
+        folder, server = os.environ.get(COPIES), os.environ.pop(PEER_SERVER, None)
         if folder is None:
             return None
-        ring = None
-        if keeper is not None:
-            ring = CopyRing.join(Keeper(**json.loads(keeper)), ranks, seconds=_WRITE_SECONDS / 2)
-        return cls(Path(folder), ranks=ranks, say=say, ring=ring)
+        client = None
+        if server is not None:
+            own = ServerAddress(**json.loads(server))
+            client = PeerCheckpointClient.join(own, ranks, seconds=_WRITE_SECONDS / 2)
+        return cls(Path(folder), ranks=ranks, say=say, client=client)
 
     def summary(
         self, restart: Recovery | None, *, source: str | None, checkpoints_read: int
@@ -104,24 +109,26 @@ class PeerCopies:
         return fields
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The last step of which every rank's part is whole on one of the nodes, fetched to this one, and its
-        run_state; None: there is none, or it is damaged, which is said."""
+        """Return the folder and run_state of the last complete step, after fetching its parts to this node;
+        None if there is none, or if it is damaged, which is logged."""
         size = self._ranks.world_size
         whole = {str(step): parts for step, parts in whole_parts(self.folder, size).items()}
-        told = self._ranks.gather(whole, dict[str, list[int]], what="looking for copies")
-        steps = {step for each in told for step in each}
+        parts_by_rank = self._ranks.gather(whole, dict[str, list[int]], what="looking for copies")
+        steps = {step for each in parts_by_rank for step in each}
         common = [
-            int(step) for step in steps if len({part for each in told for part in each.get(step, [])}) == size
+            int(step)
+            for step in steps
+            if len({part for each in parts_by_rank for part in each.get(step, [])}) == size
         ]
         if not common:
             return None
         path = step_folder(self.folder, max(common))
         try:
-            if self._ring is not None:
+            if self._client is not None:
                 with self._ranks.fail_together("fetching a copy from other nodes"):
-                    if self._ring.is_first_of_node:
+                    if self._client.is_first_of_node:
                         self._remove_all_but(path)  # there may be no room beside the whole state
-                        self._ring.fetch(path, [each.get(str(max(common)), []) for each in told])
+                        self._client.fetch(path, [each.get(str(max(common)), []) for each in parts_by_rank])
             with self._ranks.fail_together("reading a copy"):
                 state = read_run_state(path)
                 read_index(path)
@@ -132,11 +139,11 @@ class PeerCopies:
         return path, state
 
     def begin(self, step: int, backend: Saved, run_state: Mapping[str, Any]) -> None:
-        """Make the first copy, before the first step, and check that there is room for another one.
+        """Make the first copy, before the first step, and check that there is room for a second one.
 
         Raises:
-            ConfigError: there is not, the launcher's folder is on another machine, or a node cannot be
-                reached; on every rank.
+            ConfigError: on every rank, if there is no room, the launcher's folder is on another machine, or
+                a node cannot be reached.
         """
         there = self.folder.is_dir() or recovery() is not None
         if not all(self._ranks.gather(there, bool, what="looking for the folder of copies")):
@@ -171,17 +178,17 @@ class PeerCopies:
             ) from error
 
     def save(self, step: int, backend: Saved, run_state: Mapping[str, Any], *, busy: bool) -> None:
-        """Begin the copy of the state after `step` steps, unless the one before is still being written on one
-        of the ranks, or the loop is `busy` with a checkpoint, which uses the same buffers."""
+        """Start copying the state after `step` steps. Skipped if a rank is still writing the previous copy
+        or the loop is `busy` with a checkpoint, which uses the same buffers."""
         mine = _BUSY if busy or self._writing else None if self._error is None else _error_text(self._error)
-        told = self._ranks.gather(mine, str | None, what="beginning a copy in memory")
-        if _BUSY in told:
+        errors = self._ranks.gather(mine, str | None, what="beginning a copy in memory")
+        if _BUSY in errors:
             self.left_out += 1
             return
-        for rank, error in enumerate(told):
+        for rank, error in enumerate(errors):
             if error is not None:
                 self._say(f"no copy of step {self._begun} in memory: rank {rank}: {error}")
-        if not any(told):
+        if not any(errors):
             self._kept = self._begun if self._begun is not None else self._kept
         else:
             self.left_out += 1
@@ -206,7 +213,7 @@ class PeerCopies:
             )
 
     def _check_room(self, step: int, whole: int) -> None:
-        """whole: bytes of the parts of all ranks, which are fetched to this node when the run heals."""
+        """Check that a second copy fits. whole: bytes of all ranks' parts, which a restart may fetch."""
         files = [file for file in step_folder(self.folder, step).rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         needed = max(size, whole - size)
@@ -224,7 +231,7 @@ class PeerCopies:
         self._error, self._begun = None, None
         text = json.dumps(without_nan({**run_state, "step": step}))
         with self._ranks.fail_together("beginning a copy in memory"):
-            if self._ranks.is_first if self._ring is None else self._ring.is_first_of_node:
+            if self._ranks.is_first if self._client is None else self._client.is_first_of_node:
                 self._make(step, text)
         path = step_folder(self.folder, step)
         finish = backend.save(path, background=True)
@@ -235,15 +242,15 @@ class PeerCopies:
         self._thread.start()
 
     def _make(self, step: int, run_state: str) -> None:
-        """A new folder for a step; what a restart could not need is removed."""
+        """Make the folder of a step, and remove what no restart can need."""
         path = step_folder(self.folder, step)
         kept = None if self._kept is None else step_folder(self.folder, self._kept)
         with file_errors(path, CheckpointError, "write"):
             self._remove_all_but(kept if kept != path else None)
-            if self._ring is None:
+            if self._client is None:
                 self.folder.mkdir(mode=0o700, exist_ok=True)
             elif kept is not None:
-                self._remove_parts(kept, set(range(self._ranks.world_size)) - self._ring.kept)
+                self._remove_parts(kept, set(range(self._ranks.world_size)) - self._client.kept)
             path.mkdir()
             if self._ranks.is_first:
                 (path / RUN_STATE).write_text(run_state)
@@ -255,20 +262,20 @@ class PeerCopies:
                     shutil.rmtree(path)
 
     def _remove_parts(self, path: Path, ranks: Iterable[int]) -> None:
-        """Those that were fetched from other nodes to be loaded, and are kept there."""
+        """Remove the parts of `ranks`, which a restart fetched from other nodes."""
         for rank in ranks:
             for name in part_files(path, rank) or ():
                 (path / name).unlink()
             (path / part_name(rank)).unlink(missing_ok=True)
 
     def _write(self, path: Path, finish: FinishSave) -> None:
-        """In the thread. What goes wrong is said at the next step."""
+        """Write this rank's part, in the thread. The next `save` reports errors."""
         try:
             names = [*finish(), *([RUN_STATE] if self._ranks.is_first else [])]
-            if self._ring is None:
+            if self._client is None:
                 files = {name: CopiedFile((path / name).stat().st_size) for name in names}
             else:
-                files = self._ring.send(path, names)
+                files = self._client.send(path, names)
             complete(path, self._ranks.rank, files)
         except OSError as error:
             self._error = CheckpointError(f"cannot-write: {path} cannot be written: {error}")
@@ -277,28 +284,28 @@ class PeerCopies:
 
 
 def _error_text(error: BaseException) -> str:
-    """What it says; of one that nobody expects also its type."""
+    """Return the message of an error, with its type unless it is a CheckpointError."""
     return str(error) if isinstance(error, CheckpointError) else repr(error)
 
 
-# Copies in the memory of other nodes (cluster.peer_copy on several nodes), as a rank sees them.
+# Peer checkpoints in the memory of other nodes (cluster.peer_copy on several nodes): the client.
 #
 #     node 0 ──its ranks' parts──► node 1 ──► ... ──► the last node ──► node 0
 #
-# Each rank sends what it has written of a step to the next node's keeper (lockstep.loop.copy_keeper), in the
-# thread that writes the copy, over a TCP connection per file; no collective takes part. After a death each
-# node fetches the parts that it lacks from whichever node has them.
+# Each rank sends its part of a step to the server of the next node (lockstep.loop.peer_checkpoint_server), in
+# the thread that writes the copy, with one TCP connection per file and no collective. After a death each node
+# fetches its missing parts from whichever node has them.
 
 
 _SILENT_SECONDS = 30.0
-"""Without a byte from another node, or taken by it."""
+"""Timeout of a connection on which no byte is read or written."""
 _MOST_REPLY = 16 * 2**20
-"""Bytes of a list of files."""
+"""Limit of a list of files, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Keeper:
-    """Where a node's keeper listens, and what it asks for."""
+class ServerAddress:
+    """Address and token of a node's server."""
 
     address: str
     port: int
@@ -308,39 +315,41 @@ class Keeper:
         return f"{self.address}:{self.port}"
 
 
-class CopyRing:
-    """The nodes' keepers.
+class PeerCheckpointClient:
+    """Sends parts to the servers of other nodes, and fetches them.
 
     Args:
-        keepers: of each rank's node, by rank. Ranks of one node stand together.
+        servers: the server of each rank's node, by rank. Ranks of one node are adjacent.
         seconds: deadline of `send`.
         fetch_seconds: deadline of `fetch`, for which other ranks wait.
     """
 
-    def __init__(self, keepers: Sequence[Keeper], rank: int, *, seconds: float, fetch_seconds: float) -> None:
-        self._of_rank, self._rank = keepers, rank
+    def __init__(
+        self, servers: Sequence[ServerAddress], rank: int, *, seconds: float, fetch_seconds: float
+    ) -> None:
+        self._of_rank, self._rank = servers, rank
         self._seconds, self._fetch_seconds = seconds, fetch_seconds
-        nodes = list(dict.fromkeys(keepers))
-        own = nodes.index(keepers[rank])
+        nodes = list(dict.fromkeys(servers))
+        own = nodes.index(servers[rank])
         self._next, before = nodes[(own + 1) % len(nodes)], nodes[own - 1]
-        self.is_first_of_node = keepers.index(keepers[rank]) == rank
-        self.kept = {other for other, of in enumerate(keepers) if of in (keepers[rank], before)}
+        self.is_first_of_node = servers.index(servers[rank]) == rank
+        self.kept = {other for other, of in enumerate(servers) if of in (servers[rank], before)}
         """Ranks whose parts this node keeps: its own, and those of the node before it."""
 
     @classmethod
-    def join(cls, own: Keeper, ranks: RankContext, *, seconds: float) -> CopyRing:
-        """The ring of all ranks' nodes. Collective."""
-        keepers = ranks.gather(own, Keeper, what="meeting the nodes")
-        return cls(keepers, ranks.rank, seconds=seconds, fetch_seconds=0.75 * ranks.seconds)
+    def join(cls, own: ServerAddress, ranks: RankContext, *, seconds: float) -> PeerCheckpointClient:
+        """Exchange the servers of all nodes and return the client. Collective."""
+        servers = ranks.gather(own, ServerAddress, what="meeting the nodes")
+        return cls(servers, ranks.rank, seconds=seconds, fetch_seconds=0.75 * ranks.seconds)
 
     def send(self, path: Path, names: Iterable[str]) -> dict[str, CopiedFile]:
-        """Send this rank's files of a step to the next node, where its part is whole afterwards.
+        """Send this rank's part of a step to the next node.
 
         Returns:
-            Their sizes and hashes.
+            Sizes and hashes of its files.
 
         Raises:
-            CheckpointError: the node cannot be reached, refuses, has no room, or got something else.
+            CheckpointError: the node cannot be reached, refuses, has no room, or received other bytes.
         """
         until = time.monotonic() + self._seconds
         sizes = {name: (path / name).stat().st_size for name in names}
@@ -364,7 +373,7 @@ class CopyRing:
             return int(request.json().get("free", 0))
 
     def _put(self, name: str, file: io.BufferedIOBase, size: int, *, until: float) -> str:
-        """Send a file; its sha256, which both sides have seen."""
+        """Send a file. Return its sha256, which both sides computed."""
         with _Request(self._next, "PUT", name, until=until, length=size) as request:
             sha256 = copied(file, request, size)
             if sha256 is None:
@@ -376,14 +385,14 @@ class CopyRing:
         return sha256
 
     def fetch(self, path: Path, have: Sequence[Sequence[int]]) -> None:
-        """Fetch the parts of a step that this node lacks; collective with nobody.
+        """Fetch the parts of a step that this node lacks. Not collective.
 
         Args:
-            path: the folder of the step, here.
-            have: by rank, the ranks whose parts are whole on its node.
+            path: the local folder of the step.
+            have: for each rank, the ranks whose parts are complete on its node.
 
         Raises:
-            CheckpointError: nobody has a part whole and undamaged; names why for each node that had it.
+            CheckpointError: no node has an intact copy of a part; lists the error of each node that had one.
         """
         until = time.monotonic() + self._fetch_seconds
         for part in range(len(have)):
@@ -407,7 +416,7 @@ class CopyRing:
                     rank=part,
                 )
 
-    def _fetch_part(self, node: Keeper, path: Path, part: int, *, until: float) -> None:
+    def _fetch_part(self, node: ServerAddress, path: Path, part: int, *, until: float) -> None:
         with _Request(node, "GET", f"{path.name}/{part_name(part)}", until=until) as request:
             text = request.body()
         try:
@@ -422,7 +431,9 @@ class CopyRing:
         except OSError as error:
             raise CheckpointError(f"cannot-write: {path} cannot be written: {error}") from error
 
-    def _fetch_file(self, node: Keeper, path: Path, name: str, file: CopiedFile, *, until: float) -> None:
+    def _fetch_file(
+        self, node: ServerAddress, path: Path, name: str, file: CopiedFile, *, until: float
+    ) -> None:
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -439,9 +450,9 @@ class CopyRing:
 
 
 class _Request:
-    """A request to a node's keeper, over a connection of its own. Everything raises CheckpointError."""
+    """A request to a node's server, on its own connection. All errors are CheckpointErrors."""
 
-    def __init__(self, node: Keeper, method: str, path: str, *, until: float, length: int = 0) -> None:
+    def __init__(self, node: ServerAddress, method: str, path: str, *, until: float, length: int = 0) -> None:
         self._node, self._until = node, until
         self._connection = http.client.HTTPConnection(node.address, node.port, timeout=_SILENT_SECONDS)
         self._answer: http.client.HTTPResponse | None = None
@@ -463,30 +474,30 @@ class _Request:
             self._connection.send(data)
 
     def answer(self) -> http.client.HTTPResponse:
-        """The answer, whose body is to be read."""
+        """Return the response, before its body is read."""
         if self._answer is None:
             with self._explained():
                 self._answer = self._connection.getresponse()
             if (status := self._answer.status) != 200:
                 reasons = {401: "not-authenticated", 404: "incomplete", 507: "no-space"}
-                said = printable(self.body().decode(errors="replace")[:300])
+                detail = printable(self.body().decode(errors="replace")[:300])
                 raise CheckpointError(
-                    f"node {self._node} refuses: {status} {said}", code=reasons.get(status, "bad-reply")
+                    f"node {self._node} refuses: {status} {detail}", code=reasons.get(status, "bad-reply")
                 )
         return self._answer
 
     def readinto(self, buffer: memoryview) -> int:
-        """Read a piece of the answer's body; 0: it has ended."""
+        """Read a piece of the response; 0 at its end."""
         with self._explained():
             return self.answer().readinto(buffer)
 
     def body(self) -> bytes:
-        """All of it."""
+        """Read the whole body."""
         with self._explained():
             return self.answer().read(_MOST_REPLY)
 
     def json(self) -> dict[str, Any]:
-        """What it says."""
+        """Read the body as a JSON object; {} if it is another value."""
         text = self.body()
         try:
             value = json.loads(text)

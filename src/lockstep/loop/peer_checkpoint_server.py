@@ -1,16 +1,17 @@
-"""The process that keeps a node's copies (cluster.peer_copy on several nodes), and hands them to other nodes.
+"""Serves a node's peer checkpoints (cluster.peer_copy on several nodes) to other nodes.
 
-    with CopyKeeper(Path("/dev/shm"), "10.0.0.7") as keeper:    # in the process that hosts the node's ranks
-        environment = keeper.environment()                      # anew for every start of the ranks
+    with PeerCheckpointServer(Path("/dev/shm"), "10.0.0.7") as server:  # in the host of the node's ranks
+        environment = server.environment()                              # before every start of the ranks
 
     GET  /room                     {"free": bytes}
-    PUT  /step-000003/NAME         keeps a file; {"sha256"} is of what has come
+    PUT  /step-000003/NAME         stores a file; replies with the {"sha256"} of what arrived
     GET  /step-000003/NAME         the file
 
-`python -m lockstep.loop.copy_keeper PLACE ADDRESS` makes the folder (lockstep.ranks.in_memory_checkpoint) and
-removes it when its stdin closes, which also happens if the host is killed. Each line of stdin begins a
-restart of the ranks and prints a new token. Requests with the tokens of earlier restarts are rejected, so
-that an old rank on a node that was thought dead can change nothing. It loads no torch.
+`python -m lockstep.loop.peer_checkpoint_server PLACE ADDRESS` makes the folder
+(lockstep.ranks.in_memory_checkpoint) and removes it when stdin closes, which also happens if the host is
+killed. Each line of stdin begins a restart of the ranks and prints a new token. Requests with the tokens of
+earlier restarts are rejected, so that an old rank on a node that was thought dead can change nothing. It
+loads no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any, Protocol
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.processes.supervisor import name_process
-from lockstep.ranks.environment import COPIES, COPY_KEEPER
+from lockstep.ranks.environment import COPIES, PEER_SERVER
 from lockstep.ranks.in_memory_checkpoint import copy_folder, is_copied_file
 from lockstep.wire.server_token import TokenHandler, bearer
 
@@ -47,30 +48,30 @@ _END_SECONDS = 30.0
 """For the folder to be removed, in which ranks that are being ended may still write."""
 
 
-class CopyKeeper:
-    """That process, as its host sees it. A context manager, at whose end the folder is gone.
+class PeerCheckpointServer:
+    """Handle of the server process, for its host. A context manager that removes the folder on exit.
 
     Args:
         place: where the folder is made.
-        address: this node's, as the others reach it; the process listens there.
+        address: where the server listens; the address at which other nodes reach this one.
 
     Raises:
-        OSError: no process can be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self, place: Path, address: str) -> None:
-        command = [sys.executable, "-m", "lockstep.loop.copy_keeper", str(place), address]
+        command = [sys.executable, "-m", "lockstep.loop.peer_checkpoint_server", str(place), address]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         self._seconds = _START_SECONDS
 
     def environment(self) -> dict[str, str]:
-        """What the next generation of this node's ranks needs to know; the one before is answered no more.
+        """Return the environment for the next start of this node's ranks. Earlier tokens are rejected.
 
         Raises:
-            ConfigError: `place` is no folder, cannot be written, or is full.
-            CheckpointError: the process does not answer, and has been killed.
+            ConfigError: `place` is not a folder, cannot be written, or is full.
+            CheckpointError: the process did not answer and was killed.
         """
         assert self._process.stdin is not None
         try:
@@ -81,17 +82,17 @@ class CopyKeeper:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             raise CheckpointError(
-                "process-died: the process that keeps the copies of this node's ranks does not answer "
+                "process-died: the peer checkpoint server of this node does not answer "
                 f"({error}); is the node out of memory? Set cluster.peer_copy = false",
                 setting="cluster.peer_copy",
             ) from error
         if "error" in about:
             raise ConfigError(about["error"], **about["data"])
         self._seconds = _ANSWER_SECONDS
-        return {COPIES: about.pop("folder"), COPY_KEEPER: json.dumps(about)}
+        return {COPIES: about.pop("folder"), PEER_SERVER: json.dumps(about)}
 
     def _line(self, seconds: float) -> bytes:
-        """The next that it prints. Raises OSError: nothing in so many seconds."""
+        """Return its next line of output. Raises OSError after `seconds` without one."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -108,7 +109,7 @@ class CopyKeeper:
         self._process.stdout.close()
         self._process.wait()
 
-    def __enter__(self) -> CopyKeeper:
+    def __enter__(self) -> PeerCheckpointServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,7 +117,7 @@ class CopyKeeper:
 
 
 def main(argv: list[str]) -> None:
-    """Keep copies until stdin closes."""
+    """Serve until stdin closes."""
     place, address = Path(argv[0]), argv[1]
     if os.fork():  # Ray kills the children of a worker that ends, and the folder would be left
         os._exit(0)
@@ -127,14 +128,14 @@ def main(argv: list[str]) -> None:
     try:
         with copy_folder(place) as folder:
             try:
-                _keep(folder, address)
+                _serve(folder, address)
             finally:
                 _empty(folder)
     except ConfigError as error:
-        _tell({"error": str(error), "data": error.data})
+        _print({"error": str(error), "data": error.data})
 
 
-def _keep(folder: Path, address: str) -> None:
+def _serve(folder: Path, address: str) -> None:
     own: dict[str, Any] = {"folder": folder, "authorization": b""}
     handler: type[BaseHTTPRequestHandler] = type("Handler", (_Handler,), own)
     with _server(address, handler) as server:
@@ -143,19 +144,19 @@ def _keep(folder: Path, address: str) -> None:
         while True:
             token = secrets.token_hex(32)
             handler.authorization = bearer(token)  # type: ignore[attr-defined]
-            _tell({**about, "token": token})
+            _print({**about, "token": token})
             if not sys.stdin.buffer.readline():
                 break
         server.shutdown()
 
 
-def _tell(about: dict[str, Any]) -> None:
+def _print(about: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(about) + "\n")
     sys.stdout.flush()
 
 
 def _server(address: str, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
-    """Raises ConfigError: the address is not this node's."""
+    """Make the HTTP server. Raises ConfigError if the address is not local."""
 
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -172,7 +173,7 @@ def _server(address: str, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTT
 
 
 def _empty(folder: Path) -> None:
-    """Remove the folder, also while others write in it."""
+    """Remove the folder, also while ranks write to it."""
     until = time.monotonic() + _END_SECONDS
     while folder.exists() and time.monotonic() < until:
         shutil.rmtree(folder, ignore_errors=True)
@@ -180,7 +181,7 @@ def _empty(folder: Path) -> None:
 
 
 class _Handler(TokenHandler):
-    """Of one folder, with fields of the class."""
+    """Serves one folder; subclasses set the fields."""
 
     folder: Path
 
@@ -204,7 +205,7 @@ class _Handler(TokenHandler):
             try:
                 for parent in reversed(path.relative_to(self.folder).parents[:-1]):
                     (self.folder / parent).mkdir(mode=0o700, exist_ok=True)
-                self._keep(path, length)
+                self._store(path, length)
             except (ConnectionError, TimeoutError):
                 self.close_connection = True
             except OSError as error:
@@ -214,7 +215,7 @@ class _Handler(TokenHandler):
                         length -= CHUNK
 
     def _file(self) -> Path | None:
-        """What the path names; None: nothing that may be here."""
+        """Return the file of the request's path; None if no peer checkpoint has such a file."""
         name = self.path.removeprefix("/")
         return self.folder / name if is_copied_file(name) else None
 
@@ -231,8 +232,8 @@ class _Handler(TokenHandler):
             self.end_headers()
             shutil.copyfileobj(file, self.wfile, CHUNK)
 
-    def _keep(self, path: Path, length: int) -> None:
-        """A file has its name when all of it has come, from a rank that is still of the generation."""
+    def _store(self, path: Path, length: int) -> None:
+        """Store a file. It gets its name once it has arrived completely and its token is still valid."""
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             with partial.open("xb") as file:
@@ -255,7 +256,7 @@ class _Target(Protocol):
 
 
 def copied(source: _Source, target: _Target, length: int) -> str | None:
-    """Copy so many bytes; their sha256, or None: the source has fewer."""
+    """Copy `length` bytes. Return their sha256, or None if the source ends early."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     while length:
         count = source.readinto(buffer[: min(CHUNK, length)])

@@ -13,8 +13,8 @@ import pytest
 import torch
 from loop_runs import TINY, everything
 from resolving import resolved_on
+from role_worker_kills import kill_at
 from starting import succeeds
-from world_kills import kill_at
 
 from lockstep import loops
 from lockstep.config.load import build, parse_toml
@@ -22,11 +22,10 @@ from lockstep.config.run import GRPORun
 from lockstep.engine.remote.http import HttpClient, Reply, Timeout, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.errors import ModelError, TrainError
-from lockstep.loop import world as world_module
-from lockstep.loop import world_server
-from lockstep.loop.world import World, packed, unpacked
-from lockstep.loop.world_roles import WorldScorer, WorldValue
-from lockstep.loop.world_server import Calls, RoleHost, serving
+from lockstep.loop import role_server, role_worker
+from lockstep.loop.remote_roles import RemoteCritic, RemoteScorer
+from lockstep.loop.role_server import Calls, RoleHost, serving
+from lockstep.loop.role_worker import RoleWorker, packed, unpacked
 from lockstep.loops.online import build_online
 from lockstep.observe.metrics import Spans
 from lockstep.packing import Planner
@@ -120,7 +119,7 @@ def test_what_is_no_message_is_refused(monkeypatch):
         unpacked(other)
     with pytest.raises(TypeError, match="a Event cannot be sent"):
         packed([threading.Event()])
-    monkeypatch.setattr(world_module, "MOST_BYTES", 31)
+    monkeypatch.setattr(role_worker, "MOST_BYTES", 31)
     with pytest.raises(TrainError) as large:
         packed(torch.arange(4))
     assert large.value.data == {"code": "too-large", "setting": "rollout.prompts_per_step"}
@@ -152,44 +151,44 @@ def host() -> Host:
     return Host()
 
 
-def world_in(folder: Path) -> World:
+def worker_in(folder: Path) -> RoleWorker:
     """Not started."""
     run = run_of(PPO, folder / "run", "ref", "value")
-    alone, work_dir = RankContext.alone(), folder / "world"
-    return World(
+    alone, work_dir = RankContext.alone(), folder / "remote"
+    return RoleWorker(
         run.remote_groups[0], resolved_on(run), ranks=alone, work_dir=work_dir, folder=folder / "run"
     )
 
 
 @pytest.fixture
-def world(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def worker(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RoleWorker]:
     """Whose process is a thread of this one."""
     calls = Calls(host)
     threading.Thread(target=calls.work, daemon=True).start()
 
-    def post(self: World, body: bytes, *, deadline: float) -> Reply:
+    def post(self: RoleWorker, body: bytes, *, deadline: float) -> Reply:
         return Reply(status=200, body=calls.answer(body), what="a call")
 
-    monkeypatch.setattr(World, "_post", post)
+    monkeypatch.setattr(RoleWorker, "_post", post)
     monkeypatch.setattr(ServerProcess, "wait_ended", lambda self, seconds: None)
-    yield world_in(tmp_path)
+    yield worker_in(tmp_path)
 
 
-def test_what_was_done_before_its_answer_was_lost_is_not_done_again(world, host, monkeypatch):
-    post, lost = World._post, [True, True, False]
+def test_what_was_done_before_its_answer_was_lost_is_not_done_again(worker, host, monkeypatch):
+    post, lost = RoleWorker._post, [True, True, False]
     host.answers["update"] = {"loss": 0.5}
 
-    def losing(self: World, *args: Any, **more: Any) -> Reply:
+    def losing(self: RoleWorker, *args: Any, **more: Any) -> Reply:
         reply = post(self, *args, **more)
         if lost.pop(0):
             raise Unreachable("lost", code="unreachable")
         return reply
 
-    monkeypatch.setattr(World, "_post", losing)
-    assert world.call("update") == {"loss": 0.5} and host.asked == ["update"]
+    monkeypatch.setattr(RoleWorker, "_post", losing)
+    assert worker.call("update") == {"loss": 0.5} and host.asked == ["update"]
     lost[:] = [True, True, True]
     with pytest.raises(TrainError, match="broke the connection 3 times") as ended:
-        world.call("update")
+        worker.call("update")
     assert ended.value.code == "unreachable" and host.asked == ["update"] * 2
 
 
@@ -197,7 +196,7 @@ def test_an_answer_that_is_kept_no_more_is_not_made_again(host):
     calls = Calls(host)
     threading.Thread(target=calls.work, daemon=True).start()
     host.answers["update"] = 1.0
-    number = world_server._KEPT + 2
+    number = role_server._KEPT + 2
     asked = [
         packed({"call": "update", "key": str(i), "seconds": 9.0, "arguments": {}}) for i in range(number)
     ]
@@ -206,38 +205,38 @@ def test_an_answer_that_is_kept_no_more_is_not_made_again(host):
     assert unpacked(calls.answer(asked[0]))["data"] == {"code": "wrong-state"} and len(host.asked) == number
 
 
-def test_an_error_comes_back_as_what_it_was_with_the_roles(world, host):
+def test_an_error_comes_back_as_what_it_was_with_the_roles(worker, host):
     host.answers["score"] = ModelError("no such folder", code="no-such-file", path="/nowhere")
     with pytest.raises(
         ModelError, match=r"remote process of ref \+ value, at score: no such folder"
     ) as raised:
-        world.call("score")
+        worker.call("score")
     roles = ["ref", "value"]
     assert raised.value.data == {"code": "no-such-file", "path": "/nowhere", "roles": roles}
     host.answers["score"] = ZeroDivisionError("by zero")
     with pytest.raises(TrainError, match=r"by zero \(ZeroDivisionError\)") as unknown:
-        world.call("score")
+        worker.call("score")
     assert unknown.value.data == {"code": "bad-reply", "roles": roles}
 
 
-def test_a_call_has_a_deadline(world, monkeypatch):
-    def silent(self: World, body: bytes, *, deadline: float) -> Reply:
+def test_a_call_has_a_deadline(worker, monkeypatch):
+    def silent(self: RoleWorker, body: bytes, *, deadline: float) -> Reply:
         assert 1199 < deadline - time.monotonic() <= 1200
         raise Timeout("nothing", code="deadline")
 
-    monkeypatch.setattr(World, "_post", silent)
+    monkeypatch.setattr(RoleWorker, "_post", silent)
     with pytest.raises(TrainError, match="did not answer within") as late:
-        world.call("score")
+        worker.call("score")
     assert late.value.data["code"] == "deadline" and late.value.data["setting"] == "cluster.remote_seconds"
 
 
-def test_scores_of_another_shape_are_refused(world, host):
+def test_scores_of_another_shape_are_refused(worker, host):
     plan = Planner(token_budget=32, static_capacity=False, max_seqlen=9, max_documents=4)
     batches = plan([rollout(9)], [torch.ones(9)])
     for wrong in ([], [torch.zeros(8)], [torch.zeros(9, dtype=torch.float64)], [0.0]):
         host.answers |= {"logprobs": wrong, "score": wrong}
-        value = WorldValue(world=world, backend=None, config=None, spans=Spans())  # type: ignore[arg-type]
-        for ask in (lambda: WorldScorer(world).logprobs(batches), lambda v=value: v.score([rollout(9)])):
+        value = RemoteCritic(worker=worker, backend=None, config=None, spans=Spans())  # type: ignore[arg-type]
+        for ask in (lambda: RemoteScorer(worker).logprobs(batches), lambda v=value: v.score([rollout(9)])):
             with pytest.raises(TrainError) as refused:
                 ask()
             assert refused.value.code == "wrong-result"
@@ -245,14 +244,14 @@ def test_scores_of_another_shape_are_refused(world, host):
 
 def test_a_rank_learns_that_the_process_of_another_one_is_dead(tmp_path, monkeypatch):
     """Its own would wait for that one, and never answer."""
-    world = world_in(tmp_path)
-    monkeypatch.setattr(world, "_grouped", True)
-    monkeypatch.setattr(world_module, "_LOOK_SECONDS", 0.02)
+    worker = worker_in(tmp_path)
+    monkeypatch.setattr(worker, "_grouped", True)
+    monkeypatch.setattr(role_worker, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(ServerProcess, "wait_ended", lambda self, seconds: "was killed by SIGKILL")
-    died = world._ask("score", {}, seconds=60.0).death  # nothing listens
+    died = worker._ask("score", {}, seconds=60.0).death  # nothing listens
     assert died is not None and died.data == {"code": "process-died", "roles": ["ref", "value"]}
-    with socket.create_server(("127.0.0.1", int(world.describe()["url"].rpartition(":")[2]))):
-        lost = world._ask("score", {}, seconds=60.0).death
+    with socket.create_server(("127.0.0.1", int(worker.describe()["url"].rpartition(":")[2]))):
+        lost = worker._ask("score", {}, seconds=60.0).death
     assert lost is not None and lost.code == "peer-failed"
 
 
@@ -274,7 +273,7 @@ def test_a_server_answers_its_token_alone(host, monkeypatch):
         assert unpacked(ours.post("/call", body, seconds=9.0).body)["value"][0].tolist() == [1.0, 1.0]
         assert ours.post("/calls", body, seconds=9.0).status == 404
         assert unpacked(ours.post("/call", b"{}", seconds=9.0).body)["kind"] == "TrainError"
-        monkeypatch.setattr(world_server._Handler, "most_bytes", 9)
+        monkeypatch.setattr(role_server._Handler, "most_bytes", 9)
         assert ours.post("/call", body, seconds=9.0).status == 413
 
 
@@ -283,16 +282,16 @@ def test_a_server_answers_its_token_alone(host, monkeypatch):
 
 def lose_answer(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """Lose the first answer to a call of this name, after the process has done it."""
-    post, lost = World._post, []
+    post, lost = RoleWorker._post, []
 
-    def losing(self: World, body: bytes, *, deadline: float) -> Reply:
+    def losing(self: RoleWorker, body: bytes, *, deadline: float) -> Reply:
         reply = post(self, body, deadline=deadline)
         if not lost and unpacked(body)["call"] == name:
             lost.append(name)
             raise Unreachable("lost", code="unreachable")
         return reply
 
-    monkeypatch.setattr(World, "_post", losing)
+    monkeypatch.setattr(RoleWorker, "_post", losing)
     return lost
 
 
@@ -330,7 +329,7 @@ TOGETHER = {"colocate": [["policy"], ["ref", "value"]], "dedicated_gpus": True}
 
 
 @pytest.mark.exhaustive
-def test_worlds_with_devices_of_their_own_work_at_the_same_time_and_keep_the_bits(
+def test_remote_roles_with_devices_of_their_own_work_at_the_same_time_and_keep_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loops.train(run_of(PPO, tmp_path / "shared"))
@@ -345,20 +344,20 @@ def test_worlds_with_devices_of_their_own_work_at_the_same_time_and_keep_the_bit
     assert len(killed) == 1
     step = [("logprobs", False), ("logprobs", False), ("score", True), ("update", True)]
     assert sorted(asked["apart"]) == sorted([*step * 3, ("logprobs", False)])
-    # Two calls of one world have one order on all ranks: the reference's are over before the scores begin.
+    # Two calls of one worker have one order on all ranks: the reference's are over before the scores begin.
     assert asked["together"] == [*step[:2], ("score", False), step[3]] * 3
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """The calls that score or train, and whether the loop goes on meanwhile."""
-    ask, names = World._ask, list[tuple[str, bool]]()
+    ask, names = RoleWorker._ask, list[tuple[str, bool]]()
 
-    def noting(self: World, name: str, *args: Any, **more: Any) -> Any:
+    def noting(self: RoleWorker, name: str, *args: Any, **more: Any) -> Any:
         if name in ("logprobs", "score", "update"):
             names.append((name, threading.current_thread() is not threading.main_thread()))
         return ask(self, name, *args, **more)
 
-    monkeypatch.setattr(World, "_ask", noting)
+    monkeypatch.setattr(RoleWorker, "_ask", noting)
     return names
 
 
@@ -388,7 +387,7 @@ def test_a_role_that_cannot_be_loaded_ends_the_run_before_it_begins(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_worlds_of_two_ranks_keep_the_bits(tmp_path):
+def test_the_remote_roles_of_two_ranks_keep_the_bits(tmp_path):
     toml = PPO.replace("[train]", '[train]\nbackend = "fsdp2"\ndevice = "cpu"')
     toml = toml.replace("steps = 4", "steps = 3").replace("background = false", "background = true")
     for name, placed in (("together", ""), ("apart", '[["policy"], ["value", "ref"]]')):
