@@ -44,6 +44,8 @@ from typing import Any
 
 import psutil
 
+from lockstep.processes.programs import role_of
+
 SECONDS = 8.0
 """Deadline of the watchdog."""
 TINY = """
@@ -365,9 +367,10 @@ def provider_cpu() -> dict[str, float]:
         process = waiting.pop()
         try:
             words, times, below = process.cmdline(), process.cpu_times(), process.children()
+            role = role_of(process)
         except psutil.NoSuchProcess:
             continue
-        if "supervisor.py" not in " ".join(words) and {"lockstep", "train"} <= set(words):
+        if role != "guard" and {"lockstep", "train"} <= set(words):
             continue  # a rank
         part = next((part for name, part in parts.items() if name in " ".join(words)), "ray")
         used[part] += times.user + times.system

@@ -33,6 +33,7 @@ import psutil
 import torch
 from kills import logged_steps, outcome
 
+from lockstep.processes.programs import role_of
 from lockstep.ranks.environment import TURN
 
 
@@ -128,7 +129,7 @@ def kill(process: subprocess.Popen[bytes], run: Path, args: argparse.Namespace) 
             is_rank = str(run) in child.cmdline() and child.environ().get("RANK") == str(rank)
             if TURN in child.environ():  # it waits to be one
                 continue
-            if is_rank and "supervisor.py" not in " ".join(child.cmdline()):
+            if is_rank and role_of(child) != "guard":
                 os.kill(child.pid, signal.SIGKILL)
                 return
         except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -40,6 +40,7 @@ import psutil
 import torch
 
 from lockstep.observe.metrics import check_ledger
+from lockstep.processes.programs import role_of
 from lockstep.ranks.environment import TURN
 
 DEADLINE = 300.0
@@ -165,18 +166,19 @@ def chosen(pid: int, one: random.Random | None) -> tuple[str, psutil.Process]:
     for child in driver.children(recursive=True):
         try:
             words, waits = " ".join(child.cmdline()), TURN in child.environ()
+            guards = role_of(child) == "guard"
         except psutil.NoSuchProcess:
             continue
         if words:
-            kinds.setdefault("waiting" if waits else kind_of(words), []).append(child)
+            kinds.setdefault("waiting" if waits else "supervisor" if guards else kind_of(words), []).append(
+                child
+            )
     kind = one.choice(sorted(kinds))
     return kind, one.choice(kinds[kind])
 
 
 def kind_of(words: str) -> str:
     """Kind of a process of a run by its command line."""
-    if "supervisor.py" in words:
-        return "supervisor"
     return "rank" if "lockstep train" in words else "worker"
 
 

@@ -25,6 +25,7 @@ import psutil
 import pytest
 from starting import ray_nodes
 
+from lockstep.processes.programs import role_of
 from lockstep.ranks.environment import TURN
 from lockstep.ranks.hang import examine, find_records
 
@@ -313,9 +314,9 @@ def ranks_of(out: Path, process: subprocess.Popen[Any]) -> list[int]:
     for each in psutil.process_iter(["cmdline"]):
         words = each.info["cmdline"] or []
         if (
-            "supervisor.py" not in " ".join(words)
-            and words[1:4] == ["-u", "-m", "lockstep"]
+            words[1:4] == ["-u", "-m", "lockstep"]
             and str(out) in words
+            and role_of(each) != "guard"
             and TURN not in each.environ()  # it waits to be a rank
         ):
             found[int(each.environ()["RANK"])] = each.pid

@@ -24,6 +24,7 @@ from lockstep.engine.remote.server import (
     server_gpus,
 )
 from lockstep.errors import ConfigError, EngineError
+from lockstep.processes.programs import MARKER
 
 from .servers import answers, kill, pids, process, write_plan
 
@@ -164,6 +165,7 @@ def test_environment_is_explicit(started, tmp_path, monkeypatch):
     theirs = json.loads(seen.read_text())
     ours = dict(server.spec.environment)
     for environment in (theirs, ours):
+        environment.pop(MARKER, None)  # of every process that we start
         environment.pop("LC_CTYPE", None)  # each Python sets it for itself in an environment without a locale
     assert theirs == ours
     assert theirs["NCCL_DEBUG"] == "INFO" and theirs["NCCL_SOCKET_IFNAME"] == "lo"

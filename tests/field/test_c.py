@@ -42,7 +42,7 @@ from lockstep.config.cluster import ClusterConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.load import dump_toml, load_run
 from lockstep.config.rollout import RewardConfig
-from lockstep.engine.served import server as served
+from lockstep.engine.local_server import server as served
 from lockstep.errors import ConfigError, DataError, EngineError, LockstepError, RewardError
 from lockstep.loop import peer_checkpoint_server as copies
 from lockstep.loop import role_server as roles

@@ -14,6 +14,7 @@ from lockstep.cli.train import check_cluster, parse
 from lockstep.config.cluster import ClusterConfig
 from lockstep.errors import ConfigError
 from lockstep.observe.text import echo
+from lockstep.processes.programs import COMMAND
 
 USAGE = """usage: lockstep submit RUN.toml [OPTIONS] --cluster http://HEAD:8265 --run-dir FOLDER
        lockstep submit grpo|ppo|sft|dpo|rm [OPTIONS] --cluster http://HEAD:8265 --run-dir FOLDER
@@ -26,7 +27,7 @@ Takes all options of `lockstep train`, and:
   --follow          show the run's output until it ends; Ctrl-C leaves it running
 FOLDER is an absolute path on the cluster. To watch and end the run, use lockstep status, logs and stop with
 the same --cluster."""
-_TRAIN = ("python", "-m", "lockstep", "train")
+_TRAIN = ("python", "-m", COMMAND, "train")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -40,6 +40,7 @@ from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
 from lockstep.processes.child import gc_paused
+from lockstep.processes.programs import COMMAND
 from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS, in_launcher, recovery
 from lockstep.ranks.in_memory_checkpoint import PLACE, remove_leftovers
 from lockstep.ranks.launch import end_process, launch_ranks
@@ -305,7 +306,7 @@ def _launch_on_cluster(
 
     assert command.cluster is not None
     config = _cluster_config(command)
-    watch, command_line = command.rank_timeout or WAIT_SECONDS, ["-m", "lockstep", *argv]
+    watch, command_line = command.rank_timeout or WAIT_SECONDS, ["-m", COMMAND, *argv]
     return launch_train(
         command_line, config, provider=command.cluster, log_dir=log_dir, watch=watch, restarts=restarts
     )

@@ -30,6 +30,7 @@ from lockstep.observe.files import cache_root
 from lockstep.observe.text import echo
 from lockstep.observe.trust import check_own_folder, open_own
 from lockstep.processes.child import Child, end
+from lockstep.processes.programs import RAY_HEAD, python
 from lockstep.protocols.cluster import Answers, Node, Placement, Provider, RankEnded, World
 from lockstep.ranks.environment import RESERVE
 from lockstep.ranks.hang import HangReport, diagnose, rank_states
@@ -129,7 +130,7 @@ def local_cluster(config: ClusterConfig, *, ranks: int) -> Iterator[str]:
     environment |= ours | _LIMITS | _PATIENCE
     cpus, gpus = (count * config.layout().per_rank for count in (ranks, config.gpus))
     arguments = [str(folder), str(cpus), str(gpus), str(config.object_store_mb)]
-    command = [sys.executable, "-m", "lockstep.cluster.launch", *arguments]
+    command = [*python(RAY_HEAD), *arguments]
     reader, writer = os.pipe()
     try:
         try:

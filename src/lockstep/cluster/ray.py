@@ -2,7 +2,7 @@
 
     with local_cluster(config, ranks=2) as address:      # or the address of a cluster that runs
         provider = RayProvider(address, config=config, log_dir=Path("out"))
-        launch_on(provider, ["-m", "lockstep", "train", ...], placement=Placement(nodes=1, per_node=2), ...)
+        launch_on(provider, ["-m", COMMAND, "train", ...], placement=Placement(nodes=1, per_node=2), ...)
 
 A placement group has one bundle per node, and a bundle one actor, which starts one process per rank
 (lockstep.cluster.rank_host). Ray places, starts and watches; what travels through it is argv, environment and

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig, has_own_weights
-from lockstep.engine.served.engine import ServedEngine
+from lockstep.engine.local_server.engine import LocalServerEngine
 from lockstep.engine.spec import EngineSpec, admit_decoding, load_engine_class, require_engine
 from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.errors import ConfigError, EngineError
@@ -54,7 +54,7 @@ def make_engine(
     """
     factory = load_engine_class(config.name)
     if has_own_weights(config) and not factory.external:
-        factory = ServedEngine
+        factory = LocalServerEngine
 
     def make(index: int, **inputs: LoadedModel | EngineSpec) -> InferenceEngine:
         return require_engine(factory(one_of(config, index), **inputs), name=config.name)

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.processes.programs import PEER_CHECKPOINT_SERVER, marked, python
 from lockstep.processes.supervisor import name_process
 from lockstep.ranks.environment import COPIES, PEER_SERVER
 from lockstep.ranks.in_memory_checkpoint import copy_folder, is_copied_file
@@ -60,9 +61,13 @@ class PeerCheckpointServer:
     """
 
     def __init__(self, place: Path, address: str) -> None:
-        command = [sys.executable, "-m", "lockstep.loop.peer_checkpoint_server", str(place), address]
+        command = [*python(PEER_CHECKPOINT_SERVER), str(place), address]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=marked(os.environ),
+            start_new_session=True,
         )
         self._seconds = _START_SECONDS
 

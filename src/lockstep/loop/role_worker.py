@@ -19,7 +19,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -53,6 +52,7 @@ from lockstep.loop.distributed import resume_command
 from lockstep.loop.resolve import Resolved, layout_here
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import printable_lines
+from lockstep.processes.programs import ROLE_SERVER, python
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext, local_ranks
 from lockstep.ranks.environment import LAUNCHER_PID, SECRET
@@ -399,7 +399,7 @@ def _server(name: str, config: ClusterConfig, work_dir: Path, *, gpus: dict[str,
     return ServerProcess(
         ServerSpec(
             name=name,
-            command=(sys.executable, "-m", "lockstep.loop.role_server", str(path)),
+            command=(*python(ROLE_SERVER), str(path)),
             environment=server_environment(needed=own_program() | carried | gpus, extra={TOKEN: token}),
             port=port,
             log=work_dir.resolve() / "worker.log",

@@ -23,6 +23,7 @@ import jinja2.sandbox
 from lockstep.errors import DataError
 from lockstep.observe.text import printable
 from lockstep.processes.child import JobProcess, ProcessEnded, receive, send
+from lockstep.processes.programs import CHAT_TEMPLATE
 from lockstep.processes.supervisor import supervise
 
 # Chat templates under budgets of time and memory: rendered by one process for all.
@@ -152,7 +153,7 @@ class Renderer:
 
     def _start(self) -> JobProcess:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        return JobProcess("lockstep.observe.chat_template", role="render", env=environment)
+        return JobProcess(CHAT_TEMPLATE, role="render", env=environment)
 
 
 def _stopped(why: str, where: str) -> DataError:

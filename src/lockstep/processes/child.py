@@ -22,6 +22,7 @@ from typing import IO, Any
 
 import psutil
 
+from lockstep.processes.programs import marked
 from lockstep.processes.supervisor import AT_ONCE as AT_ONCE
 
 # A program as a child of this process, under a supervisor: it never outlives this process.
@@ -70,7 +71,7 @@ class Child:
     Args:
         command: program and arguments. One that cannot be started exits with status 127 and says so.
         output: where its standard output and error go, or one for each; None: nothing is kept of them.
-        env: its whole environment; None: ours.
+        env: its whole environment, besides the marker of our processes; None: ours.
         cwd: its working directory; None: ours.
         grace: seconds between SIGTERM and SIGKILL when it is ended; 0: SIGKILL at once.
         linger: the same for what it leaves behind when it ends, in whichever way.
@@ -97,7 +98,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if out is None else out,
                 stderr=subprocess.DEVNULL if err is None else err,
-                env=None if env is None else dict(env),
+                env=marked(os.environ if env is None else env),
                 cwd=cwd,
                 pass_fds=(theirs,),
                 start_new_session=True,
@@ -271,7 +272,7 @@ class JobProcess(Child):
 
     Args:
         role: a word of at most six letters for its name, see `supervisor.name_process`.
-        env: its whole environment; None: ours, and our Python path.
+        env: its whole environment, besides the marker; None: ours, and our Python path.
         output: a descriptor for its standard output and error; None: nothing is kept of them.
         traceback: ask for one before a process that took too long is ended; its supervisor passes SIGABRT on.
     """
@@ -305,7 +306,7 @@ class JobProcess(Child):
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                env=env,
+                env=marked(os.environ if env is None else env),
                 pass_fds=(theirs_in, theirs_out),
                 start_new_session=True,
             )

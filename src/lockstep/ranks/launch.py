@@ -33,6 +33,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import echo
 from lockstep.processes.child import AT_ONCE, Child, describe_status, end
+from lockstep.processes.programs import COMMAND, python
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET, in_launcher, threads_per_rank
 from lockstep.ranks.hang import OUT_OF_STEP, HangReport, examine
 from lockstep.ranks.warm_spares import WarmSpares
@@ -146,7 +147,7 @@ def launch_ranks(
         ConfigError: fewer than 1 rank, or this process is a rank itself.
     """
     return launch_command(
-        [sys.executable, "-u", "-m", "lockstep", *argv],
+        [*python(COMMAND, unbuffered=True), *argv],
         ranks=ranks,
         timeout=timeout,
         log_dir=log_dir,

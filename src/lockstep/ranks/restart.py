@@ -21,6 +21,7 @@ from pathlib import Path
 from lockstep.errors import LockstepError
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
+from lockstep.processes.programs import COMMAND, python
 from lockstep.ranks.environment import COPIES, COPY_PLACE, Recovery
 from lockstep.ranks.in_memory_checkpoint import committed_steps, copy_folder
 from lockstep.ranks.launch import SPARE_LOGS, Launch, LaunchInterrupted, check_launch, signals_raised
@@ -54,7 +55,7 @@ def restart_ranks(
     """Run `python -m lockstep ARGV` as lockstep.ranks.launch.launch_ranks does, gracefully and watched, and
     restart the ranks after a death."""
     check_launch(ranks, log_dir)
-    command = [sys.executable, "-u", "-m", "lockstep", *argv]
+    command = [*python(COMMAND, unbuffered=True), *argv]
 
     def make(logs: Path) -> Launch:
         return Launch(command, ranks=ranks, log_dir=logs, graceful=True, watch=watch)

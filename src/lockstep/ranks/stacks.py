@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.processes.programs import role_of
 from lockstep.processes.supervisor import TITLE
 
 _SOURCE_BYTES = 2**22
@@ -75,26 +76,26 @@ def children_of(pid: int) -> tuple[str, ...]:
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                name = _process_name(child)
-                if name != f"{TITLE}guard":
+                role = role_of(child)
+                if role != "guard":
+                    name = f"{TITLE}{role}" if role else _command(child)
                     lines.append(
                         f"process {child.pid} ({name[:60]}): {child.status()}{_kernel_wait(child.pid)}"
                     )
     return tuple(lines)
 
 
-def _process_name(process: psutil.Process) -> str:
-    """The name that a process of ours gave itself; else its command line without options, and of a program in
-    the command line (python -c) the module that it loads."""
-    name: str = process.name()
-    if name.startswith(TITLE):
-        return name
-    line = process.cmdline()
+def _command(process: psutil.Process) -> str:
+    """Return its command line without options; for `python -c` the module that the program imports."""
+    try:
+        line = process.cmdline()
+    except psutil.ZombieProcess:
+        return str(process.name())
     if "-c" in line[1:-1]:
         loads = _IMPORTED.search(line[line.index("-c") + 1])
         return f"{Path(line[0]).name} -c" + (f": {loads[1] or loads[2]}" if loads else "")
     words = [word for word in line if not word.startswith("-")]
-    return " ".join(Path(word).name for word in words[:3]) or name
+    return " ".join(Path(word).name for word in words[:3]) or process.name()
 
 
 def _kernel_wait(pid: int) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from lockstep.errors import ConfigError
 from lockstep.processes.child import JobProcess, ProcessEnded, end_jobs, receive, send
+from lockstep.processes.programs import PROMPT_SEARCH
 from lockstep.processes.supervisor import supervise
 from lockstep.schema.rollout import Prompt
 
@@ -52,7 +53,7 @@ def prompt_kinds(prompts: Iterable[Prompt], expressions: Mapping[str, str]) -> d
 
 def _started() -> JobProcess:
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    return JobProcess("lockstep.rollout.prompt_kinds", role="search", env=kept)
+    return JobProcess(PROMPT_SEARCH, role="search", env=kept)
 
 
 def _is_found(process: JobProcess, name: str, expression: str, prompt: Prompt) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo, printable, printable_lines
 from lockstep.processes.child import JobProcess, Message, ProcessEnded, end_jobs, receive, send
+from lockstep.processes.programs import REWARDS
 from lockstep.processes.supervisor import supervise
 from lockstep.protocols.reward import RewardInput
 from lockstep.registry import load_object
@@ -137,9 +138,7 @@ class RewardWorker:
             return self._process
         reader, writer = os.pipe()
         try:
-            process = JobProcess(
-                "lockstep.rollout.reward_process", *self._arguments, role="reward", output=writer
-            )
+            process = JobProcess(REWARDS, *self._arguments, role="reward", output=writer)
         except BaseException:
             os.close(reader)
             raise

@@ -33,6 +33,7 @@ from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError
 from lockstep.observe.text import printable
 from lockstep.processes.child import JobProcess, Message, ProcessEnded, end_jobs, receive, send
+from lockstep.processes.programs import VERIFIERS
 from lockstep.processes.supervisor import close_all_but
 from lockstep.rollout import sandbox
 from lockstep.rollout.reward_functions import decoded, encoded
@@ -130,7 +131,7 @@ class VerifierProcess:
     def _start(self, package: str) -> JobProcess:
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         env = {**kept, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = JobProcess("lockstep.rollout.verifiers", package, role="verify", env=env)
+        process = JobProcess(VERIFIERS, package, role="verify", env=env)
         try:
             reply = process.exchange({}, seconds=_START_SECONDS)
         except (TimeoutError, ProcessEnded) as error:

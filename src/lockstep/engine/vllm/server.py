@@ -58,6 +58,7 @@ from lockstep.engine.vllm.translate import (
 from lockstep.errors import EngineError
 from lockstep.observe.files import read_json
 from lockstep.observe.text import printable
+from lockstep.processes.programs import VLLM_WORKER
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.wire.server_token import TOKEN
 
@@ -305,7 +306,7 @@ class VLLMDriver(ServerDriver):
         if not self._can_update:
             raise EngineError(
                 f"server-settings: the vLLM server at {self._client.url} cannot take weights: start it with "
-                "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls lockstep.wire.vllm_worker.LockstepWorker "
+                f"VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {VLLM_WORKER} "
                 "(the package lockstep on its PYTHONPATH)"
             )
         # Other clients of a server at a url.
@@ -382,7 +383,6 @@ def _number(text: str) -> float:
 
 log = logging.getLogger(__name__)
 
-WORKER = "lockstep.wire.vllm_worker.LockstepWorker"
 _INFO_SECONDS = 60.0
 """vLLM asks pip, the compiler and the driver for their versions before it answers."""
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
@@ -427,7 +427,9 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
             raise _start_with(where, what, f"--dtype {spec.dtype}")
     _check_vocabulary(client, name, spec, where=where)
     mode = _usable_mode(str(info.get("logprobs_mode") or _find_mode(client, name)), spec, where=where)
-    return ServerInfo(model=name, logprobs_mode=mode, can_update=info.get("worker_extension_cls") == WORKER)
+    return ServerInfo(
+        model=name, logprobs_mode=mode, can_update=info.get("worker_extension_cls") == VLLM_WORKER
+    )
 
 
 def _usable_mode(mode: str, spec: EngineSpec, *, where: str) -> LogprobsMode:

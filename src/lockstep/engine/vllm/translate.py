@@ -26,13 +26,12 @@ from lockstep.engine.spec import (
 )
 from lockstep.engine.streaming import Turn
 from lockstep.errors import ConfigError, EngineError
+from lockstep.processes.programs import VLLM_MIDDLEWARE, VLLM_WORKER
 from lockstep.schema.rollout import SamplingParams
 
 ENGINE = "vllm"
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
-WORKER_EXTENSION = "lockstep.wire.vllm_worker.LockstepWorker"
-SERVER_TOKEN = "lockstep.wire.server_token.RequireToken"
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises anything between 0 and this to this, with a warning in its log."""
 # vLLM refuses a request above it.
@@ -85,7 +84,7 @@ def vllm_server_command(config: EngineConfig, spec: EngineSpec, *, port: int) ->
         "host": "127.0.0.1",
         "port": port,
         "disable_uvicorn_access_log": True,
-        "middleware": SERVER_TOKEN,
+        "middleware": VLLM_MIDDLEWARE,
     }
     arguments = own | _options(config, own)
     return ["-m", "vllm.entrypoints.openai.api_server", *command_flags(arguments, no_flags=True)]
@@ -123,7 +122,7 @@ def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         # Weights that a push replaces before the first sample need not be read.
         "load_format": "dummy" if spec.weights == "pushed" else "auto",
         "trust_remote_code": False,
-        "worker_extension_cls": WORKER_EXTENSION,
+        "worker_extension_cls": VLLM_WORKER,
     }
     if config.tp == 1:
         arguments["distributed_executor_backend"] = "uni"  # on a CPU it would start one more process

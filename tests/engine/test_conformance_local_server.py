@@ -11,7 +11,7 @@ pytest.register_assert_rewrite("conformance")
 
 from conformance import *  # noqa: E402, F403
 from conformance import Subject, conformance_model  # noqa: E402
-from served_parts import Served  # noqa: E402
+from local_server_parts import Served  # noqa: E402
 
 SETTINGS = {
     "native": {"transfer": "disk", "verify": "always"},

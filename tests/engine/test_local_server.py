@@ -15,12 +15,12 @@ from raising import raises
 sys.path.insert(0, str(Path(__file__).parent))
 
 from conformance_parts import conformance_model, prompt, request
-from served_parts import Served, spec_of
+from local_server_parts import Served, spec_of
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import is_external, make_engine
+from lockstep.engine.local_server.engine import make_server
 from lockstep.engine.remote.http import HttpClient
-from lockstep.engine.served.engine import make_server
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.weights import UpdateSession, WeightBucket
 from lockstep.wire.server_token import TOKEN
@@ -117,7 +117,7 @@ def test_weights_that_do_not_fit_are_refused_and_leave_it_dirty(
 
 def test_a_session_of_another_run_is_refused(served):
     served.engine.begin_update(session())
-    served.engine._served._session["run_id"] = "of another"
+    served.engine._local_server._session["run_id"] = "of another"
     with raises(EngineError, "bad-reply: wrong-state, no session of weights"):
         served.engine.finish_update(served.engine._session)
     served.engine.fail_update("the test's trainer failed")

@@ -1,8 +1,8 @@
-"""`engine.process = "separate"`: native or hf behind a server of ours.
+"""`engine.process = "separate"`: native or hf in a server process.
 
-    trainer's process                                       server's process (lockstep.engine.served.server)
-    ServedEngine ── one POST for what is submitted ───────► engine, as it is embedded elsewhere
-                 ◄── an event for each sample as it ends ──
+    trainer's process                                            server's process (local_server/server.py)
+    LocalServerEngine ── one POST for what is submitted ───────► engine, as it is embedded elsewhere
+                      ◄── an event for each sample as it ends ──
                  ── weights in buckets ───────────────────► its Parameters
 
 A request's samples are asked for together, so that their prompt is computed once, and all that is submitted
@@ -14,7 +14,6 @@ samples.
 from __future__ import annotations
 
 import json
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
+from lockstep.engine.local_server.server import request_json
 from lockstep.engine.remote.driver import (
     SHORT_SECONDS,
     EventStreams,
@@ -51,11 +51,11 @@ from lockstep.engine.remote.server import (
     server_client,
     server_environment,
 )
-from lockstep.engine.served.server import request_json
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import EngineError
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import printable
+from lockstep.processes.programs import LOCAL_SERVER, python
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.version import __version__
@@ -66,7 +66,7 @@ _ABORT_SECONDS = 1.0
 _TRIES = 3
 
 
-class ServedEngine(RemoteEngine):
+class LocalServerEngine(RemoteEngine):
     """Implements lockstep.protocols.ReceivesWeights. See RemoteEngine for what can be called when."""
 
     def __init__(self, config: EngineConfig, *, spec: EngineSpec) -> None:
@@ -78,14 +78,14 @@ class ServedEngine(RemoteEngine):
         """
         server = make_server(config, spec)
         client = server_client(config, server)
-        self._served = ServedDriver(config, spec, client=client, server=server)
+        self._local_server = LocalServerDriver(config, spec, client=client, server=server)
         self._breaks = 0
-        super().__init__(config, spec=spec, client=client, driver=self._served, server=server)
+        super().__init__(config, spec=spec, client=client, driver=self._local_server, server=server)
 
     @property
     def contract(self) -> KernelContract | None:
         """The kernels that the engine computes with; None: it promises no bits."""
-        return self._served.contract
+        return self._local_server.contract
 
     def broken(self, sign: HttpError) -> None:
         """Give up a flow whose connection broke. Raises ServerDied; EngineError, the third time in a row."""
@@ -110,7 +110,7 @@ class ServedEngine(RemoteEngine):
 class _Flow:
     """The samples at the server."""
 
-    def __init__(self, engine: ServedEngine, streams: EventStreams) -> None:
+    def __init__(self, engine: LocalServerEngine, streams: EventStreams) -> None:
         self.watch = StallDetector(engine)
         self._engine, self._streams = engine, streams
         self._id = uuid.uuid4().hex
@@ -144,7 +144,7 @@ class _Flow:
             self._engine.ended(job, no_tokens())
         self._waiting.clear()
         if self._open and time.monotonic() > self._abort_again:
-            self._engine._served.abort([self._id])
+            self._engine._local_server.abort([self._id])
             self._abort_again = time.monotonic() + _ABORT_SECONDS
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class _Flow:
             for jobs in turns.values()
         ]
         body = json.dumps({"flow": self._id, "groups": groups}, separators=(",", ":")).encode()
-        self._streams.open(self._opened, self._engine._served.generate_path, body)
+        self._streams.open(self._opened, self._engine._local_server.generate_path, body)
         self._opened += 1
         self._waiting.clear()
 
@@ -177,7 +177,7 @@ class _Flow:
                 f"wrong-result: {what} sent a sample that it was not asked for: {ascii(value.get('id'))[:80]}"
             )
         self.watch.news()
-        self._engine.ended(job, self._engine._served.read(job, value))
+        self._engine.ended(job, self._engine._local_server.read(job, value))
 
 
 def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
@@ -193,7 +193,7 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     return own_server(
         config,
         spec,
-        command=[sys.executable, "-m", "lockstep.engine.served.server", str(path)],
+        command=[*python(LOCAL_SERVER), str(path)],
         environment=server_environment(needed=needed, extra={**own, TOKEN: token}),
         port=port,
         token=token,
@@ -225,10 +225,10 @@ _EMBEDDED = ("name", "max_batch", "kv_cache_tokens", "prefill_chunk", "memory_fr
 """Settings that the engine itself reads."""
 
 
-# The interface of lockstep.engine.served.server, from the trainer's side.
+# The interface of lockstep.engine.local_server.server, from the trainer's side.
 
 
-class ServedDriver(ServerDriver):
+class LocalServerDriver(ServerDriver):
     """Implements lockstep.engine.remote.driver.Driver."""
 
     generate_path = "/generate"
@@ -268,7 +268,7 @@ class ServedDriver(ServerDriver):
     # samples
 
     def body(self, job: Job) -> dict[str, Any]:
-        """Nothing: samples of one prompt are requested together, see lockstep.engine.served.engine."""
+        """Nothing: samples of one prompt are requested together, see lockstep.engine.local_server.engine."""
         return {}
 
     def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:

@@ -1,4 +1,4 @@
-"""The server process: `python -m lockstep.engine.served.server FILE`.
+"""The server process: `python -m lockstep.engine.local_server.server FILE`.
 
     GET  /health /info /load
     POST /generate    {"flow", "groups"} ──► an event for each sample as it ends, then [DONE]
@@ -375,7 +375,7 @@ _LOOK_SECONDS = 0.5
 
 
 def main(argv: list[str]) -> None:
-    """Serve what the file describes, see `lockstep.engine.served.engine.describe_server`, until killed."""
+    """Serve what the file describes (`local_server.engine.describe_server`), until killed."""
     name_process("engine")
     about = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     host = make_host(about)
