@@ -17,7 +17,7 @@ from lockstep.cluster import launch
 from lockstep.cluster.rank_host import CHUNK, NodeHost, RankHost, check_submitter, submitter
 from lockstep.errors import ConfigError
 from lockstep.loop import peer_checkpoint_server
-from lockstep.ranks.environment import COPIES, COPY_PLACE, RESERVE
+from lockstep.ranks.environment import COPIES, COPY_PLACE, WARM_SPARES
 
 
 def followed(host: RankHost) -> tuple[bytes, bytes, int]:
@@ -146,7 +146,7 @@ from pathlib import Path
 from lockstep.ranks.warm_spares import await_promotion
 waited = "LOCKSTEP_TURN" in os.environ
 await_promotion()
-print(waited, os.environ["GENERATION"], "LOCKSTEP_RESERVE" in os.environ)
+print(waited, os.environ["GENERATION"], "LOCKSTEP_WARM_SPARES" in os.environ)
 step = Path(os.environ["LOCKSTEP_COPIES"], "step-" + os.environ["GENERATION"])
 step.mkdir()
 (step / "complete-0.json").touch()
@@ -164,7 +164,7 @@ def test_who_waits_on_a_node_is_its_next_rank_unless_the_copies_are_elsewhere(tm
             "GENERATION": str(generation),
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
-        host.start(["-c", WAITS], [more | {RESERVE: "1"}], cwd=str(tmp_path))
+        host.start(["-c", WAITS], [more | {WARM_SPARES: "1"}], cwd=str(tmp_path))
         said.append(followed(host._hosts[0])[0].decode().split())
         until(lambda: host._next and host._next[0].child, seconds=60.0)
     waiting = host._next[0].child

@@ -127,14 +127,16 @@ def test_dropped_rollouts_leave_and_lone_ones_take_their_group_along():
     out = sample(rewards=FakeRewards(drop=3), prompts=range(20))
     left = [[r for r in g.rollouts if int(r.trajectory.text) % 3] for g in everything.groups]
     assert [list(g.rollouts) for g in out.groups] == [group for group in left if len(group) >= 2]
-    assert [(r.prompt_index, r.sample) for r in out.asked] == [(i, n) for i in range(20) for n in range(3)]
+    assert [(r.prompt_index, r.sample) for r in out.requested] == [
+        (i, n) for i in range(20) for n in range(3)
+    ]
     numbers = {r.trajectory.seed: int(r.trajectory.text) for g in everything.groups for r in g.rollouts}
-    of_reward = [record.dropped == "reward" for record in out.asked]
-    assert of_reward == [numbers[record.seed] % 3 == 0 for record in out.asked]
+    of_reward = [record.dropped == "reward" for record in out.requested]
+    assert of_reward == [numbers[record.seed] % 3 == 0 for record in out.requested]
     lone = [group[0].trajectory.seed for group in left if len(group) == 1]
-    assert [record.seed for record in out.asked if record.dropped == "group"] == lone != []
+    assert [record.seed for record in out.requested if record.dropped == "group"] == lone != []
     kept = [(r.trajectory.seed, r.sample) for group in out.groups for r in group.rollouts]
-    assert [(record.seed, record.sample) for record in out.asked if record.dropped is None] == kept
+    assert [(record.seed, record.sample) for record in out.requested if record.dropped is None] == kept
     assert out.counts["rollout/dropped_rollouts"] == sum(3 - len(group) for group in left) > 0
     assert out.counts["rollout/dropped_groups"] == sum(len(group) < 2 for group in left) > 0
     with raises(RewardError, "reward-failed"):
@@ -149,8 +151,8 @@ def test_dynamic_sampling_fills_the_step_with_kept_groups():
     assert out.counts["rollout/rejected_groups"] == len(engine.requests) - 4
     seeds = [seed for request in engine.requests for seed in request.seeds]
     assert len(set(seeds)) == len(seeds)
-    assert [record.seed for record in out.asked] == seeds
-    asked = {(record.prompt_index, record.sample): record.dropped for record in out.asked}
+    assert [record.seed for record in out.requested] == seeds
+    asked = {(record.prompt_index, record.sample): record.dropped for record in out.requested}
     assert len(asked) == len(seeds) and set(asked.values()) == {"no-signal", None}
     assert all((dropped is None) == (prompt % 2 == 1) for (prompt, _), dropped in asked.items())
     assert max(sample for _, sample in asked) == 2 * out.counts["rollout/resample_rounds"] + 1
@@ -368,7 +370,7 @@ def test_ranks_share_the_prompts_and_all_get_what_one_would(size):
     assert 0 < alone.counts["rollout/dropped_rollouts"] < 15
     found = on_ranks(size, samples)
     for rank, (together, asked) in enumerate(found):
-        assert together.groups == alone.groups and together.asked == alone.asked
+        assert together.groups == alone.groups and together.requested == alone.requested
         for name in ("rollout/dropped_rollouts", "rollout/dropped_groups", "rollout/cached_tokens"):
             assert together.counts[name] == alone.counts[name]
         assert asked == [3, 1, 8, 5, 2][rank::size]
@@ -389,7 +391,7 @@ def test_dynamic_sampling_on_ranks_takes_the_same_rounds():
     alone = step(FakeEngine(), keep)
     assert alone.counts["rollout/resample_rounds"] > 1
     for together in on_ranks(3, samples):
-        assert together.groups == alone.groups and together.asked == alone.asked
+        assert together.groups == alone.groups and together.requested == alone.requested
         for name in ("rollout/resample_rounds", "rollout/rejected_groups"):
             assert together.counts[name] == alone.counts[name]
 

@@ -32,7 +32,7 @@ from lockstep.observe.trust import check_own_folder, open_own
 from lockstep.processes.child import Child, end
 from lockstep.processes.programs import RAY_HEAD, python
 from lockstep.protocols.cluster import Answers, Node, Placement, Provider, RankEnded, World
-from lockstep.ranks.environment import RESERVE
+from lockstep.ranks.environment import WARM_SPARES
 from lockstep.ranks.hang import HangReport, diagnose, rank_states
 from lockstep.ranks.launch import Launch, signals_raised
 from lockstep.ranks.restart import RestartRules, launch_with_restarts
@@ -382,7 +382,7 @@ class _ProviderLaunch(Launch):
         if self.address != LOOPBACK and "GLOO_SOCKET_IFNAME" not in os.environ:
             environment.pop("GLOO_SOCKET_IFNAME", None)
         if self.refills:
-            environment[RESERVE] = "1"
+            environment[WARM_SPARES] = "1"
         return travelling(os.environ) | environment
 
 

@@ -26,7 +26,7 @@ import lockstep
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.loop.peer_checkpoint_server import PeerCheckpointServer
 from lockstep.processes.child import Child, end
-from lockstep.ranks.environment import COPIES, COPY_PLACE, RESERVE
+from lockstep.ranks.environment import COPIES, COPY_PLACE, WARM_SPARES
 from lockstep.ranks.warm_spares import WarmSpares
 from lockstep.version import __version__
 
@@ -117,8 +117,8 @@ class NodeHost:
             more: dict[str, str] = {}
             if place := env[0].get(COPY_PLACE):
                 more = self._environment_of_copies(Path(place))
-            refills = RESERVE in env[0]
-            ours = (COPY_PLACE, RESERVE)
+            refills = WARM_SPARES in env[0]
+            ours = (COPY_PLACE, WARM_SPARES)
             environments = [{n: v for n, v in own.items() if n not in ours} | more for own in env]
             if self._spares is not None and str(self._spares.folder) != environments[0].get(COPIES):
                 self._spares.close()  # the checkpoint server was another one, and the pipes went with it

@@ -470,7 +470,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
     def _require_ready(self) -> None:
         super()._require_ready()
         dirty = [replica for replica, engine in enumerate(self.engines) if engine.dirty]
-        if dirty and not self._running:  # a replica that is started again while it generates heals itself
+        if dirty and not self._running:  # a replica that restarts while it generates gets its weights there
             raise EngineError(
                 f"wrong-state: replicas {dirty} of {len(self.engines)} do not hold the trained weights: "
                 "their last update did not finish, or there was none; push the weights before generate"

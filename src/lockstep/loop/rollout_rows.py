@@ -29,7 +29,7 @@ class RolloutLog:
         step: int,
         groups: Sequence[RolloutGroup],
         *,
-        asked: Sequence[SampleRecord],
+        requested: Sequence[SampleRecord],
         save: bool,
         skip_special_tokens: bool,
     ) -> None:
@@ -37,7 +37,7 @@ class RolloutLog:
 
         Args:
             groups: that the step is trained on.
-            asked: every sample that the step asked for.
+            requested: every sample that the step asked for.
         """
 
         def write() -> tuple[Rows, Rows]:
@@ -51,7 +51,7 @@ class RolloutLog:
             finally:
                 sys.setswitchinterval(before)
             trained = Counter(rollout.trajectory.seed for group in groups for rollout in group.rollouts)
-            return rows, ledger_rows(step, asked, trained)
+            return rows, ledger_rows(step, requested, trained)
 
         self._rows = self._writer.submit(write)
 
@@ -89,7 +89,7 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup], *, skip_special_toke
     ]
 
 
-def ledger_rows(step: int, asked: Sequence[SampleRecord], trained: Mapping[int, int]) -> Rows:
+def ledger_rows(step: int, requested: Sequence[SampleRecord], trained: Mapping[int, int]) -> Rows:
     """Return a plain row for each sample of a step, and one more for each further time that it was trained.
 
     Args:
@@ -105,7 +105,7 @@ def ledger_rows(step: int, asked: Sequence[SampleRecord], trained: Mapping[int, 
             "trained_step": step if trained.get(record.seed) else None,
             "dropped": record.dropped,
         }
-        for record in asked
+        for record in requested
         for _ in range(max(1, trained.get(record.seed, 0)))
     ]
 

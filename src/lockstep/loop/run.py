@@ -458,9 +458,9 @@ class Run:
         processor idle in forward and backward. `log` waits for it."""
         config = self.config
         assert config.sampling is not None and self._sampled is not None, "documents are no rollouts"
-        skip, asked = config.sampling.skip_special_tokens, self._sampled.asked
+        skip, requested = config.sampling.skip_special_tokens, self._sampled.requested
         save = config.keeps_rollouts
-        self._rollouts.begin(step, groups, asked=asked, save=save, skip_special_tokens=skip)
+        self._rollouts.begin(step, groups, requested=requested, save=save, skip_special_tokens=skip)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a step: write one line of metrics.jsonl, with the counts of its rollouts, times, throughput and

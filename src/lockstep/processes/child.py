@@ -161,7 +161,7 @@ class Child:
 
 
 def end(children: Iterable[Child]) -> None:
-    """End children and everything that they started: all are told, then waited for together."""
+    """End children and everything that they started: signal all of them, then wait for them together."""
     finalized = [child._finalizer.detach() for child in children]
     _end([part for _, _, (parts,), _ in filter(None, finalized) for part in parts])
 

@@ -175,14 +175,14 @@ def _stop(program: int, grace: float) -> int:
 
 def _end_descendants(linger: float) -> None:
     """Send SIGTERM to all descendants, which may be supervisors; what is left after `linger` is killed."""
-    deadline, told = time.monotonic() + linger, set[int]()
+    deadline, signalled = time.monotonic() + linger, set[int]()
     while not _childless():
         living = descendants()
         if time.monotonic() >= deadline:
             _kill(living, signal.SIGKILL)
         else:
-            _kill(set(living) - told, signal.SIGTERM)
-            told.update(living)
+            _kill(set(living) - signalled, signal.SIGTERM)
+            signalled.update(living)
         if time.monotonic() > deadline + _UNKILLABLE_SECONDS:
             os.write(2, f"cannot end processes {living}\n".encode())
             return

@@ -32,7 +32,7 @@ makes such a folder in the node's own memory (lockstep.loop.peer_checkpoint_serv
 PEER_SERVER = "LOCKSTEP_PEER_CHECKPOINT_SERVER"
 """In the environment of those ranks: address, port and token, as JSON, of the peer checkpoint server of their
 node. Removed at the start, so that no child of a rank inherits it."""
-RESERVE = "LOCKSTEP_RESERVE"
+WARM_SPARES = "LOCKSTEP_WARM_SPARES"
 """In the environment of such ranks on a cluster, until their node's host has read it: keep warm spares there
 (lockstep.ranks.warm_spares)."""
 TURN = "LOCKSTEP_TURN"

@@ -33,7 +33,7 @@ _STACKS_BYTES = 2**22
 """Of the end of a file of stacks; no process writes more at once."""
 _SHOWN_FRAMES = 5
 _LONGEST_HISTORY = 4
-"""Collectives before one by which it is told whether it came in its turn."""
+"""Collectives before one that decide whether it was called in order."""
 _PLUMBING = re.compile(r"torch/distributed/(c10d_logger|distributed_c10d)\.py|ranks/collectives\.py")
 """Frames that are the same in every collective."""
 _CROSSED = 2

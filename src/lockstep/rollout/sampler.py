@@ -60,7 +60,7 @@ class SampledStep:
 
     groups: tuple[RolloutGroup, ...]
     """Groups in prompt order; empty if generation was aborted."""
-    asked: tuple[SampleRecord, ...] = ()
+    requested: tuple[SampleRecord, ...] = ()
     """Every requested sample, in prompt order, including those that are in no group."""
     counts: dict[str, float]
     """Counts by name. rollout/dropped_rollouts, rollout/dropped_groups: dropped by a reward's on_error =
@@ -178,7 +178,7 @@ class _Share:
 
     rollouts: tuple[tuple[Rollout, ...] | None, ...] = ()
     """By prompt of the share; None: the group was dropped."""
-    asked: tuple[SampleRecord, ...] = ()
+    requested: tuple[SampleRecord, ...] = ()
     counts: dict[str, float] = field(default_factory=dict)
     aborted: bool = False
 
@@ -237,11 +237,11 @@ class GroupSampler:
             for name, value in share.counts.items():
                 counts[name] = counts.get(name, 0.0) + value
         place = {prompt.index: i for i, prompt in enumerate(prompts)}
-        asked = sorted(
-            (record for share in shares for record in share.asked),
+        requested = sorted(
+            (record for share in shares for record in share.requested),
             key=lambda record: (place[record.prompt_index], record.sample),
         )
-        return SampledStep(groups=groups, counts=counts, asked=tuple(asked))
+        return SampledStep(groups=groups, counts=counts, requested=tuple(requested))
 
     def _share(
         self, tasks: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
@@ -311,7 +311,7 @@ class GroupSampler:
         """
         num_groups = rollout.prompts_per_step
         kept: list[RolloutGroup] = []
-        asked: list[SampleRecord] = []
+        requested: list[SampleRecord] = []
         counts: dict[str, float] = {}
         tried: set[tuple[int, ...]] = set()
         rejected = 0
@@ -328,18 +328,18 @@ class GroupSampler:
             rejected += len(sampled.groups) - len(good)
             kept += good
             prompts_of = {group.prompt.index for group in good}
-            asked += [
+            requested += [
                 record
                 if record.dropped or record.prompt_index in prompts_of
                 else replace(record, dropped="no-signal")
-                for record in sampled.asked
+                for record in sampled.requested
             ]
             if len(kept) >= num_groups:
                 rounds = {
                     "rollout/resample_rounds": float(sampling_round),
                     "rollout/rejected_groups": float(rejected),
                 }
-                return SampledStep(groups=tuple(kept), counts=counts | rounds, asked=tuple(asked))
+                return SampledStep(groups=tuple(kept), counts=counts | rounds, requested=tuple(requested))
         raise RewardError(
             f"equal-rewards: step {key.step}: after algorithm.max_resample_rounds = {key.sampling_round + 1} "
             f"rounds only {len(kept)} of {num_groups} groups have rewards that differ ({rejected} were all "
@@ -382,7 +382,7 @@ def _scored(
 ) -> _Share:
     """Rollouts with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
     kept: list[tuple[Rollout, ...] | None] = []
-    asked: list[SampleRecord] = []
+    requested: list[SampleRecord] = []
     dropped_rollouts = dropped_groups = cached = 0
     for (task, trajectories), of_group in zip(groups, scores, strict=True):
         first = key.sampling_round * len(trajectories)
@@ -402,7 +402,7 @@ def _scored(
         whole = len(rollouts) >= min(2, len(trajectories))
         dropped_groups += not whole
         kept.append(rollouts if whole else None)
-        asked += [
+        requested += [
             SampleRecord(
                 prompt_index=task.index,
                 sample=first + i,
@@ -418,4 +418,4 @@ def _scored(
         "rollout/dropped_groups": float(dropped_groups),
         "rollout/cached_tokens": float(cached),
     }
-    return _Share(rollouts=tuple(kept), asked=tuple(asked), counts={**dropped, **counts})
+    return _Share(rollouts=tuple(kept), requested=tuple(requested), counts={**dropped, **counts})

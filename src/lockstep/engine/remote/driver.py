@@ -176,13 +176,13 @@ class ServerDriver:
 
 
 def bad_status(reply: Reply) -> BadReply:
-    """The error of a reply whose status says that it is none; `told`: code and fields of a server's own
-    error, where it is one of ours."""
+    """Build the error for a non-200 reply. `remote_data`: code and fields if the server raised one of our
+    errors."""
     try:
-        told = {"told": dict(json.loads(reply.body)["data"])}
+        remote = {"remote_data": dict(json.loads(reply.body)["data"])}
     except (ValueError, KeyError, TypeError, RecursionError):
-        told = {}
-    return BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}", code="bad-reply", **told)
+        remote = {}
+    return BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}", code="bad-reply", **remote)
 
 
 def seconds_left(session: UpdateSession, config: EngineConfig) -> float:

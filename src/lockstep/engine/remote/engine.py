@@ -204,7 +204,7 @@ class RemoteEngine(ReceivingEngine):
             flow.close()
 
     def _require_ready(self) -> None:
-        if self._running:  # a restart in the middle of it heals itself
+        if self._running:  # a restart during a call sends the weights itself
             self._require_awake("generate")
         else:
             super()._require_ready()
