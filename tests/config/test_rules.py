@@ -40,7 +40,7 @@ def engine(**values: Any) -> None:
     check_engine(EngineConfig(**values))
 
 
-VLLM = {"name": "vllm", "python": "/opt/vllm/bin/python"}
+VLLM = {"name": "vllm", "python": "/env/bin/python"}
 GREEDY = {"sampling": {"temperature": 0.0}}
 ENDLESS = {"sampling": {"ignore_eos": True}}
 LONGEST = {"min_tokens": 9}
@@ -85,7 +85,7 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
     "engine (in the trainer's process)": (engine, [{"name": "hf", "transfer": "disk"}]),
     "engine (servers)": (
         engine,
-        [{"name": "vllm", "python": "/opt/vllm/bin/python", "url": "http://127.0.0.1:8000"}],
+        [{"name": "vllm", "python": "/env/bin/python", "url": "http://127.0.0.1:8000"}],
     ),
     "engine (seeds)": (engine, [{"name": "sglang", "unseeded": True, "batch_invariant": True}]),
     "eval": (EvalConfig, [{"samples_per_prompt": 2}]),
