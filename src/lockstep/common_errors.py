@@ -74,8 +74,8 @@ def hash_differs(
 
 
 def leads_out(error: type[LockstepError], link: object, folder: object, /, **fields: Any) -> LockstepError:
-    """A link or a name in a folder of ours that leads to another place."""
-    text = f"{link}: leads out of {folder}; put the file or folder itself there"
+    """A link in a folder of ours that leads to another place."""
+    text = f"{link}: is a link that leads out of {folder}; put the file or folder itself there"
     return error(f"leads-out-of-folder: {text}", **fields)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.common_errors import damaged, leads_out
+from lockstep.common_errors import damaged
 from lockstep.errors import CheckpointError
 from lockstep.observe.files import check_inside, jsonable
 from lockstep.observe.run_dir import is_evaluation
@@ -266,7 +266,8 @@ def _read_complete(path: Path) -> dict[str, Any]:
             why = f"names '{printable(name)}', which is not a file name"
             raise _wrong_field(file, "files", why, file=name)
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise leads_out(CheckpointError, f"{file}: field 'files': {name!r}", "the checkpoint", file=name)
+            what = f"{file}: field 'files' names {name!r}"
+            raise CheckpointError(f"leads-out-of-folder: {what}, which is outside the checkpoint", file=name)
     return value
 
 

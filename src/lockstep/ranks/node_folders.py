@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.common_errors import leads_out
 from lockstep.errors import CheckpointError
 from lockstep.observe.files import file_errors
 from lockstep.ranks.context import RankContext
@@ -128,7 +127,10 @@ class NodeFolders:
         on this one's part in every transfer."""
         for name in files:  # on every rank alike: none waits for another
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise leads_out(CheckpointError, f"a file of rank {sender}, {name[:200]!r}", folder)
+                raise CheckpointError(
+                    f"leads-out-of-folder: rank {sender} sends a file named {name[:200]!r}, which leads out "
+                    f"of {folder}"
+                )
         rank, errors = self._ranks.rank, list[OSError]()
         for name, size in files.items():
             path = folder / name

@@ -291,7 +291,7 @@ class Recorder:
             if match is None:
                 continue
             if folder.is_symlink() or folder.parent.is_symlink():
-                raise leads_out(RecordingError, folder, "the recording, by a link")
+                raise leads_out(RecordingError, folder, "the recording")
             if int(match[1]) >= self.settings.resume_at and self.settings.rank == 0:
                 shutil.rmtree(folder)
             else:

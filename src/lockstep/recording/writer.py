@@ -261,7 +261,7 @@ class RecordingWriter:
     def _visible(self) -> list[str]:
         """Names in the rank's folder but for hidden ones. Raises RecordingError: it is a link."""
         if self._folder.is_symlink():
-            raise leads_out(RecordingError, self._folder, "the recording, by a link")
+            raise leads_out(RecordingError, self._folder, "the recording")
         if not self._folder.is_dir():
             return []
         return sorted(name for name in os.listdir(self._folder) if not name.startswith("."))
