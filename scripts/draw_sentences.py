@@ -17,15 +17,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("docs", "help", "errors")
 _END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
+_BOLD = re.compile(r"\*\*([^*`]+)\*\*")
+_BULLET = re.compile(r"(?:[-*]|\d+\.) ")
 _LEAST_WORDS = 6
 
 
 def prose(page: Path) -> Iterator[str]:
     """The sentences of a page: neither code, nor tables, nor headings."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for block in re.split(r"\n\s*\n|\n(?=[-*|#]|\d+\. )", text):
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", _BOLD.sub(r"\1", text))
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[|#]|[-*] |\d+\. ))", text):
         if not re.match(r"\s*[|#!]", block):
-            yield from _END.split(" ".join(block.split()).lstrip("-* "))
+            yield from _END.split(_BULLET.sub("", " ".join(block.split())))
 
 
 def helps() -> Iterator[str]:

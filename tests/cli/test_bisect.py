@@ -57,7 +57,7 @@ def test_cells_of_a_shared_recording_have_a_row_for_each_token(tmp_path, capsys)
     [
         ([], "--a and --b are the same cell"),
         (["--b", "--zero-stage 1"], "--b: bisect looks into the modules of one process"),
-        (["--b", "--layout shared"], "--b has --layout shared: one row is computed for several documents"),
+        (["--b", "--layout shared"], "--b has --layout shared: one row may belong to several documents"),
         (["--b", "--packing 'x"], "No closing quotation"),
         (["--max-inputs", "2", "extra"], "the recording comes first"),
         (["--b", "--flash-attn", "--a", "--num-layers 1"], "different numbers of layers"),
@@ -78,7 +78,7 @@ def test_words_are_sorted_out():
 def test_an_out_that_is_taken_is_refused(recording, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     assert main(["bisect", recording, "--b", "--flash-attn", "--out", str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.slow

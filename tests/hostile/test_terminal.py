@@ -123,7 +123,7 @@ def test_a_traceback_is_escaped(monkeypatch, capsys):
 def test_arguments_with_control_characters_are_refused(command, capsys):
     for argument in ("\x1b]0;pwn\x07", "--\x9b31m", "--prompt=\rx", "a\0b"):
         assert main([command, argument]) == 2
-        assert "holds a control character" in check(capsys.readouterr().err)
+        assert "contains a control character" in check(capsys.readouterr().err)
     assert main([EVIL]) == 2
     check(capsys.readouterr().err)
 

@@ -526,7 +526,7 @@ def a_full_disk_while_nodes_send_is_an_error_of_all(ranks: RankContext) -> None:
         made.save(1, backend, {})
         assert made.find() == Path("run/full/step-000001")
         sizes, node_folders._sizes = node_folders._sizes, lambda _: {"../elsewhere": 5}
-        with fails(ranks, r"rank 2 sends a file named '../elsewhere', which leads out of run"):
+        with fails(ranks, r"rank 2 sent a file named '../elsewhere', which points outside run"):
             folders.collect(Path("run"))
         node_folders._sizes = sizes
 

@@ -184,7 +184,7 @@ def _check_arguments(words: Sequence[str]) -> None:
             ) from error
         if _CONTROL.search(word):
             raise ConfigError(
-                f"wrong-format: argument {number}, {word[:80]!r}, holds a control character; rename the "
+                f"wrong-format: argument {number}, {word[:80]!r}, contains a control character; rename the "
                 "file, or write the text in a TOML file, where \\u001b stands for one"
             )
 

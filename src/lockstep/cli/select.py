@@ -146,7 +146,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.pairs is None and args.data.is_dir():
         raise ConfigError(
             f"wrong-kind-of-file: --data {str(args.data)!r} is a directory, from which only --pairs selects; "
-            "name a file of samples"
+            "give a file of samples"
         )
 
 

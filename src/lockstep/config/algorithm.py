@@ -57,8 +57,8 @@ class KLConfig(Config):
     """The KL is multiplied by this, then added to the loss or subtracted from the reward."""
     estimator: Literal["k1", "k2", "k3"] | None = None
     """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, with x = ref - policy of the token. None: k1 in the reward,
-    k3 in the loss. k1 in the loss, and k2 or k3 in the reward, are refused: they are not a KL penalty
-    there."""
+    k3 in the loss. k1 in the loss, and k2 or k3 in the reward, are refused, because they do not
+    penalise the KL there."""
     place: Literal["loss", "reward"] = "loss"
     """loss: added per token. reward: the KL of the whole completion is subtracted before advantages are
     computed."""
@@ -137,8 +137,8 @@ class GRPOConfig(Config):
     """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. group_mean_step_std: (r - mean of
     the group) / std of all rewards of the step. leave_one_out: r - mean of the others. batch_mean_std:
     whitened over the trained tokens of the step. group_mean_batch_std: r - group mean, whitened likewise.
-    Under these two, kl.place = 'reward' charges a token with its KL and what follows. `module:function`: of
-    rewards and mask, [G, n] each, to advantages [G, n]."""
+    Under these two, kl.place = 'reward' charges a token with its own KL and that of later tokens.
+    `module:function`: a function of rewards and mask, [G, n] each, that returns advantages, [G, n]."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: sum_then_normalize makes advantages of their weighted sum. normalize_then_sum
     (GDPO, arXiv 2601.05242) makes them of each reward by itself, adds them with the rewards' weights and
@@ -160,9 +160,9 @@ class GRPOConfig(Config):
     whole completion (TRL's RLOOTrainer). sequence_token: GSPO-token's, the value of sequence with the
     gradient of the token alone, for advantages that differ within a completion."""
     objective: Objective | None = None
-    """cispo: the clipped ratio is a detached weight, no token loses its gradient. sapo: a sigmoid of the
-    ratio in place of the clip. `module:function`: of lockstep.algorithms.policy_loss.PolicyTerms and these
-    options, to a loss per token, [R]."""
+    """cispo: the clipped ratio is a detached weight, so no token loses its gradient. sapo: a sigmoid of
+    the ratio replaces the clip. `module:function`: a function of lockstep.algorithms.policy_loss.PolicyTerms
+    and these options that returns a loss per token, [R]."""
     tau_pos: PositiveFloat | None = None
     """sapo: temperature of tokens with a positive advantage; the higher, the sooner a token far from the old
     policy loses its gradient. None: 1, published and TRL's sapo_temperature_pos."""
@@ -342,8 +342,8 @@ class DPOConfig(Config):
     desirable_weight: float | None = Field(None, ge=0.0)
     """kto: weight of the loss of a desirable answer."""
     undesirable_weight: float | None = Field(None, ge=0.0)
-    """kto: weight of the loss of an undesirable answer. The paper keeps weight times number of answers of
-    both labels within 1 to 4/3 of each other."""
+    """kto: weight of the loss of an undesirable answer. In the paper, desirable_weight times
+    the number of desirable answers is 1 to 4/3 times the same product for undesirable answers."""
 
     @property
     def paired(self) -> bool:

@@ -34,15 +34,15 @@ _COLDEST = 1e-4
 
 def _check_path(path: Path) -> Path:
     if problem := path_problem(str(path)):
-        raise ConfigError(f"bad-file-name: {str(path)[:40]!r} cannot be the name of a file: {problem}")
+        raise ConfigError(f"bad-file-name: {str(path)[:40]!r} is not a valid file name: {problem}")
     return path
 
 
 def _check_name(name: str) -> str:
     if name != printable(name):
-        raise ConfigError(f"wrong-format: {name[:80]!r} holds a control character; write it without")
+        raise ConfigError(f"wrong-format: {name[:80]!r} contains a control character; remove it")
     if problem := path_problem(name):
-        raise ConfigError(f"bad-file-name: {name[:40]!r} cannot be a name: {problem}")
+        raise ConfigError(f"bad-file-name: {name[:40]!r} is not a valid name: {problem}")
     return name
 
 

@@ -57,9 +57,9 @@ class RewardModelConfig(Config):
     token_budget: PositiveInt = 8192
     """Tokens of one forward pass, pads included."""
     max_length: PositiveInt | None = None
-    """Most tokens of prompt and completion together. None: the model's own limit."""
+    """Maximum length of prompt plus completion, in tokens. None: the model's own limit."""
     overlong: Literal["error", "truncate_left"] = "error"
-    """What happens to a longer conversation; truncations are counted."""
+    """What to do with a longer conversation; truncations are counted."""
     chat_template: Literal["auto", "none"] | str = "auto"
     """auto: the reward model's own template if it has one; none: prompt and completion as plain text; or a
     jinja template."""

@@ -39,11 +39,11 @@ class ClusterConfig(Config):
     role of the run. A group without the policy is remote: its roles run in a separate process beside each
     rank. As a flag it is one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
     dedicated_gpus: bool = False
-    """Give each process of remote roles its own GPU, on the node of its rank; false: it shares the GPU of its
-    rank. On CPUs it takes a slot, which only Ray counts."""
+    """Give each process that runs remote roles a GPU of its own, on the same node as its rank. If false, the
+    process shares the GPU of its rank. On CPUs it takes a slot, which only Ray counts."""
     engine_gpus: int = Field(0, ge=0, le=1024)
-    """GPUs per rank that are reserved for the server of its engine, on the same node: engine.replicas *
-    engine.tp. 0: the server shares the GPU of its rank, or uses engine.cuda_devices."""
+    """GPUs that are reserved for each rank's engine server, on the same node: engine.replicas * engine.tp, or
+    0. With 0 the server shares the GPU of its rank, or uses engine.cuda_devices."""
     remote_seconds: PositiveFloat = 1200.0
     """Deadline of one call to remote roles: scoring or training on a rollout batch, saving, loading. Keep it
     below --rank-timeout, so that the run ends with an error that names the roles."""

@@ -19,7 +19,7 @@ class DataConfig(Config):
     split: Name = "train"
     """Name of the split of a hub data set or a saved folder."""
     task: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the reasoning_gym task; of ids: vocab_size (default: the model's), min_tokens
+    """Keyword arguments of the reasoning_gym task. For ids: vocab_size (default: the model's), min_tokens
     (4), max_tokens (16)."""
     size: PositiveInt | None = None
     """Rows to generate (reasoning_gym, ids) or at most to use (files). None: generated sources are endless,
@@ -29,29 +29,30 @@ class DataConfig(Config):
     seed: Seed = 1
     """Seed of generated rows."""
     prompt_column: str = "prompt"
-    """Text, or a list of {role, content} messages. For reasoning_gym rows, `question` is used
-    automatically."""
+    """Column with the prompt: text, or a list of {role, content} messages. For reasoning_gym rows, `question`
+    is used automatically."""
     messages_column: str = "messages"
     """SFT: column with a whole conversation, used if it exists."""
     completion_column: str = "completion"
     """SFT: column with the answer to train on, without messages."""
     chosen_column: str = "chosen"
-    """Pairs: the better answer, text or a list of messages; it includes the prompt when there is no
-    prompt_column."""
+    """Pairs: column with the better answer, as text or as a list of messages. If the rows have no
+    prompt_column, the answer includes the prompt."""
     rejected_column: str = "rejected"
-    """Pairs: the worse answer, in the same form."""
+    """Pairs: column with the worse answer, in the same form."""
     margin_column: str = "margin"
-    """Reward models: by how much the chosen answer's score should exceed the other, a number >= 0; 0 where
-    the rows have no such column."""
+    """Reward models: column with the margin, a number >= 0 by which the chosen answer's score should exceed
+    the other score. The margin is 0 if the rows have no such column."""
     label_column: str = "label"
-    """KTO: whether the completion is desirable: true or false, 1 or 0."""
+    """KTO: column that says whether the completion is desirable: true or false, 1 or 0."""
     equal_answers: Literal["error", "drop"] = "error"
-    """DPO: what happens to a pair whose answers are the same token ids, so that there is nothing to
-    prefer."""
+    """DPO: what to do with a pair whose two answers have the same token ids, so that neither can be
+    preferred."""
     text_column: str = "text"
     """SFT: column with plain text, without messages and completions; every token is trained on."""
     answer_column: str = "answer"
-    """Column that rewards get as `answer`; GSM8K's "... #### 42" is understood."""
+    """Column that is passed to rewards as `answer`. In GSM8K's format, "... #### 42", the part after #### is
+    the answer."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Renames: {new name = name in the data}."""
     system_prompt: str | None = None
@@ -65,19 +66,21 @@ class DataConfig(Config):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the template, such as {enable_thinking = false}."""
     max_prompt_tokens: PositiveInt = 1024
-    """Most tokens of a prompt, including the chat template; `overlong_prompts` decides about longer ones."""
+    """Maximum length of a prompt in tokens, including the chat template; `overlong_prompts` says what to do
+    with longer prompts."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
-    """What happens to a longer prompt; drops and truncations are counted and reported."""
+    """What to do with a longer prompt; drops and truncations are counted and reported."""
     max_length: PositiveInt = 2048
-    """SFT: most tokens of a document; `overlong_documents` decides about longer ones."""
+    """SFT: maximum length of a document in tokens; `overlong_documents` says what to do with longer
+    documents."""
     overlong_documents: Literal["error", "drop", "truncate"] = "truncate"
-    """SFT: what happens to a longer document; drops and truncations are counted. truncate keeps the
+    """SFT: what to do with a longer document; drops and truncations are counted. truncate keeps the
     beginning; for a reward model it keeps the end, where the document is scored."""
     untrained_documents: Literal["error", "drop"] = "error"
-    """SFT: what happens to a document without a token to train on (truncation may have removed them)."""
+    """SFT: what to do with a document that has no tokens to train on, for example after truncation."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Which tokens carry loss. assistant: every assistant turn (after the prompt, if the row has a separate
-    one); last: only the last assistant turn; all: every token (SFT)."""
+    """Tokens that the loss covers. assistant: every assistant turn (after the prompt, if the row has a
+    separate one); last: only the last assistant turn; all: every token (SFT)."""
     shuffle: bool = True
     """Shuffle in every epoch, by the run's seed."""
     exclude: Name | None = None

@@ -90,7 +90,7 @@ class EngineConfig(Config):
     """native: capacity of the KV cache in tokens, for all samples together; samples that do not fit wait.
     None: as many as max_batch samples can need, within memory_fraction."""
     prefill_chunk: PositiveInt = 2048
-    """native: most prompt tokens of one forward; longer prompts take several."""
+    """native: maximum number of prompt tokens per forward; longer prompts take several."""
     python: FilePath | None = None
     """Interpreter of an environment with vLLM or SGLang, whose own server Lockstep starts with it."""
     url: Name | None = None
@@ -105,7 +105,7 @@ class EngineConfig(Config):
     tp: PositiveInt = 1
     """Tensor parallel size: GPUs that share each matrix of one engine."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of prompt and completion together. None: the longest that the run can have."""
+    """Maximum length of prompt plus completion, in tokens. None: the longest that the run can produce."""
     memory_fraction: float | None = Field(None, gt=0.0, lt=1.0)
     """Share of GPU memory for one engine. vLLM counts everything, SGLang weights and KV cache, native only
     its KV cache (on a CPU, a share of host memory). None: 0.45 of a GPU that the trainer also uses (native on

@@ -213,9 +213,7 @@ def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 def find(source: str | Path) -> Path:
     """Return the file behind a path or a recipe's name. Raises ConfigError."""
     if problem := path_problem(str(source)):
-        raise ConfigError(
-            f"bad-file-name: no such file: {str(source)[:80]!r} cannot be the name of one: {problem}"
-        )
+        raise ConfigError(f"bad-file-name: {str(source)[:80]!r} is not a valid file name: {problem}")
     path = Path(source)
     if path.is_file():
         return path

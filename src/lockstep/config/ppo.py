@@ -39,7 +39,7 @@ class PPOConfig(GRPOConfig):
     """PPO: the options of the policy's loss, and how rewards and values become advantages."""
 
     name: Literal["ppo"] = "ppo"
-    """The only one."""
+    """The only value."""
     advantage: Literal["gae"] | None = None
     """gae: generalised advantage estimation over the tokens that the policy wrote."""
     gamma: float = Field(1.0, ge=0.0, le=1.0)
@@ -48,9 +48,9 @@ class PPOConfig(GRPOConfig):
     """Lambda of the advantages: 1 relies on the rewards, less relies more on the value model. 1 in verl and
     OpenRLHF, 0.95 in TRL."""
     lam_length_alpha: PositiveFloat | None = None
-    """In place of `lam`, 1 - 1 / (alpha * n) for a rollout of n tokens of the policy, at least 0: the longer
-    the rollout, the less of its reward is lost on the way back; 0.05 in VAPO (arXiv 2504.05118, section 4.2).
-    None: `lam`."""
+    """Replace `lam` by 1 - 1 / (alpha * n), at least 0, for a rollout with n tokens of the policy, where
+    alpha is this setting. Lambda grows with n, so the reward of a long rollout reaches its early tokens, too;
+    0.05 in VAPO (arXiv 2504.05118, section 4.2). None: `lam`."""
     lam_value: float | None = Field(None, ge=0.0, le=1.0)
     """Lambda of the returns that the value model is trained towards; 1 in VAPO. None: `lam`."""
     bootstrap_truncated: bool = False

@@ -95,26 +95,26 @@ class RewardConfig(Config):
     even completion ids (for models without a tokenizer). length: -|tokens - target| / target, kwargs
     {target}. format: 1 where the regular expression kwargs {pattern} is found, else 0. http: a service at
     `url`. Or `module:attribute`: a function, sync or async, called with keyword arguments prompt, completion,
-    row and kwargs; or a class, made with kwargs, whose instances take one RewardInput. The module may lie in
-    the working directory; it is imported in a process of its own."""
+    row and kwargs; or a class, made with kwargs, whose instances take one RewardInput. The module may be in
+    the working directory; it is imported in a separate process."""
     weight: float = 1.0
     """Weight of this reward in the total."""
     on_error: Literal["fail", "drop"] = "fail"
     """What happens if a reward raises, times out or returns anything but a finite number. fail: the run stops
     and names the row and the exception. drop: the rollout is dropped and counted. An answer that a verifier
-    cannot parse is not such an error: it scores 0 and is counted as junk."""
+    cannot parse does not count as an error: it scores 0 and is counted as junk."""
     timeout_seconds: Seconds = 60.0
     """Deadline of one call; http: of one attempt. A verifier that misses it is killed, and the answer scores
     0; the process of any other reward is killed, and on_error applies."""
     max_concurrency: PositiveInt = 64
-    """Async functions, http: most concurrent calls."""
+    """Async functions, http: maximum number of concurrent calls."""
     url: Name | None = None
     """http: the address that samples are sent to, http://... or https://...; the protocol is in
     docs/how-to/own-reward.md."""
     token_env: Variable | None = None
     """http: the environment variable with the token that is sent as `Authorization: Bearer TOKEN`."""
     batch_size: PositiveInt = 64
-    """http: most samples per request."""
+    """http: maximum number of samples per request."""
     retries: int = Field(2, ge=0, le=20)
     """http: how often a request is retried after a timeout or a status such as 503."""
     answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"

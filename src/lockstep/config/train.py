@@ -28,8 +28,7 @@ class TrainConfig(Config):
     """Ring attention size: how many ranks share the tokens of each pack. Backend fsdp2 only. The data
     parallel size is ranks / (tp * ring)."""
     tp_plan: Literal["auto", "hf", "lockstep"] = "auto"
-    """How matrices are split under tensor parallel: by transformers' plan or by Lockstep's. auto:
-    lockstep."""
+    """How tensor parallelism splits matrices: by transformers' plan or by Lockstep's. auto: lockstep."""
     zero_stage: int = Field(2, ge=0, le=3)
     """Stage of DeepSpeed's ZeRO. Backend deepspeed only."""
     reshard_after_forward: bool = True
@@ -55,8 +54,8 @@ class TrainConfig(Config):
 
     token_budget: PositiveInt | Literal["auto"] = "auto"
     """Token slots of one micro-batch (in layout shared, those that are computed); decides activation memory.
-    auto: 4096 on a CPU; on CUDA the largest of a few up to 32768 that the memory plan has room for; never
-    below the longest document."""
+    auto: 4096 on a CPU; on CUDA the largest of a few values up to 32768 that fits the memory plan; never
+    less than the length of the longest document."""
     static_capacity: bool | None = None
     """Pad every pack to one of a few static capacities (one graph per bucket). None: on for compiled
     modes, else off."""
@@ -67,9 +66,9 @@ class TrainConfig(Config):
     engine.name = 'native' the rollout's logprobs then equal the trainer's. None: on with that engine on CUDA
     in bfloat16 under varlen attention, else off."""
     reuse_rollout_logprobs: bool | None = None
-    """Use the rollout's logprobs as old_logprobs instead of a forward over every sample; a few micro-batches
-    of each step are recomputed and must be bitwise equal. None: on if trainer and engine have the same kernel
-    contract."""
+    """Use the rollout's logprobs as old_logprobs instead of recomputing them for every sample. As a check, a
+    few micro-batches of each step are recomputed and must be bitwise equal. None: on if trainer and engine
+    have the same kernel contract."""
     deterministic: bool = Field(False, json_schema_extra={"alias": "--deterministic"})
     """Make the run reproducible: repeated on the same machine, it gives bitwise the same weights, whose hash
     is logged each step. Slower on CUDA. Also written `--deterministic`."""
@@ -99,11 +98,11 @@ class TrainConfig(Config):
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps during which the learning rate rises linearly to lr."""
     min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
-    """Learning rate at the end of linear and cosine decay, as a share of lr."""
+    """Learning rate at the end of linear and cosine decay, as a fraction of lr."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Parameter of AdamW."""
+    """Betas of AdamW."""
     eps: PositiveFloat = 1e-8
-    """Parameter of AdamW."""
+    """Epsilon of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay. It applies to matrices only, not to norms, biases or embeddings."""
     max_grad_norm: PositiveFloat = 1.0
@@ -162,7 +161,8 @@ class EvalConfig(Config):
     after: bool = True
     """Evaluate after the last step."""
     num_prompts: PositiveInt = 256
-    """Number of held-out prompts. A file with less than twice as many rows holds out a fifth of them."""
+    """Number of held-out prompts. If a file has fewer than twice as many rows, a fifth of its rows are held
+    out."""
     samples_per_prompt: PositiveInt = 1
     """Completions per prompt; accuracies are over all of them."""
     temperature: Temperature = 0.0
@@ -170,8 +170,8 @@ class EvalConfig(Config):
     max_tokens: PositiveInt | None = None
     """Longest completion in an evaluation. None: rollout.sampling.max_tokens."""
     before_max_tokens_factor: PositiveInt = 1
-    """The evaluation before training may use this many times the tokens: with 2, learning to stop does not
-    count as learning. Above 1 the lines that compare evaluations say so."""
+    """Factor by which max_tokens is raised in the evaluation before training. With 2, a policy does not seem
+    to improve merely because it learns to stop in time. Above 1 the lines that compare evaluations say so."""
     kinds: dict[Name, str] = Field(default_factory=dict)
     """Kinds of problems whose lenient accuracy is reported separately, as eval/lenient_accuracy/NAME: for
     each name, a regular expression that is searched for in the rendered prompt."""

@@ -33,19 +33,19 @@ class ValueConfig(Config):
     lr: PositiveFloat = 1e-5
     """Learning rate after warm-up; 1e-5 in verl, 9e-6 in OpenRLHF."""
     schedule: Literal["constant", "linear", "cosine"] | None = None
-    """Of the learning rate after warm-up."""
+    """Learning rate schedule after warm-up."""
     warmup_steps: NonNegativeInt | None = None
     """Optimizer steps of the value model until `lr` is reached."""
     min_lr_ratio: float | None = Field(None, ge=0.0, le=1.0)
-    """Learning rate at the end of a decay, as a share of lr."""
+    """Learning rate at the end of a decay, as a fraction of lr."""
     betas: tuple[float, float] | None = None
-    """AdamW's."""
+    """Betas of AdamW."""
     eps: PositiveFloat | None = None
-    """AdamW's."""
+    """Epsilon of AdamW."""
     weight_decay: NonNegativeFloat | None = None
-    """On matrices only."""
+    """AdamW's weight decay. It applies to matrices only."""
     max_grad_norm: PositiveFloat | None = None
-    """The gradient is scaled down to this L2 norm."""
+    """A gradient with a larger L2 norm is scaled down to this norm."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] | None = None
     """adamw8bit needs torchao."""
     optimizer_device: Literal["model", "cpu"] | None = None
@@ -53,7 +53,7 @@ class ValueConfig(Config):
     grad_accum_dtype: Literal["float32", "model"] | None = None
     """Dtype in which the gradients of several micro-batches are added up."""
     activation_checkpointing: bool | None = None
-    """Compute the inside of each block again in backward."""
+    """Recompute the inside of each block in backward."""
     minibatches: PositiveInt | None = None
     """Optimizer steps per pass over a rollout batch."""
     epochs_per_batch: PositiveInt | None = None

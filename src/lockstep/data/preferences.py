@@ -339,8 +339,8 @@ class UnpairedSet(SFTSet):
     """Tokenised answers with labels; samples are UnpairedSamples."""
 
     def check_prompts(self, *, steps: int, n: int, seed: int) -> None:
-        """Check that no batch of n answers is to one prompt alone: KTO's baseline takes each prompt with the
-        answer to another one.
+        """Check that no batch of n answers is to one prompt alone: KTO's baseline combines each prompt
+        with the answer to another prompt.
 
         Raises:
             DataError: the step, and what to change.
@@ -349,8 +349,8 @@ class UnpairedSet(SFTSet):
         most = max(Counter(prompts).values())
         if most == len(self):
             raise DataError(
-                f"wrong-pairs: all {most} answers are to one prompt, and KTO's baseline takes each prompt "
-                "with the answer to another one; add answers to other prompts"
+                f"wrong-pairs: all {most} answers are to one prompt, and KTO's baseline combines each "
+                "prompt with the answer to another prompt; add answers to other prompts"
             )
         for step in range(steps if most >= n else 0):
             rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
@@ -358,8 +358,8 @@ class UnpairedSet(SFTSet):
                 or_shuffle = "" if self._shuffle else ", or set data.shuffle = true"
                 raise DataError(
                     f"wrong-pairs: the {n} answers of step {step + 1} are all to one prompt, and KTO's "
-                    "baseline takes each prompt with the answer to another one; raise batch_size above "
-                    f"{most}, the most answers that a prompt has{or_shuffle}"
+                    "baseline combines each prompt with the answer to another prompt; raise batch_size above "
+                    f"{most}, the largest number of answers to one prompt{or_shuffle}"
                 )
 
     @property

@@ -545,7 +545,7 @@ def load_policy(
 
 def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: TrainBackend) -> LoadedModel:
     """Return the model that the engine samples with: the trainer's own module where its Parameters are whole
-    between calls, else a second one, into which every push copies."""
+    between calls, else a second module, into which every weight push copies."""
     if backend.weights(policy_version=0).shared_module is model.module:
         return model
     merged = resolved.run.model.model_copy(

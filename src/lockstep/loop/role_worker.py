@@ -314,7 +314,7 @@ class RoleWorker:
         elif alone and self._grouped:
             lost = "it works together with the processes of other ranks and cannot restart alone"
         elif self.restarts >= self._config.remote_restarts:
-            lost = f"it was restarted cluster.remote_restarts = {self.restarts} times already"
+            lost = f"it was already restarted {self.restarts} times (cluster.remote_restarts)"
         if lost is not None:
             folder = self._folder
             on = "" if folder is None else f": {resume_command(folder, self._ranks)}"

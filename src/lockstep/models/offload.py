@@ -170,7 +170,7 @@ class PendingCopy:
         if self._thread.is_alive():
             raise TrainError(
                 f"deadline: the copy of the train state for a checkpoint took more than {seconds:.0f} s; is "
-                "the machine out of memory and swapping? checkpoint.background = false makes none"
+                "the machine out of memory and swapping? checkpoint.background = false saves without a copy"
             )
 
     def take(self) -> list[Tensor]:

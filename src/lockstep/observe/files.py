@@ -41,8 +41,7 @@ def check_writable(path: Path | None, *, flag: str = "--json") -> None:
         return
     if problem := path_problem(str(path)):
         raise ConfigError(
-            f"bad-file-name: {flag} {str(path)[:40]!r} cannot be the name of a file: {problem}; choose "
-            "another"
+            f"bad-file-name: {flag} {str(path)[:40]!r} is not a valid file name: {problem}; choose another"
         )
     if path.is_dir():
         raise ConfigError(f"not-a-file: {flag} {str(path)!r} is a folder; name a file in it")

@@ -128,8 +128,8 @@ class NodeFolders:
         for name in files:  # on every rank alike: none waits for another
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointError(
-                    f"leads-out-of-folder: rank {sender} sends a file named {name[:200]!r}, which leads out "
-                    f"of {folder}"
+                    f"leads-out-of-folder: rank {sender} sent a file named {name[:200]!r}, which points "
+                    f"outside {folder}"
                 )
         rank, errors = self._ranks.rank, list[OSError]()
         for name, size in files.items():

@@ -135,8 +135,8 @@ def foreign_call(named: Mapping[str, Any]) -> ForeignCall:
         what = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise RecordingError(
             f"wrong-shape: record: the module was called with arguments {sorted(named)[:20]}, and "
-            f"'input_ids' is {what}; a recording holds token ids, [B, L] of an integer dtype. Hook the "
-            "module that is given them"
+            f"'input_ids' is {what}; a recording needs integer token ids of shape [B, L]. Hook the module "
+            "that takes them"
         )
     host, scalars = _host({name: value for name, value in named.items() if name != "input_ids"})
     # Copied even from the CPU: the program may reuse its buffers before the recording is written.

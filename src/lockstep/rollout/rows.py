@@ -262,7 +262,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"wrong-format: --data {str(path)!r} is neither {' nor '.join(SUFFIXES)}; name a file of samples"
+            f"wrong-format: --data {str(path)!r} must end in {' or '.join(SUFFIXES)}; give a file of samples"
         )
     meta = read_meta(path)
     if meta is not None and not meta["complete"]:

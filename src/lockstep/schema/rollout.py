@@ -170,7 +170,7 @@ class Trajectory:
         if completion.prompt_token_ids != self.token_ids + token_ids:
             raise ValueError(
                 f"the completion's prompt ({len(completion.prompt_token_ids)} tokens) is not the trajectory "
-                f"({len(self.token_ids)} tokens) and the {len(token_ids)} tokens that were added"
+                f"({len(self.token_ids)} tokens) followed by the {len(token_ids)} added tokens"
             )
         added = (Span(author="tool", token_ids=token_ids),) if token_ids else ()
         later = Trajectory.of(completion)

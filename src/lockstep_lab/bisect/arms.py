@@ -334,8 +334,8 @@ def check_bisectable(name: str, options: ReplayOptions) -> None:
         )
     if cell.layout == "shared":
         raise ConfigError(
-            f"unsupported-combination: --{name} has --layout shared: one row is computed for several "
-            "documents there, whose gradients are not those of a row of another cell; use --layout packed"
+            f"unsupported-combination: --{name} has --layout shared: one row may belong to several "
+            "documents, so its gradients cannot be compared with another cell's; use --layout packed"
         )
     if options.optimizer_step:
         raise ConfigError(

@@ -103,7 +103,7 @@ def check_empty(out: Path, name: str = "--out") -> None:
     """Raise ConfigError: `out` is a file or holds something."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
-            f"already-exists: {name} {out} is there already and not an empty folder; name a new one"
+            f"already-exists: {name} {out} already exists and is not an empty folder; choose another"
         )
 
 

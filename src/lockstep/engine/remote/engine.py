@@ -295,7 +295,7 @@ class RemoteEngine(ReceivingEngine):
         assert self._server is not None
         if self._restarts >= self._config.max_restarts:
             raise EngineError(
-                f"process-died: {death}, and it was started again {self._restarts} times already "
+                f"process-died: {death}; it was already restarted {self._restarts} times "
                 f"(engine.max_restarts = {self._config.max_restarts}). {self._server.log_text()}"
             ) from death
         self._restarts += 1

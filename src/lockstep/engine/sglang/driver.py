@@ -123,7 +123,7 @@ class SGLangDriver(ServerDriver):
             reply, aborting=True, weight_version=self.weight_version
         )
         if sample is None:
-            raise BadReply(f"wrong-result: engine {NAME} answered a sample that has not ended")
+            raise BadReply(f"wrong-result: engine {NAME} returned an unfinished sample")
         return sample
 
     def load(self, seconds: float) -> Load:

@@ -116,7 +116,7 @@ def _eager_flags(flags: frozenset[str]) -> tuple[str, ...]:
 def _own_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
     if spec.device == "cpu" and config.batch_invariant:
         raise ConfigError(
-            "missing-device: engine.batch_invariant = true needs a GPU: SGLang's kernels for it are CUDA's"
+            "missing-device: engine.batch_invariant = true needs a GPU: SGLang's kernels for it need CUDA"
         )
     if spec.device == "cpu" and config.offload:
         raise ConfigError(
@@ -494,7 +494,7 @@ class Partial:
         if any(not isinstance(entry, list) or len(entry) < 2 for entry in entries):
             raise ValueError("an entry of output_token_logprobs is not [logprob, id, text]")
         if any(type(entry[1]) is not int or entry[1] != one for entry, one in zip(entries, ids, strict=True)):
-            raise ValueError("logprobs of other tokens than the sampled ones")
+            raise ValueError("logprobs for tokens other than the sampled ones")
         # A logprob that is not finite is null in JSON; the check of the sample refuses it.
         self.logprobs += logprobs([entry[0] for entry in entries], "output_token_logprobs")
         self.token_ids += ids

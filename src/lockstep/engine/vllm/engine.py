@@ -140,7 +140,7 @@ class VLLMEngine(ReceivingEngine):
         token_ids = tuple(answer.token_ids)
         flat = answer.logprobs
         if list(flat.token_ids) != list(token_ids):  # logprobs = 0: the sampled token's and no other
-            raise EngineError(f"wrong-result: engine {NAME} gave logprobs of other tokens than it sampled")
+            raise EngineError(f"wrong-result: engine {NAME} returned logprobs for tokens it did not sample")
         logprobs = tuple(flat.logprobs)
         if answer.finish_reason not in _FINISH_REASONS:
             raise EngineError(
@@ -441,7 +441,7 @@ class OwnThread:
         """
         if self._stuck is not None:
             raise EngineError(
-                f"deadline: {self._name} is still in {self._stuck}, whose deadline passed; start again"
+                f"deadline: {self._name} missed the deadline of {self._stuck} and is still busy; start again"
             )
         future: Future[_Result] = Future()
         started = time.monotonic()

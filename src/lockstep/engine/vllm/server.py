@@ -245,7 +245,7 @@ class VLLMDriver(ServerDriver):
             cached = whole(details.get("cached_tokens") or 0, "cached_tokens")
             prompt_tokens, reason = whole(usage["prompt_tokens"], "prompt_tokens"), choice["finish_reason"]
         if named != ids:
-            raise EngineError("wrong-result: engine vllm returned logprobs of other tokens than it sampled")
+            raise EngineError("wrong-result: engine vllm returned logprobs for tokens it did not sample")
         if scored and min(scored) <= _NO_LOGPROB:
             token = ids[scored.index(min(scored))]
             raise EngineError(
