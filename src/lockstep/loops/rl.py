@@ -5,7 +5,17 @@
       └── engine.load(policy) ◄── optimizer steps ◄── loss, backward ◄────────────────────┘
 
 `Run` is everything around the loop: folder, checkpoints, metrics, display, signals. `Builder` makes the parts
-that the config names. `examples/own_loop.py` is this page without `Run`.
+that the config names. `examples/own_loop.py` is this page without `Run`. To change a step, copy the page:
+
+- `environment.tasks(step, n, seed)` gives the tasks of a step, `held_out(n)` those of evaluations. A task is
+  a `Prompt`: `token_ids`, `text`, `row`. Other data, turns or rewards are a subclass of
+  `lockstep.Environment`; to choose among the config's tasks, replace `environment.tasks` once it is built.
+- `sampled.groups[i]` is a task, `prompt`, with its `rollouts`; `samples` are these as documents of L tokens,
+  prompt and completion. `sample.loss_mask` is True where a token of the policy is predicted, which is
+  `sample.num_trained` times. `sample.rollout_logprobs`, `ref_logprobs[i]` and `estimates.advantages[i]`, [L]
+  float32, belong to the same tokens. Advantages may be changed in place before `policy.pack`.
+- `metrics` takes any name with a number, for metrics.jsonl, TensorBoard and wandb. Variables of your own are
+  in no checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +51,8 @@ def train(
         environment = build.environment(environment, rewards=rewards)  # checked before weights are read
         algorithm = build.algorithm()  # advantages and loss
         policy = build.policy(algorithm)  # local, fsdp2 or deepspeed
-        reference, critic = build.roles(policy, environment, algorithm)  # None where the algorithm has none
+        # None without algorithm.kl.coef > 0 (1e-12: a reference, and no KL worth naming), and but for PPO.
+        reference, critic = build.roles(policy, environment, algorithm)
         engine = build.engine(policy)  # hf, native, vllm or sglang: token ids in, token ids and logprobs out
         rollouts = build.rollouts(engine, environment, algorithm)
         describe(run, build, environment=environment, policy=policy, engine=engine)
