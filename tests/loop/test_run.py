@@ -2,7 +2,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import sampled
@@ -15,6 +15,7 @@ from lockstep.config.train import EvalConfig
 from lockstep.errors import ConfigError, DataError, EngineError, RewardError
 from lockstep.loop.evaluate import Evaluation, score
 from lockstep.loop.run import Run
+from lockstep.loops import rl
 from lockstep.ranks.context import RankContext
 from lockstep.rollout import prompt_kinds
 from lockstep.rollout.environment import SingleTurn
@@ -214,3 +215,22 @@ def test_a_due_last_checkpoint_is_not_saved_twice(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Run, "save", lambda self, done, **how: saved.append(done) or save(self, done, **how))
     loops.train(tiny(tmp_path / "run", **{"checkpoint.every": 3}))
     assert saved == [3]
+
+
+def test_a_page_that_writes_no_rollouts_has_them_written(tmp_path: Path) -> None:
+    """A copy of the page without the line: the same rollouts and ledger, each step's once."""
+    lines = Path(rl.__file__).read_text().splitlines(keepends=True)
+    page: dict[str, Any] = {}
+    exec("".join(line for line in lines if "run.write_rollouts(" not in line), page)
+    loops.train(tiny(tmp_path / "theirs"))
+    page["train"](tiny(tmp_path / "ours"))
+    names = ["ledger.jsonl", *(f"rollouts/step-{step:06d}.jsonl" for step in range(3))]
+    ours, theirs = ([(tmp_path / run / name).read_text() for name in names] for run in ("ours", "theirs"))
+    assert ours == theirs and all(theirs)
+
+
+def test_the_folder_to_resume_may_be_a_text(tmp_path: Path) -> None:
+    run = tiny(tmp_path / "run", steps=1)
+    rl.train(run)
+    rl.train(tiny(tmp_path / "run", steps=2), resume=str(tmp_path / "run"))  # type: ignore[typeddict-item]
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2

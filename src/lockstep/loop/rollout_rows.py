@@ -59,7 +59,13 @@ class RolloutLog:
         """Return the rows of the step that was begun last, once they are written, and those of the ledger,
         which are not. Raises LockstepError."""
         assert self._rows is not None, "begin() comes first"
-        return self._rows.result()
+        rows, self._rows = self._rows, None
+        return rows.result()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step was begun that nobody has waited for."""
+        return self._rows is not None
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup], *, skip_special_tokens: bool) -> Rows:

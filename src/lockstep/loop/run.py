@@ -137,6 +137,7 @@ class Run:
         self.config = config
         self.ranks = ranks or RankContext.alone()
         config_toml = dump_toml(config)
+        resume = None if resume is None else Path(resume)
         compare_settings(config_toml, self.ranks, resume=resume)
         mode = config.log.display if self.ranks.is_first else "off"
         self.display = Display(config.name, total_steps=config.steps, mode=mode)
@@ -165,18 +166,16 @@ class Run:
         self._policy: Policy | None = None
         self._compiled: CompileMeter | None = None
         self._gap_seen = False
-        self._logged = 0
-        """Number of steps in metrics.jsonl."""
+        self._steps_logged = 0
         self._between: dict[str, float] = {}
         """Seconds of evaluations and saves since the last step."""
         self._rollouts = RolloutLog(self.dir)
         self._sampled: SampledStep | None = None
         """The rollouts that the step is on; None: it is on documents."""
         self._restart = recovery()
-        say = self.display.note
         try:
             self._recorders = RunRecorders(self.dir.path, self.ranks, folders=self._folders, spans=self.spans)
-            self._manifest = RunManifest(run=config, dir=self.dir, ranks=self.ranks, say=say)
+            self._manifest = RunManifest(run=config, dir=self.dir, ranks=self.ranks, say=self.display.note)
             self._saving = Saving(
                 self._manifest,
                 folders=self._folders,
@@ -341,7 +340,7 @@ class Run:
 
     def _begin(self, done: int) -> None:
         """Open the metrics, on rank 0, for the steps after the first `done`."""
-        self.first_step = self._logged = done
+        self.first_step = self._steps_logged = done
         with self.ranks.fail_together("opening the metrics"):
             if self._resumed:
                 known = self._saving.state.is_evaluated
@@ -402,7 +401,7 @@ class Run:
                 return
             self._sampled = batch if isinstance(batch, SampledStep) else None
             yield done, batch
-            assert self._logged == done + 1, "log() ends each step"
+            assert self._steps_logged == done + 1, "log() ends each step"
 
     def stop_deferring(self) -> None:
         """Let a signal stop the process at once again: nothing that it could wait for comes any more."""
@@ -455,7 +454,7 @@ class Run:
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Begin to write the rollouts that a step is trained on: in a thread, since a GPU leaves the
-        processor idle in forward and backward. `log` waits for it."""
+        processor idle in forward and backward. `log` waits for it, and calls it for a loop that did not."""
         config = self.config
         assert config.sampling is not None and self._sampled is not None, "documents are no rollouts"
         skip, requested = config.sampling.skip_special_tokens, self._sampled.requested
@@ -474,13 +473,14 @@ class Run:
             LockstepError: the rollouts could not be written.
         """
         if self._sampled is not None:
+            if not self._rollouts.begun:
+                self.write_rollouts(step, self._sampled.groups)
             self._log_rollouts()
             metrics = {**metrics, **self._sampled.counts}
         assert self._policy is not None and self._compiled is not None, "restore() comes first"
         values = {**metrics, **self._gap_metrics(metrics), **self._compiled.metrics()}
-        hashed = {}
-        if self.config.train.deterministic:
-            hashed = {"weights_hash": weights_hash(self._policy.backend)}
+        exact = self.config.train.deterministic
+        hashed = {"weights_hash": weights_hash(self._policy.backend)} if exact else {}
         times = self.spans.flush() | self._between
         seconds = times["time/step"]
         tokens = values.get("rollout/tokens", values.get("input/tokens", 0.0))
@@ -488,7 +488,7 @@ class Run:
         speed = {"throughput/tokens_per_second": tokens / seconds if seconds else 0.0}
         values = {**values, **times, **speed, **self._memory()}
         self._write(step, values | hashed)
-        self._logged = step + 1
+        self._steps_logged = step + 1
         self.display.step(step, values, seconds=seconds)
         if self._restart is not None and "step" not in self._restart.phases:
             self._restart.mark("step")
