@@ -23,6 +23,7 @@ from lockstep.observe.metrics import MetricsLog
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
 from lockstep.ranks.environment import COPIES, PEER_SERVER, RESTART, Recovery, recovery
+from lockstep.ranks.in_memory_checkpoint import is_in_memory
 from lockstep.train.state.files import Layout, LiveTensors
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -58,7 +59,7 @@ class Backend:
 @pytest.fixture
 def copies(tmp_path: Path) -> PeerCheckpoints:
     said: list[str] = []
-    folder = tmp_path / "lockstep-copies-a1b2c3"  # so named, it is known to be in memory
+    folder = tmp_path / "lockstep-copies-a1b2c3d4"  # so named, it is known to be in memory
     folder.mkdir()
     made = PeerCheckpoints(folder, ranks=RankContext.alone(), say=said.append)
     made.said = said  # type: ignore[attr-defined]
@@ -259,3 +260,15 @@ def test_without_either_it_ends_rather_than_lose_steps(dead, tmp_path):
     with pytest.raises(CheckpointError) as ended:
         loops.train(dead, resume=tmp_path / "run")
     assert ended.value.code == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("path", "held"),
+    [
+        ("/dev/shm/lockstep-copies-a1b2c3d4/step-000003/value/state.json", True),
+        ("runs/lockstep-copies-a1b2c3d4/checkpoints/step-000003/state.json", False),
+        ("runs/lockstep-copies-of-runs/step-000003/state.json", False),
+    ],
+)
+def test_a_file_in_memory_is_known_by_the_launchers_folder_alone(path: str, held: bool) -> None:
+    assert is_in_memory(Path(path)) is held

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -32,14 +33,15 @@ PLACE = SHARED_MEMORY
 LEAST_BYTES = 2**24
 """Least free memory at the start; the amount needed is known once the model is loaded."""
 _PREFIX = "lockstep-copies-"
+_FOLDER = re.compile(_PREFIX + r"[a-z0-9_]{8}")
 _STEP = re.compile(r"step-(\d{6,12})")
 _FILE = re.compile(r"(?:[a-z_]{1,40}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}")
 """A file of the policy, or of another role in its folder."""
 
 
 def is_in_memory(path: Path) -> bool:
-    """Return whether a file is of a copy in memory."""
-    return any(part.startswith(_PREFIX) for part in path.parts)
+    """Return whether a file is of a copy in memory: it lies in a step's folder, right below a launcher's."""
+    return any(_FOLDER.fullmatch(a) and _STEP.fullmatch(b) for a, b in itertools.pairwise(path.parts))
 
 
 @contextlib.contextmanager
