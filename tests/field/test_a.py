@@ -440,6 +440,20 @@ def test_a_prompt_beside_whole_conversations_begins_them(tiny_folder, tmp_path):
         )
 
 
+@pytest.mark.parametrize(("prompt", "taken"), [("a", True), (" a\n", True), ("user: a", True), ("b", False)])
+def test_a_text_beside_whole_conversations_is_one_of_their_messages(tiny_folder, tmp_path, prompt, taken):
+    row = {"prompt": prompt, **{k: [asked("a"), said(k)] for k in ("chosen", "rejected")}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    if taken:
+        assert len(load_preferences(data, tokenizer=tokenizer)) == 1
+        return
+    with raises(DataError, "wrong-pairs: line 1") as caught:
+        load_preferences(data, tokenizer=tokenizer)
+    assert "'b' is in no message of the conversation" in str(caught.value)
+
+
 # end of 10
 
 

@@ -301,12 +301,26 @@ def _content(
         setting = "data.chosen_column" if column == config.chosen_column else "data.rejected_column"
         raise missing_column(column, row, setting=setting, source=where)
     if _is_conversation(answer):
-        if not isinstance(prompt, list):  # a text beside conversations is a copy of one of their messages
-            return Conversation(messages=chat.with_system(clean_messages(answer, where=place)))
+        if not isinstance(prompt, list):
+            messages = clean_messages(answer, where=place)
+            _check_copy(prompt, messages, place)
+            return Conversation(messages=chat.with_system(messages))
         prompt, answer = _split(prompt, answer, place)
     if prompt is None:
         raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
     return answered(prompt, answer, row, config=config, chat=chat, where=place)
+
+
+def _check_copy(prompt: Any, messages: Sequence[Message], where: str) -> None:
+    """Refuse a text beside a conversation that is a copy of none of its messages."""
+    if not isinstance(prompt, str) or not prompt.strip():
+        return
+    texts = [text.strip() for message in messages if isinstance(text := message.get("content"), str)]
+    if not any(text and (text in prompt or prompt.strip() in text) for text in texts):
+        raise DataError(
+            f"wrong-pairs: {where}: the row's prompt {prompt[:60]!r} is in no message of the "
+            "conversation; correct the row, or leave the prompt's column out"
+        )
 
 
 def _is_conversation(answer: Any) -> bool:
