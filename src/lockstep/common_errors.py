@@ -59,9 +59,11 @@ def already_exists(what: str, fix: str) -> ConfigError:
     return ConfigError(f"already-exists: {what} exists already; {fix}")
 
 
-def damaged(error: type[LockstepError], path: Path | str, why: object, /, **fields: Any) -> LockstepError:
+def damaged(
+    error: type[LockstepError], path: Path | str, why: object, /, *, fix: str = "", **fields: Any
+) -> LockstepError:
     """A file that Lockstep wrote, and that cannot be what it wrote."""
-    return error(f"damaged-file: {path} is damaged ({why})", **fields)
+    return error(f"damaged-file: {path} is damaged ({why}){fix and f'; {fix}'}", **fields)
 
 
 def hash_differs(
@@ -74,7 +76,7 @@ def hash_differs(
 
 
 def leads_out(error: type[LockstepError], link: object, folder: object, /, **fields: Any) -> LockstepError:
-    """A link in a folder of ours that leads to another place."""
+    """A link in a folder of ours that leads, or may lead, to another place."""
     text = f"{link}: is a link that leads out of {folder}; put the file or folder itself there"
     return error(f"leads-out-of-folder: {text}", **fields)
 
@@ -102,11 +104,12 @@ def other_tensors(
     missing: Collection[str],
     unknown: Collection[str] = (),
     *,
+    misshapen: Collection[str] = (),
     code: str = "wrong-weights",
 ) -> LockstepError:
-    """Tensors by other names than the model has."""
-    kinds = ((missing, "missing"), (unknown, "unknown"))
-    found = [f"{len(names)} {kind} {sorted(names)[:5]}" for names, kind in kinds if names]
+    """Tensors by other names, or of other shapes, than the model has."""
+    kinds = ((missing, "missing"), (unknown, "unknown"), (misshapen, "of another shape"))
+    found = [f"{len(n)} {kind} {[each[:80] for each in sorted(n)[:5]]}" for n, kind in kinds if n]
     return error(f"{what}: weights do not fit the model: {', '.join(found)}", code=code)
 
 

@@ -174,10 +174,12 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
         raise error.with_message(f"{error}; choose another --checkpoint") from error
     with opened as stored, torch.no_grad():
         weights = stored.weights()
-        wrong = [n for n, load in weights.items() if n not in own or own[n].shape != load.shape]
-        missing = sorted(trained - weights.keys())
-        if wrong or missing:
-            raise other_tensors(CheckpointError, str(directory), missing, wrong, code="other-model")
+        unknown, missing = weights.keys() - own.keys(), trained - weights.keys()
+        misshapen = [n for n, load in weights.items() if n in own and own[n].shape != load.shape]
+        if unknown or missing or misshapen:
+            raise other_tensors(
+                CheckpointError, str(directory), missing, unknown, misshapen=misshapen, code="other-model"
+            )
         for name, load in weights.items():
             own[name].copy_(load())
 
@@ -206,5 +208,6 @@ def _sequence(checkpoint: Path) -> int:
     value = read_json(checkpoint / _COMPLETE, CheckpointError, root=checkpoint)
     sequence = value.get("sequence") if isinstance(value, dict) else None
     if not isinstance(sequence, int):
-        raise damaged(CheckpointError, checkpoint / _COMPLETE, f"sequence {sequence!r:.80}")
+        why = f"sequence {sequence!r:.80}"
+        raise damaged(CheckpointError, checkpoint / _COMPLETE, why, fix="name a step by --checkpoint")
     return sequence

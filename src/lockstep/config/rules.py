@@ -361,11 +361,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
             at="train.token_budget",
         ),
         Rule(
-            lambda r: (
-                r.engine.kv_cache_tokens is not None and r.engine.kv_cache_tokens < r.longest_sequence - 1
-            ),
+            lambda r: r.engine.kv_cache_tokens is not None and r.engine.kv_cache_tokens < r.longest_context,
             "contradiction: engine.kv_cache_tokens = {0.engine.kv_cache_tokens} is below the "
-            "{0.longest_sequence} - 1 tokens that one sample of training or evaluation can need "
+            "{0.longest_context} tokens that one sample of training or evaluation can need "
             "(data.max_prompt_tokens + rollout.sampling.max_tokens - 1; the evaluation before training "
             "may use more, see eval.before_max_tokens_factor); raise engine.kv_cache_tokens",
         ),

@@ -191,6 +191,11 @@ class GRPORun(RunConfig):
         evaluated += [eval_tokens * self.eval.before_max_tokens_factor] * self.eval.before
         return max([prompts + tokens, *(eval_prompts + each for each in evaluated)])
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens of one sample in the KV cache: the last one is never fed back."""
+        return self.longest_sequence - 1
+
     @check
     def _check(self) -> GRPORun:
         refuse(self, "run (rl)")

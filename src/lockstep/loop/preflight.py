@@ -466,7 +466,7 @@ def check_own_backend(run: RunConfig) -> None:
 
     Raises:
         ConfigError: a setting that the backend does not read, or refuses; or the run cannot be recorded,
-            because the backend says that it shards weights; or its `save` cannot copy to memory.
+            because the backend says that it shards weights.
     """
     name = run.train.backend
     if ":" in name:

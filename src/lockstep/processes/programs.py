@@ -2,8 +2,9 @@
 
     Child([*python(ROLE_SERVER), str(path)])     # python -m lockstep.loop.role_server PATH
 
-The names of modules stand here only. Every process that we start has MARKER in its environment. Nothing is
-recognised by a module's name in its command line: modules move, and anyone may run a file of that name.
+The names of the modules of `lockstep` stand here only. Every process that we start has MARKER in its
+environment. Nothing is recognised by a module's name in its command line: modules move, and anyone may run a
+file of that name.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def marked(environment: Mapping[str, str]) -> dict[str, str]:
 
 def role_of(process: psutil.Process) -> str | None:
     """Return the role of a process of ours: "guard" for a supervisor, "rank0", "roles", ..., "" before the
-    process has named itself. None: Lockstep did not start it, or its environment cannot be read.
+    process has named itself, and for what it has started by itself. None: Lockstep did not start it, or its
+    environment cannot be read.
 
     Raises:
         psutil.NoSuchProcess: it has ended.

@@ -290,8 +290,8 @@ class Recorder:
             match = _WEIGHTS.fullmatch(folder.name)
             if match is None:
                 continue
-            if folder.is_symlink() or folder.parent.is_symlink():
-                raise leads_out(RecordingError, folder, "the recording")
+            if (link := folder).is_symlink() or (link := folder.parent).is_symlink():
+                raise leads_out(RecordingError, link, "the recording")
             if int(match[1]) >= self.settings.resume_at and self.settings.rank == 0:
                 shutil.rmtree(folder)
             else:

@@ -190,7 +190,7 @@ def _inside(recording: Path, name: str) -> Path | None:
     if not os.path.lexists(folder / FILE):
         return None
     if folder.resolve() != folder:
-        raise leads_out(RecordingError, folder, "the recording")
+        raise leads_out(RecordingError, folder, root.parent if name.startswith("../") else "the recording")
     with open_plain(folder / FILE, RecordingError, root=folder):
         return folder
 
