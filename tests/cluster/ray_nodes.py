@@ -17,7 +17,7 @@ token = folder / "token"
 with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
     file.write(secrets.token_hex(32))
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
-os.environ |= {"RAY_raylet_start_wait_time_s": "120", "RAY_TMPDIR": str(folder)}
+os.environ |= {"RAY_raylet_start_wait_time_s": "380", "RAY_TMPDIR": str(folder)}
 # Jobs run "python", which must be this one.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 # Ray notes its newest cluster there, and a job joins the one that is noted in its node's own folder.
