@@ -11,9 +11,10 @@ that the config names. `examples/own_loop.py` is this page without `Run`. To cha
   a `Prompt`: `token_ids`, `text`, `row`. Other data, turns or rewards are a subclass of
   `lockstep.Environment`; to choose among the config's tasks, replace `environment.tasks` once it is built.
 - `sampled.groups[i]` is a task, `prompt`, with its `rollouts`; `samples` are these as documents of L tokens,
-  prompt and completion. `sample.loss_mask` is True where a token of the policy is predicted, which is
-  `sample.num_trained` times. `sample.rollout_logprobs`, `ref_logprobs[i]` and `estimates.advantages[i]`, [L]
-  float32, belong to the same tokens. Advantages may be changed in place before `policy.pack`.
+  prompt and completion. `sample.loss_mask` is True where the next token is the policy's own, and
+  `sample.num_trained` counts those. `sample.rollout_logprobs`, `ref_logprobs[i]` and
+  `estimates.advantages[i]`, [L] float32, belong to the same tokens. Advantages may be changed in place
+  before `policy.pack`.
 - `metrics` takes any name with a number, for metrics.jsonl, TensorBoard and wandb. Variables of your own are
   in no checkpoint.
 """
@@ -51,7 +52,8 @@ def train(
         environment = build.environment(environment, rewards=rewards)  # checked before weights are read
         algorithm = build.algorithm()  # advantages and loss
         policy = build.policy(algorithm)  # local, fsdp2 or deepspeed
-        # None without algorithm.kl.coef > 0 (1e-12: a reference, and no KL worth naming), and but for PPO.
+        # The reference is None unless algorithm.kl.coef > 0 (1e-12 loads one at a negligible penalty); only
+        # PPO has a critic.
         reference, critic = build.roles(policy, environment, algorithm)
         engine = build.engine(policy)  # hf, native, vllm or sglang: token ids in, token ids and logprobs out
         rollouts = build.rollouts(engine, environment, algorithm)
