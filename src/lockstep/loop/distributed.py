@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import os
 import platform
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.config.load import build, check_resumable, dump_toml, override, parse_toml
+from lockstep.config.load import check_resumable, dump_toml, override, to_values
+from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import file_errors, write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir
@@ -67,11 +67,11 @@ def connect_ranks(
             dist.destroy_process_group()
 
 
-def compare_settings(config_toml: str, ranks: RankContext, *, resume: Path | None) -> None:
+def compare_settings(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> None:
     """Raise ConfigError on every rank, with the differences, unless all have the same config and versions."""
     now = manifest()
     versions = {f"version of {name}": now[name] for name in ("lockstep", "torch", "transformers", "python")}
-    values = flat(tomllib.loads(config_toml)) | {"resume": None if resume is None else str(resume)}
+    values = flat(to_values(run)) | {"resume": None if resume is None else str(resume)}
     ranks.require_same(values | versions, what="their settings")
 
 
@@ -114,11 +114,10 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def open_run_dir(
-    config_toml: str,
+    run: RunConfig,
     ranks: RankContext,
     *,
     folder: Path,
-    online: bool,
     resume: bool = False,
     restart: bool = False,
 ) -> tuple[RunDir, NodeFolders]:
@@ -126,10 +125,8 @@ def open_run_dir(
     has a folder of its own under the same path.
 
     Args:
-        config_toml: the run's settings.
         folder: of rank 0 is used.
-        online: whether the run samples, so that the folder gets a ledger.
-        resume: whether the run is there.
+        resume: whether the run is there already.
 
     Raises:
         ConfigError: it holds another run, or another process writes it; on every rank.
@@ -137,14 +134,7 @@ def open_run_dir(
     opened: RunDir | None = None
     with ranks.fail_together("opening the run directory"):
         if ranks.is_first:
-            kept: dict[str, Any] = {FLAGS: resume_flags(ranks)} | ({LEDGER_SINCE: 0} if online else {})
-            opened = (
-                _reopen(folder, config_toml)
-                if resume
-                else RunDir.create(
-                    folder, config_toml=config_toml, manifest=manifest() | kept, restart=restart
-                )
-            )
+            opened = _reopen(folder, run) if resume else _create(folder, run, ranks, restart=restart)
     path = ranks.broadcast(
         None if opened is None else opened.path, Path | None, what="opening the run directory"
     )
@@ -170,9 +160,12 @@ def _read_by_all(folder: RunDir) -> dict[str, str]:
         return {file.name: file.read_text(encoding="utf-8") for file in (folder.config, folder.manifest)}
 
 
-def _reopen(folder: Path, config_toml: str) -> RunDir:
-    origin = "the settings"
-    run = build(parse_toml(config_toml.encode(), origin=origin), origin=origin)
+def _create(folder: Path, run: RunConfig, ranks: RankContext, *, restart: bool) -> RunDir:
+    kept = {FLAGS: resume_flags(ranks)} | ({LEDGER_SINCE: 0} if run.online else {})
+    return RunDir.create(folder, config_toml=dump_toml(run), manifest=manifest() | kept, restart=restart)
+
+
+def _reopen(folder: Path, run: RunConfig) -> RunDir:
     check_resumable(folder, run)
     restart = recovery()
     # The node of the rank 0 that wrote it may be gone, with its name still in the lock.

@@ -21,7 +21,6 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import torch
 
-from lockstep.config.load import dump_toml
 from lockstep.config.run import RunConfig
 from lockstep.config.run_config import check_ranks
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
@@ -42,7 +41,7 @@ from lockstep.loop.metrics import CompileMeter
 from lockstep.loop.policy import Policy
 from lockstep.loop.remote_roles import RemoteCritic
 from lockstep.loop.resolve import Resolved
-from lockstep.loop.roles import Roles, ValueRole
+from lockstep.loop.roles import Critic, Roles
 from lockstep.loop.rollout_rows import RolloutLog
 from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_settings
 from lockstep.loop.run_recorders import Recorded, RunRecorders, recording_header
@@ -136,19 +135,17 @@ class Run:
     ) -> None:
         self.config = config
         self.ranks = ranks or RankContext.alone()
-        config_toml = dump_toml(config)
         resume = None if resume is None else Path(resume)
-        compare_settings(config_toml, self.ranks, resume=resume)
+        compare_settings(config, self.ranks, resume=resume)
         mode = config.log.display if self.ranks.is_first else "off"
         self.display = Display(config.name, total_steps=config.steps, mode=mode)
         self.spans = Spans(on_change=self._show_phase)
         self.first_step = 0
         """Steps that were done when this process began."""
         self.dir, self._folders = open_run_dir(
-            config_toml,
+            config,
             self.ranks,
             folder=resume or config.run_dir or new_path(config.name),
-            online=config.online,
             resume=resume is not None,
             restart=restart,
         )
@@ -315,7 +312,7 @@ class Run:
     def restore(
         self,
         policy: Policy,
-        critic: ValueRole | RemoteCritic | None = None,
+        critic: Critic | RemoteCritic | None = None,
         algorithm: Algorithm | None = None,
     ) -> None:
         """Load the checkpoint to go on from, if any; from here on these are what a checkpoint holds, and what
@@ -327,7 +324,7 @@ class Run:
         self._saving.begin(done, self._saved(policy, critic, algorithm))
 
     def _saved(
-        self, policy: Policy, critic: ValueRole | RemoteCritic | None, algorithm: Algorithm | None
+        self, policy: Policy, critic: Critic | RemoteCritic | None, algorithm: Algorithm | None
     ) -> Saved:
         if critic is None:
             return policy.backend
@@ -351,7 +348,7 @@ class Run:
                     self.dir, tensorboard=self.config.log.tensorboard, wandb=wandb, first_step=done
                 )
 
-    def _attach_recorders(self, policy: Policy, critic: ValueRole | RemoteCritic | None) -> None:
+    def _attach_recorders(self, policy: Policy, critic: Critic | RemoteCritic | None) -> None:
         """Let the inputs of the trained models go through recorders, if the run has any. Every rank records
         the micro-batches assigned to it; of ranks that share them, the first."""
         if not self.config.record.enabled:
@@ -365,7 +362,7 @@ class Run:
         )
         state, train = self._saving.state.values, self.config.train
         roles: list[tuple[Recorded, RecordingHeader]] = [(policy, header)]
-        if isinstance(critic, ValueRole):
+        if isinstance(critic, Critic):
             roles.insert(0, (critic, critic.recording_header(header)))
         for role, own in roles:
             self._recorders.open(
