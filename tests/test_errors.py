@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.common_errors import missing_package
 from lockstep.engine.remote.http import Unreachable
 from lockstep.errors import (
     CODES,
@@ -227,3 +228,25 @@ def test_a_class_of_the_same_name_is_not_ours() -> None:
     error = on_another_rank(theirs("empty: x"))
     assert type(error) is PeerFailed and error.data == {"code": "peer-failed"}
     assert str(error) == "saving: rank 1 failed with DataError: empty: x"
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        (None, "which is not installed"),
+        (
+            ModuleNotFoundError("No module named 'reasoning_gym'", name="reasoning_gym"),
+            "which is not installed",
+        ),
+        (
+            ModuleNotFoundError("No module named 'zss'", name="zss"),
+            "cannot be imported (No module named 'zss')",
+        ),
+        (ImportError("libarrow.so: no such file"), "cannot be imported (libarrow.so: no such file)"),
+    ],
+)
+def test_a_package_that_is_there_but_broken_is_not_called_missing(
+    cause: ImportError | None, why: str
+) -> None:
+    error = missing_package("data.source", "reasoning-gym", cause=cause)
+    assert why in str(error) and error.code == "missing-package"

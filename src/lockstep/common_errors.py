@@ -30,16 +30,19 @@ def unknown(
     return ConfigError(text, **{"code": "unknown-name", **fields})
 
 
-def missing_package(needed_by: str, package: str, *, or_else: str = "") -> ConfigError:
-    """A package that is not installed.
+def missing_package(
+    needed_by: str, package: str, *, or_else: str = "", cause: ImportError | None = None
+) -> ConfigError:
+    """A package that is not installed, or cannot be imported.
 
     Args:
         or_else: another way out.
+        cause: what its import raised. It is named if it is not that the package itself is missing.
     """
     end = f", or {or_else}" if or_else else ""
-    return ConfigError(
-        f"missing-package: {needed_by} needs {package}, which is not installed; pip install {package}{end}"
-    )
+    missing = cause is None or (cause.name or "").partition(".")[0] == package.replace("-", "_")
+    why = "which is not installed" if missing else f"which cannot be imported ({cause})"
+    return ConfigError(f"missing-package: {needed_by} needs {package}, {why}; pip install {package}{end}")
 
 
 def cannot_write(

@@ -48,11 +48,8 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        if getattr(error, "name", None) == "reasoning_gym":
-            raise missing_package(f"data.source = 'reasoning_gym:{task}'", "reasoning-gym") from error
-        raise ConfigError(
-            f"missing-package: data.source = 'reasoning_gym:{task}': reasoning-gym cannot be imported "
-            f"({error}); pip install --force-reinstall reasoning-gym"
+        raise missing_package(
+            f"data.source = 'reasoning_gym:{task}'", "reasoning-gym", cause=error
         ) from error
     if task not in DATASETS:
         raise ConfigError(unknown_name("reasoning_gym task", task, DATASETS), code="unknown-name")

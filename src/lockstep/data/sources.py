@@ -224,7 +224,7 @@ def _datasets(source: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise missing_package(f"data.source = {source!r}", "datasets") from error
+        raise missing_package(f"data.source = {source!r}", "datasets", cause=error) from error
     return datasets
 
 
@@ -433,7 +433,7 @@ def opened_parquet(path: Path) -> Iterator[ParquetFile]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise missing_package(f"{path}: reading Parquet", "pyarrow") from error
+        raise missing_package(f"{path}: reading Parquet", "pyarrow", cause=error) from error
     errors = foreign_errors(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
     with errors, pyarrow.parquet.ParquetFile(path) as file:
         yield file

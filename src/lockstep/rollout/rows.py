@@ -47,7 +47,7 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
         try:
             import pyarrow.parquet  # noqa: F401
         except ImportError as error:
-            raise missing_package(f"{flag} {str(path)!r}", "pyarrow") from error
+            raise missing_package(f"{flag} {str(path)!r}", "pyarrow", cause=error) from error
 
 
 class RowFile:
@@ -240,7 +240,7 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     except ConfigError as error:
         raise error.with_message(f"{error}; start over with --overwrite") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
-        raise damaged(ConfigError, file, "it names no format; start over with --overwrite")
+        raise damaged(ConfigError, file, "it names no format", fix="start over with --overwrite")
     if meta["format"] != FORMAT:
         raise ConfigError(
             f"version-differs: {file}: format {meta['format']!r} is not {FORMAT}; it is of another version"
@@ -248,8 +248,8 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     kinds = {"command": str, "identity": dict, "rows": int, "complete": bool}
     for name, kind in kinds.items():
         if not isinstance(meta.get(name), kind):
-            why = f"{name} = {str(meta.get(name))[:80]!r}; start over with --overwrite"
-            raise damaged(ConfigError, file, why)
+            why = f"{name} = {str(meta.get(name))[:80]!r}"
+            raise damaged(ConfigError, file, why, fix="start over with --overwrite")
     return meta
 
 
