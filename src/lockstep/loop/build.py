@@ -37,7 +37,7 @@ from lockstep.loop.preflight import faults
 from lockstep.loop.remote_roles import RemoteCritic, build_others
 from lockstep.loop.resolve import Resolved, check_devices, find_machine, resolve
 from lockstep.loop.role_worker import RoleWorker
-from lockstep.loop.roles import ValueRole, describe_reward_models
+from lockstep.loop.roles import Critic, describe_reward_models
 from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel, OpenedModel, check_positions, load_model, open_model
@@ -237,7 +237,7 @@ class Builder:
 
     def roles(
         self, policy: Policy, environment: Environment, algorithm: Algorithm
-    ) -> tuple[Reference | None, ValueRole | RemoteCritic | None]:
+    ) -> tuple[Reference | None, Critic | RemoteCritic | None]:
         """Build the models beside the policy: a frozen reference and a value model, each None where the
         algorithm has none. Reward models join the environment.
 

@@ -19,7 +19,7 @@ from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import Policy, Trained
 from lockstep.loop.resolve import Resolved
 from lockstep.loop.role_worker import RoleWorker
-from lockstep.loop.roles import ValueRole, build_reward_models, build_value
+from lockstep.loop.roles import Critic, build_reward_models, build_value
 from lockstep.observe.lock import OwnedFolder
 from lockstep.observe.metrics import Spans
 from lockstep.protocols.reward import RewardInput
@@ -95,7 +95,7 @@ class RemoteState:
 
 @dataclass(kw_only=True)
 class RemoteCritic(Trained):
-    """A remote value model: the counterpart of ValueRole. Its inputs are not recorded."""
+    """A remote value model: the counterpart of Critic. Its inputs are not recorded."""
 
     worker: RoleWorker
     backend: RemoteState
@@ -114,7 +114,7 @@ class RemoteCritic(Trained):
         return partial(self.score, samples)
 
     def score(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
-        """See ValueRole."""
+        """See Critic."""
         with self._working(), self.spans("values"):
             values = self.worker.call("score", samples=list(samples))
         return _per_token(values, [len(sample) for sample in samples], what="value")
@@ -122,7 +122,7 @@ class RemoteCritic(Trained):
     def begin_update(
         self, samples: Sequence[RolloutSample], estimates: Estimates
     ) -> Callable[[], dict[str, float]]:
-        """See ValueRole. All its optimizer steps are one call, which may overlap with the policy's update."""
+        """See Critic. All its optimizer steps are one call, which may overlap with the policy's update."""
         batch: dict[str, Any] = {
             "samples": list(samples),
             "values": list(estimates.values),
@@ -148,7 +148,7 @@ class OtherRoles:
     ref: Scorer | None
     """None if the run has no reference, or the policy's backend holds it."""
     reward_models: RewardModels | None
-    value: ValueRole | RemoteCritic | None
+    value: Critic | RemoteCritic | None
     workers: tuple[RoleWorker, ...]
     """The groups of remote roles."""
     temporary: OwnedFolder | None = None
@@ -182,7 +182,7 @@ def build_others(policy: Policy, *, ranks: RankContext, work_dir: Path | None) -
             models: RewardModels | None = RemoteRewardModels(run.reward_model, worker=worker, notes=notes)
         else:
             models = build_reward_models(resolved, policy.model, ranks=ranks)
-        value: ValueRole | RemoteCritic | None = None
+        value: Critic | RemoteCritic | None = None
         if (worker := of_role.get("value")) is not None:
             assert run.critic is not None
             own = run.cluster is not None and run.cluster.dedicated_gpus

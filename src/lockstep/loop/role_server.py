@@ -39,7 +39,7 @@ from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.resolve import Resolved
 from lockstep.loop.role_worker import MOST_BYTES, packed, unpacked
-from lockstep.loop.roles import ValueRole, build_reward_models, build_value
+from lockstep.loop.roles import Critic, build_reward_models, build_value
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.observe.metrics import Spans
 from lockstep.processes.supervisor import name_process
@@ -186,7 +186,7 @@ class RoleHost:
 
     def __init__(self) -> None:
         self._ref: TrainBackend | None = None
-        self._value: ValueRole | None = None
+        self._value: Critic | None = None
         self._rewards: RewardModels | None = None
         self._saving: dict[str, FinishSave] = {}
         self._open = contextlib.ExitStack()
@@ -275,7 +275,7 @@ class RoleHost:
         return {"scores": scores, "truncated": truncated}
 
     def score(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
-        """See ValueRole."""
+        """See Critic."""
         return _require(self._value, "value").score(samples)
 
     # --- the value model's training -------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class RoleHost:
     def update(
         self, samples: Sequence[RolloutSample], values: Sequence[Tensor], returns: Sequence[Tensor]
     ) -> dict[str, float]:
-        """See ValueRole."""
+        """See Critic."""
         value = _require(self._value, "value")
         return value.update(samples, values=values, returns=returns)
 

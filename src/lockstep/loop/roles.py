@@ -48,7 +48,7 @@ from lockstep.train.state.files import read_json, write_json
 
 
 @dataclass(kw_only=True)
-class ValueRole(Trained):
+class Critic(Trained):
     """The value model of a run."""
 
     model: LoadedModel
@@ -165,7 +165,7 @@ def build_value(
     plan: Planner,
     ranks: RankContext,
     spans: Spans,
-) -> ValueRole:
+) -> Critic:
     """Load the value model on the policy's device and build its backend, whose schedule spans all optimizer
     steps of the run.
 
@@ -201,7 +201,7 @@ def build_value(
         model=model,
         total_steps=run.steps * train.minibatches * train.epochs_per_batch,
     )
-    return ValueRole(
+    return Critic(
         model=model,
         backend=backend,
         plan=plan,

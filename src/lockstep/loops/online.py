@@ -20,7 +20,7 @@ from lockstep.loop.metrics import remote_role_metrics, rollout_metrics
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, estimate
 from lockstep.loop.remote_roles import RemoteCritic
 from lockstep.loop.resolve import Resolved
-from lockstep.loop.roles import Roles, ValueRole
+from lockstep.loop.roles import Critic, Roles
 from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
 from lockstep.models.load import LoadedModel
 from lockstep.observe.metrics import Spans
@@ -73,7 +73,7 @@ class OnlineParts:
     bitwise_check: BitwiseCheck | None = None
     """Set where trainer and engine have the same kernel contract; None: their logprobs are close, not
     equal."""
-    value: ValueRole | RemoteCritic | None = None
+    value: Critic | RemoteCritic | None = None
     """The value model; None: the algorithm has none."""
     recorder: Recorder | None = None
     on_progress: OnProgress | None = None

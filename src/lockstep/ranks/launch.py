@@ -5,10 +5,8 @@
 runs `python -m lockstep replay --ranks 2` twice, with the environment that torchrun gives its workers, so
 that the same command works unchanged under torchrun and under the deepspeed launcher: `in_launcher` tells
 whether the ranks are started already. Each rank is a Child (lockstep.processes). Their store is hosted here,
-so the positions of the ranks are known even after rank 0 has died. It listens on loopback only, and ranks
-have to know a secret of the run (lockstep.ranks.process_group).
-
-This module loads torch only when it starts something.
+so the positions of the ranks are known even after rank 0 has died. It listens on loopback only and asks for a
+secret of the run (lockstep.ranks.process_group). Torch is loaded only when something starts.
 """
 
 from __future__ import annotations
