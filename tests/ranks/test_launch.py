@@ -129,7 +129,7 @@ def launcher(out: Path) -> Iterator[subprocess.Popen[str]]:
     yield process
     if process.poll() is None:
         process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=90)
 
 
 @pytest.mark.slow
@@ -142,8 +142,8 @@ def test_signals_end_the_launcher_and_leave_no_process(launcher, out, number):
     pids = [int(path.read_text()) for path in paths]
     assert all(map(alive, pids))
     launcher.send_signal(number)
-    _, text = launcher.communicate(timeout=30)
-    assert wait_for(lambda: not any(map(alive, pids)), seconds=10)
+    _, text = launcher.communicate(timeout=90)
+    assert wait_for(lambda: not any(map(alive, pids)), seconds=60)
     if number != signal.SIGKILL:  # then the kernel ends the ranks
         assert launcher.returncode == 128 + number
         assert f"{number.name}: all 2 ranks ended" in text

@@ -296,7 +296,7 @@ def test_ctrl_c_interrupts_a_reward(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert errors.strip().endswith("KeyboardInterrupt")
 
 
