@@ -2,7 +2,7 @@ from raising import raises
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, clean_messages, fill_template
-from lockstep.data.sft import text_document
+from lockstep.data.documents import Request, tokenised
 from lockstep.errors import ConfigError, DataError
 
 USER = [{"role": "user", "content": "a b"}]
@@ -100,5 +100,6 @@ def test_a_text_may_have_letters_that_the_tokenizer_lacks():
     raw = Tokenizer(models.WordLevel({"1": 0, "2": 1, "=": 2, "</s>": 3}))  # of sums; nothing for the unknown
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     digits = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
-    document = text_document(ChatFormat(DataConfig(chat_template="none"), digits), "1=", "1", where="row 1")
+    chat = ChatFormat(DataConfig(chat_template="none"), digits)
+    (document,) = tokenised([Request(content=("1=", "1"), chat=chat, where="row 1")])
     assert (document.ids, document.trained) == ([0, 2, 0, 3], [False, False, True, True])

@@ -153,3 +153,16 @@ def test_rows_of_no_known_form(tokenizer: Any, tmp_path: Path) -> None:
         load(tmp_path, tokenizer, [{"mesages": []}])
     with raises(ConfigError, "unsupported-combination: data.source"):
         load_sft(DataConfig(), tokenizer=tokenizer)
+
+
+def test_the_first_bad_row_is_the_one_that_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    """Though rows are rendered and tokenised in batches, and what is wrong with them is found one by one."""
+    good = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    long = {"messages": [*good["messages"][:1], {"role": "assistant", "content": "Hello " * 99}]}
+    refused = {"messages": [{"role": "assistant", "content": "Hello"}]}
+    columnless = {"text_": "Hi"}
+    bad = {"too-long": long, "wrong-row": refused, "missing-column": columnless}
+    for first in bad:
+        rows = [good, good, bad[first], *(row for name, row in bad.items() if name != first), good]
+        with raises(DataError, f"{first}: line 3"):
+            load(tmp_path, tokenizer, rows, max_length=50, overlong_documents="error")

@@ -1,6 +1,7 @@
 """A chat template gives in its child process what transformers gives in this one."""
 
 import datetime
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from raising import raises
 from transformers import AutoTokenizer
 
 from lockstep.errors import DataError
-from lockstep.observe.chat_template import Renderer, render_chat
+from lockstep.observe.template_renderer import Renderer, render_chat
 from lockstep.processes import child
 
 CHAT = [
@@ -64,27 +65,34 @@ def tiny_tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
+def job(**variables):
+    shared = json.dumps(["{{ x }}", variables], ensure_ascii=False)
+    item = {"shared": 0, "messages": "[]", "generate": False, "turns": []}
+    return {"shared": [shared], "items": [item]}
+
+
 def test_a_child_that_does_not_read_is_late_as_one_that_does_not_reply(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stopped process, and a job that no pipe holds."""
     monkeypatch.setattr(child, "END_SECONDS", 0.5)
     renderer = Renderer(seconds=0.5)
-    job = {"template": "{{ x }}", "variables": {"x": ""}}
-    assert Renderer(seconds=60).run(job, "row 1")["text"] == ""
+    assert Renderer(seconds=60).run(job(x=""), "row 1")["replies"][0]["text"] == ""
     renderer._process = stopped = renderer._start()
     os.killpg(stopped.pid, signal.SIGSTOP)  # also the one that stands over it
     with raises(DataError, "deadline: row 1"):
-        renderer.run(job | {"variables": {"x": "y" * 2**22}}, "row 1")
+        renderer.run(job(x="y" * 2**22), "row 1")
     assert stopped.closed and stopped.poll() == -signal.SIGKILL
 
 
 FORK = """
-import os, sys
-from lockstep.observe.chat_template import _renderer
+import json, os, sys
+from lockstep.observe.template_renderer import _renderer
 def rendered(text):
-    reply = _renderer.run({"template": "{{ x }}", "variables": {"x": text}}, "row 1")
-    return reply["text"], _renderer._process.pid
+    shared = json.dumps(["{{ x }}", {"x": text}])
+    item = {"shared": 0, "messages": "[]", "generate": False, "turns": []}
+    reply = _renderer.run({"shared": [shared], "items": [item]}, "row 1")
+    return reply["replies"][0]["text"], _renderer._process.pid
 first = rendered("first")
 if fork := os.fork():
     assert os.waitpid(fork, 0)[1] == 0
@@ -106,7 +114,7 @@ def test_the_child_gets_no_variables_of_ours_that_it_does_not_need(monkeypatch: 
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     renderer = Renderer()
-    renderer.run({"template": "", "variables": {}}, "row 1")
+    renderer.run(job(), "row 1")
     given = Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
     assert b"TZ=Asia/Tokyo" in given and b"HF_TOKEN" not in given
     renderer._process.end()
@@ -114,4 +122,4 @@ def test_the_child_gets_no_variables_of_ours_that_it_does_not_need(monkeypatch: 
 
 def test_text_beyond_the_first_plane_and_halves_of_it_survive_the_way() -> None:
     text = "\u00fc\u4e2d\U0001f600 \ud83d"
-    assert Renderer().run({"template": "{{ x }}", "variables": {"x": text}}, "row 1")["text"] == text
+    assert Renderer().run(job(x=text), "row 1")["replies"][0]["text"] == text

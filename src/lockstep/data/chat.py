@@ -14,8 +14,9 @@ from lockstep.config.data import DataConfig
 from lockstep.data.sources import UNREAD, column_names
 from lockstep.data.sources import configured_columns as named_columns
 from lockstep.errors import ConfigError, DataError, nearest
-from lockstep.observe.chat_template import ChatTemplate, Rendered, row_columns, row_variables
+from lockstep.observe.chat_template import ChatTemplate, row_columns, row_variables
 from lockstep.observe.files import file_errors, path_problem, read_plain
+from lockstep.observe.template_renderer import Rendered, RenderJob, checked, render_chats
 from lockstep.observe.text import printable
 
 Message = dict[str, Any]
@@ -132,6 +133,7 @@ class ChatFormat:
         self._named = named_columns(config)
         self._notes: dict[str, None] = {}
         self._for_tools: dict[str, ChatTemplate] = {}
+        self._blank: dict[int, bool] = {}
         self._whole = self
         if self.template is None and (self._system or self.kwargs):
             setting = "system_prompt" if self._system else "chat_template_kwargs"
@@ -229,11 +231,26 @@ class ChatFormat:
         Raises:
             DataError: the template refuses the messages, or uses up its budget of time or memory.
         """
+        job = self.job(messages, generate=generate, where=where)
+        return checked(*render_chats(self.tokenizer, [job]))
+
+    def job(
+        self, messages: list[Message], *, generate: bool = False, turns: Sequence[int] = (), where: str
+    ) -> RenderJob:
+        """Return the job of rendering messages, see RenderJob. There must be a template."""
         assert self._template is not None
         for key in {key for message in messages for key in message} - _OF_MESSAGES:
             if not self._template.reads_key(key):
                 self._note(f"{key!r} of messages is ignored: the chat template never reads it")
-        return self._template.rendered(messages, generate=generate, options=self.kwargs, where=where)
+        return self._template.job(messages, generate=generate, options=self.kwargs, turns=turns, where=where)
+
+    def is_blank(self, ids: Sequence[int]) -> bool:
+        """Whether the text of the ids is empty or white space."""
+        if len(ids) != 1:
+            return not ids or not self.tokenizer.decode(ids).strip()
+        if ids[0] not in self._blank:  # usually one line feed, in every row
+            self._blank[ids[0]] = not self.tokenizer.decode(ids).strip()
+        return self._blank[ids[0]]
 
     @property
     def begins_with_space(self) -> bool:
@@ -268,10 +285,24 @@ class ChatFormat:
             DataError: the text holds half a surrogate pair, which has no bytes.
         """
         check_text(text, "a text to be tokenised")
+        (ids,) = self.encode_all([text])
+        return ids
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of texts, see `encode`, of which `check_text` has let all through."""
         # A rendered template has its special tokens in the text; the tokenizer would put a second bos in
         # front.
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids]
+        of_all = token_ids(self.tokenizer, texts)
+        return [ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids] for ids in of_all]
+
+
+def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text alone, without special tokens around it."""
+    if not texts:
+        return []
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
 
 
 def _resolve_template(setting: str, tokenizer: Any) -> str | None:

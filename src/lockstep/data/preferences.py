@@ -13,8 +13,9 @@ import torch
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, clean_messages
+from lockstep.data.documents import Content, Conversation, DocumentMaker, Request
 from lockstep.data.rows import PlacedRow
-from lockstep.data.sft import Content, Conversation, Document, DocumentMaker, SFTSet, answered, tokenise
+from lockstep.data.sft import SFTSet, answered
 from lockstep.data.sources import batch_rows, missing_column, named_columns, rows_of
 from lockstep.errors import DataError
 from lockstep.schema.batch import (
@@ -142,17 +143,21 @@ def _pairs(maker: DocumentMaker, *, scored: bool = False) -> Iterator[tuple[str,
         scored: as a reward model reads them.
     """
     config = maker.config
-    read = _as_a_reward_reads_it if scored else tokenise
-    for row in rows_of(config):
+    columns = (config.chosen_column, config.rejected_column)
+
+    def requests() -> Iterator[Request]:
+        for row in rows_of(config):
+            chat = maker.chat.for_row(row, where=row.where)
+            contents = pair_contents(row, config, chat, row.where)
+            for content, column in zip(contents, columns, strict=True):
+                where = f"{row.where}, {column}"
+                marked = "score" if scored else config.train_on
+                yield Request(content=content, chat=chat, where=where, marked=marked, tag=row)
+
+    samples = maker.samples(requests(), keep_end=scored)
+    for (request, chosen), (_, rejected) in zip(samples, samples, strict=True):
+        row: PlacedRow = request.tag
         where = row.where
-        chat = maker.chat.for_row(row, where=where)
-        contents = pair_contents(row, config, chat, where)
-        columns = (config.chosen_column, config.rejected_column)
-        places = [f"{where}, {column}" for column in columns]
-        chosen, rejected = [
-            maker.sample(read(content, config, chat, place), place, keep_end=scored)
-            for content, place in zip(contents, places, strict=True)
-        ]
         if chosen is None or rejected is None:
             continue
         if chosen.token_ids.equal(rejected.token_ids):
@@ -178,16 +183,6 @@ def _counted(maker: DocumentMaker, pairs: Sequence[Pair]) -> Mapping[str, int]:
     counts["tokens"] = sum(len(sample) for pair in pairs for sample in pair)
     counts["merged_borders"] = len(maker.chat.merged_borders)
     return counts
-
-
-def _as_a_reward_reads_it(content: Content, config: DataConfig, chat: ChatFormat, where: str) -> Document:
-    """The text as lockstep.models.reward tokenises it when it scores: no eos is added to it."""
-    if isinstance(content, tuple):
-        text = "".join(content)
-    else:
-        text = chat.render(content.messages, generate=False, where=where)
-    ids = chat.encode(text)
-    return Document(ids=ids, trained=[True] * len(ids))
 
 
 def _scored(sample: TrainSample, pad_id: int | None, where: str) -> TrainSample:
@@ -401,14 +396,18 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None 
         ConfigError: an impossible setting.
     """
     maker = DocumentMaker(config, tokenizer, kind="KTO", vocab_size=vocab_size)
+
+    def requests() -> Iterator[Request]:
+        for row in rows_of(config):
+            chat = maker.chat.for_row(row, where=row.where)
+            for content, desirable, place in _answers(row, config, chat):
+                yield Request(content=content, chat=chat, where=place, marked=config.train_on, tag=desirable)
+
     samples: list[UnpairedSample] = []
-    for row in rows_of(config):
-        chat = maker.chat.for_row(row, where=row.where)
-        for content, desirable, place in _answers(row, config, chat):
-            sample = maker.sample(tokenise(content, config, chat, place), place)
-            if sample is not None:
-                fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
-                samples.append(UnpairedSample(**fields, desirable=desirable))
+    for request, sample in maker.samples(requests()):
+        if sample is not None:
+            fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
+            samples.append(UnpairedSample(**fields, desirable=request.tag))
     counts = maker.counts
     if not samples:
         raise DataError(f"nothing-left: no answers left of data.source = {config.source!r}: {dict(counts)}")

@@ -8,19 +8,23 @@ j` of the stream of `seed` is prompt j of batch `step`. Neither has a state to s
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.config.run import GRPORun
-from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_template
+from lockstep.data.chat import ChatFormat, Message, check_text, clean_messages, fill_template
+from lockstep.data.documents import BATCH_ROWS
 from lockstep.data.rows import IdRows, ReasoningGymRows, RowGenerator, place
 from lockstep.data.sources import batch_rows, load_rows, missing_column, named_columns, rows_of
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe.chat_template import check_known, kept_at_end
+from lockstep.observe.template_renderer import RenderJob, checked, render_chats
 from lockstep.schema.rollout import Prompt
 
 MAX_ATTEMPTS = 1000
@@ -69,6 +73,21 @@ class PromptSet(ABC):
         return True
 
 
+@dataclass(kw_only=True, slots=True)
+class _Draft:
+    """A row on its way to a prompt."""
+
+    row: Mapping[str, Any]
+    index: int
+    where: str
+    problem: str
+    talk: str | list[Message] | None = None
+    job: RenderJob | None = None
+    """What renders `talk`; None: it is the text."""
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+
+
 class PromptMaker:
     """Turns rows into Prompts according to one DataConfig, and counts those that it left out."""
 
@@ -112,17 +131,72 @@ class PromptMaker:
             DataError: a column is missing, the messages are malformed, or the prompt is too long under
                 `error`.
         """
+        (prompt,) = self.make_all([row], first=index, keys=[key])
+        return prompt
+
+    def make_all(
+        self, rows: Sequence[Mapping[str, Any]], *, first: int, keys: Iterable[object] | None = None
+    ) -> Iterator[Prompt | None]:
+        """Yield the prompt of each row, see `make`; the first row has index `first`. They take one exchange
+        with the process that renders templates, and one call of the tokenizer.
+
+        Args:
+            keys: by which rows are counted; None: their indices.
+
+        Raises:
+            DataError: as `make`, after the prompts of the rows before.
+        """
+        failure: LockstepError | None = None
+        drafts: list[_Draft] = []
+        for index, row in enumerate(rows, first):
+            try:
+                drafts.append(self._draft(row, index))
+            except (ConfigError, DataError) as error:
+                failure = error
+                break
+        if self.chat is not None:
+            failure = self._render(drafts, self.chat) or failure
+            ids = self.chat.encode_all([draft.text for draft in drafts])
+            for draft, of_text in zip(drafts, ids, strict=True):
+                draft.ids = of_text
+        for draft, key in zip(drafts, keys or itertools.count(first), strict=False):
+            yield self._prompt(draft, key)
+        if failure is not None:
+            raise failure
+
+    def _draft(self, row: Mapping[str, Any], index: int) -> _Draft:
         where = place(row, self.config.source, index)
         if self.chat is None:
             ids = [int(i) for i in row["token_ids"]]
-            problem = text = " ".join(map(str, ids))
-            talk = None
+            text = " ".join(map(str, ids))
+            return _Draft(row=row, index=index, where=where, problem=text, text=text, ids=ids)
+        problem, talk = self.conversation(row, where)
+        draft = _Draft(row=row, index=index, where=where, problem=problem, talk=talk)
+        chat = self.chat.for_row(row, where=where)
+        if isinstance(talk, str):
+            draft.text = talk
         else:
-            problem, talk = self.conversation(row, where)
-            chat = self.chat.for_row(row, where=where)
-            text = talk if isinstance(talk, str) else chat.render(talk, generate=True, where=where)
-            ids = chat.encode(text)
-        if self.exclude and (_normal(problem) in self.exclude or _normal(text) in self.exclude):
+            draft.job = chat.job(talk, generate=True, where=where)
+        return draft
+
+    def _render(self, drafts: list[_Draft], chat: ChatFormat) -> DataError | None:
+        """Give each its text, but for the first that cannot be rendered or encoded and those after it, which
+        are removed. Return its error."""
+        jobs = [draft.job for draft in drafts if draft.job is not None]
+        results = iter(render_chats(chat.tokenizer, jobs))
+        for number, draft in enumerate(drafts):
+            try:
+                if draft.job is not None:
+                    draft.text = checked(next(results)).text
+                check_text(draft.text, draft.where)
+            except DataError as error:
+                del drafts[number:]
+                return error
+        return None
+
+    def _prompt(self, draft: _Draft, key: object) -> Prompt | None:
+        ids, text, where = draft.ids, draft.text, draft.where
+        if self.exclude and (_normal(draft.problem) in self.exclude or _normal(text) in self.exclude):
             self._left_out[key] = "excluded"
             return None
         if len(ids) > self.config.max_prompt_tokens:
@@ -139,11 +213,11 @@ class PromptMaker:
             tokenizer = self.chat.tokenizer
             check_known(ids, self.vocab_size, tokenizer=tokenizer, model="the model", where=where)
         return Prompt(
-            index=index,
+            index=draft.index,
             token_ids=tuple(ids),
             text=text,
-            row={**row, "problem": problem},
-            conversation=talk,
+            row={**draft.row, "problem": draft.problem},
+            conversation=draft.talk,
             where=where,
         )
 
@@ -341,9 +415,11 @@ def load_prompts(
             return PromptStream(rows, maker)
         generated = _distinct(rows, maker, config)
         return FixedPrompts(generated, shuffle=config.shuffle, maker=maker)
+    found = rows_of(config)
     prompts = (
-        maker.make(row, index=index, key=index)
-        for index, row in enumerate(rows_of(config), start=config.skip)
+        prompt
+        for first in range(0, len(found), BATCH_ROWS)
+        for prompt in maker.make_all(found[first : first + BATCH_ROWS], first=config.skip + first)
     )
     loaded = FixedPrompts((p for p in prompts if p is not None), shuffle=config.shuffle, maker=maker)
     if not len(loaded):

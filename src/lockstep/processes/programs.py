@@ -34,7 +34,7 @@ PROGRAMS = (COMMAND, LOCAL_SERVER, ROLE_SERVER, PEER_CHECKPOINT_SERVER, RAY_HEAD
 REWARDS = "lockstep.rollout.reward_process"
 VERIFIERS = "lockstep.rollout.verifiers"
 PROMPT_SEARCH = "lockstep.rollout.prompt_kinds"
-CHAT_TEMPLATE = "lockstep.observe.chat_template"
+CHAT_TEMPLATE = "lockstep.observe.template_renderer"
 JOBS = (REWARDS, VERIFIERS, PROMPT_SEARCH, CHAT_TEMPLATE)
 """Modules whose `main` a JobProcess runs."""
 

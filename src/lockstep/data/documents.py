@@ -1,0 +1,485 @@
+"""Documents: the contents of rows as token ids, with the tokens marked that the policy is to learn to write.
+
+    for request, document in zip(batch, tokenised(batch), strict=True): ...
+
+A batch takes one exchange with the process that renders chat templates, and one call of the tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+
+from lockstep.config.data import DataConfig
+from lockstep.data.chat import ChatFormat, Message, check_text, token_ids
+from lockstep.errors import ConfigError, DataError
+from lockstep.observe.chat_template import PROBE, check_known, kept_at_end
+from lockstep.observe.template_program import common_length
+from lockstep.observe.template_renderer import Rendered, RenderedTurn, RenderJob, checked, render_chats
+from lockstep.schema.batch import TrainSample
+
+BATCH_ROWS = 256
+"""Documents that are rendered and tokenised together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """A prompt and what answers it."""
+
+    messages: list[Message]
+    prompt: int = 0
+    """Messages that come before the answer: nothing of them is trained on. 0: every assistant turn is an
+    answer."""
+
+
+Content = tuple[str, str] | Conversation
+"""Prompt and completion of plain text, or a conversation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A content to make a document of."""
+
+    content: Content
+    chat: ChatFormat
+    where: str
+    """Where it stands, for messages."""
+    marked: Literal["assistant", "last", "all", "score"] = "assistant"
+    """Tokens to mark: data.train_on; "score": all, and no eos is added, as a reward model reads a text."""
+    tag: Any = None
+    """Anything that the caller keeps with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """A tokenised document."""
+
+    ids: list[int]
+    trained: list[bool]
+    """Per token: whether the policy is to learn to write it. The loss mask is this, one slot earlier."""
+
+
+class DocumentMaker:
+    """Turns documents into TrainSamples according to one DataConfig, and counts those that it left out.
+
+    Args:
+        kind: the run's, for messages.
+        vocab_size: entries of the model's embedding; None: not compared with the token ids.
+
+    Raises:
+        ConfigError: nothing turns the source's rows into documents.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any, *, kind: str, vocab_size: int | None) -> None:
+        self.config = config
+        self.chat = document_format(config, tokenizer, kind=kind)
+        self.vocab_size = vocab_size
+        self.counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, truncated=0)
+
+    def samples(
+        self, requests: Iterable[Request], *, keep_end: bool = False
+    ) -> Iterator[tuple[Request, TrainSample | None]]:
+        """Yield each request with its sample, see `sample`. An error of a request, and of what makes the
+        requests, is raised after the samples before it.
+
+        Raises:
+            DataError: see `tokenised` and `sample`.
+        """
+        for batch in _batches(requests):
+            for request, document in zip(batch, tokenised(batch), strict=True):
+                yield request, self.sample(document, request.where, keep_end=keep_end)
+
+    def sample(self, document: Document, where: str, *, keep_end: bool = False) -> TrainSample | None:
+        """Return the document as a TrainSample: mask[t] is about predicting token t + 1. None: dropped, and
+        counted.
+
+        Args:
+            keep_end: truncate at the beginning, behind the beginning-of-sequence token.
+
+        Raises:
+            DataError: see `load_sft`.
+        """
+        config, ids = self.config, document.ids
+        trained = [True] * len(ids) if config.train_on == "all" else document.trained
+        if len(ids) > config.max_length:
+            if config.overlong_documents == "error":
+                raise DataError(
+                    f"too-long: {where}: the document has {len(ids)} tokens, data.max_length = "
+                    f"{config.max_length}; raise it, or set data.overlong_documents = 'truncate' or 'drop'"
+                )
+            self.counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
+            if config.overlong_documents == "drop":
+                return None
+            ids, trained = self._cut(ids, trained, keep_end=keep_end)
+        mask = [*trained[1:], False]
+        if not any(mask):
+            if config.untrained_documents == "error":
+                raise DataError(
+                    f"nothing-left: {where}: no token of the document is trained on (no assistant turn, an "
+                    f"empty one, or one beyond data.max_length = {config.max_length}); correct the row, or "
+                    "set data.untrained_documents = 'drop'"
+                )
+            self.counts["dropped_untrained"] += 1
+            return None
+        if self.vocab_size is not None:
+            tokenizer = self.chat.tokenizer
+            check_known(ids, self.vocab_size, tokenizer=tokenizer, model="the model", where=where)
+        return TrainSample(
+            token_ids=torch.tensor(ids, dtype=torch.int64), loss_mask=torch.tensor(mask, dtype=torch.bool)
+        )
+
+    def _cut(self, ids: list[int], trained: list[bool], *, keep_end: bool) -> tuple[list[int], list[bool]]:
+        limit = self.config.max_length
+        if not keep_end:
+            return ids[:limit], trained[:limit]
+        first, rest = kept_at_end(ids, limit, tokenizer=self.chat.tokenizer, template=self.chat.template)
+        return ids[:first] + ids[rest:], trained[:first] + trained[rest:]
+
+
+def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFormat:
+    """Return the format that turns documents into ids. Raises ConfigError if there is none; `kind` names the
+    run."""
+    if config.generated:
+        raise ConfigError(
+            f"unsupported-combination: data.source = {config.source!r} has prompts only; {kind} needs a "
+            "file, a folder or a hub set"
+        )
+    if tokenizer is None:
+        raise ConfigError(f"no-tokenizer: {kind} needs a model with a tokenizer; shape: models have none")
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"no-tokenizer: {kind} needs a fast tokenizer: its character offsets say which tokens to train on"
+        )
+    return ChatFormat(config, tokenizer)
+
+
+def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
+    """The requests in lists of BATCH_ROWS; an error of the iterator is raised after those before it."""
+    batch: list[Request] = []
+    iterator = iter(requests)
+    while True:
+        try:
+            batch.append(next(iterator))
+        except StopIteration:
+            break
+        except (ConfigError, DataError):
+            yield batch
+            raise
+        if len(batch) == BATCH_ROWS:
+            yield batch
+            batch = []
+    yield batch
+
+
+def tokenised(requests: Sequence[Request]) -> Iterator[Document]:
+    """Yield the document of each request, in order; an error comes when its turn comes.
+
+    Plain text is a prompt and a completion, encoded apart; the ids of the completion and the eos after it are
+    marked. Of a conversation the assistant's turns are marked, but for those before `Conversation.prompt` and
+    those of `weight` 0. A template with {% generation %} marks them itself. Otherwise a turn is what it adds
+    to the header that opens it, up to and including the token that ends it (`ChatFormat.end_ids`). White
+    space between that token and the next turn is not marked. The texts before, in and after a turn are
+    encoded apart: the policy, which is given the ids before, could not write a token across the border. A
+    conversation that does not end in an end token gets the tokenizer's eos.
+
+    Raises:
+        DataError: the template refuses the messages, or renders earlier turns so differently later on that
+            their text cannot be located; or a text holds half a surrogate pair.
+    """
+    if not requests:
+        return
+    jobs = [_jobs(request) for request in requests]
+    results = iter(render_chats(requests[0].chat.tokenizer, [job for of_one in jobs for job in of_one]))
+    texts: list[_Text] = []
+    failure: DataError | None = None
+    for request, of_one in zip(requests, jobs, strict=True):
+        try:
+            texts.append(_text(request, [next(results) for _ in of_one]))
+        except DataError as error:
+            failure = error
+            break
+    pieces = _encoded(requests[0].chat, texts)
+    for request, text, ids in zip(requests, texts, pieces, strict=False):
+        yield _document(request, text, ids)
+    if failure is not None:
+        raise failure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Text:
+    """The text of a document."""
+
+    text: str
+    spans: Sequence[tuple[int, int]] = ()
+    """Characters [start, end) that are marked."""
+    whole: bool = False
+    """Every token is marked."""
+
+    @property
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The texts that are encoded apart, and whether each lies within one of the spans."""
+        inside = {border for span in self.spans for border in span} - {0, len(self.text)}
+        borders = [0, *sorted(inside), len(self.text)]
+        return [
+            (self.text[begin:end], self.whole or any(low <= begin < end <= high for low, high in self.spans))
+            for begin, end in pairwise(borders)
+        ]
+
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+_ANCHORS = ("\n", ".", "a", ",")
+
+
+def _marks_itself(chat: ChatFormat) -> bool:
+    return chat.template is not None and _GENERATION.search(chat.template) is not None
+
+
+def _first(request: Request, content: Conversation) -> int:
+    """Number of the first message that may be marked."""
+    if request.marked != "last":
+        return content.prompt
+    return max([content.prompt, *_turns(content.messages)[-1:]])
+
+
+def _turns(messages: list[Message]) -> list[int]:
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _is_trained(message: Message) -> bool:
+    """As OpenAI's fine-tuning reads `weight`."""
+    return message.get("weight") != 0
+
+
+def _trained_turns(request: Request, content: Conversation) -> list[int]:
+    first, messages = _first(request, content), content.messages
+    return [i for i in _turns(messages) if i >= first and _is_trained(messages[i])]
+
+
+def _jobs(request: Request) -> list[RenderJob]:
+    """What is to be rendered for a document."""
+    content, chat, where = request.content, request.chat, request.where
+    if isinstance(content, tuple) or chat.template is None:
+        return []
+    messages = content.messages
+    if request.marked in ("all", "score"):
+        return [chat.job(messages, where=where)]
+    if _marks_itself(chat):
+        first = _first(request, content)
+        before = [chat.job(messages[:first], where=where)] if first else []
+        return [chat.job(messages, where=where), *before]
+    turns = _trained_turns(request, content)
+    return [chat.job(messages, turns=() if 0 in turns else turns, where=where)]
+
+
+def _text(request: Request, results: Sequence[Rendered | DataError]) -> _Text:
+    """The text of a document and what is marked, from the results of its jobs."""
+    content, where = request.content, request.where
+    rendered = [checked(result) for result in results]
+    whole = request.marked in ("all", "score")
+    if isinstance(content, tuple):
+        text = "".join(content)
+        spans = [(len(content[0]), len(text))]
+        whole = request.marked == "score"
+    elif not rendered:
+        text, spans = request.chat.render(content.messages, generate=False, where=where), []
+    else:
+        text, spans = rendered[0].text, []
+        if not whole and _marks_itself(request.chat):
+            spans = _marked_by_template(request, content, rendered)
+        elif not whole:
+            spans = _marked_turns(request, content, rendered[0])
+    check_text(text, where)
+    return _Text(text=text, spans=() if whole else spans, whole=whole)
+
+
+def _marked_by_template(
+    request: Request, content: Conversation, rendered: Sequence[Rendered]
+) -> list[tuple[int, int]]:
+    # By number: where a template rewrites earlier turns, their text is elsewhere without those that follow.
+    before = rendered[1].spans if len(rendered) > 1 else ()
+    messages, first = content.messages, _first(request, content)
+    turns, spans = [i for i in _turns(messages) if i >= first], list(rendered[0].spans)[len(before) :]
+    if len(spans) == len(turns):
+        return [span for span, number in zip(spans, turns, strict=True) if _is_trained(messages[number])]
+    if not all(_is_trained(messages[number]) for number in turns):
+        raise DataError(
+            f"unsupported-chat-template: {request.where}: a turn has weight 0, and the template's "
+            f"{{% generation %}} marks {len(spans)} texts for {len(turns)} turns of the assistant, so that "
+            "its text is not known; leave the row out"
+        )
+    return spans
+
+
+def _marked_turns(request: Request, content: Conversation, rendered: Rendered) -> list[tuple[int, int]]:
+    turns = _trained_turns(request, content)
+    if 0 in turns:
+        raise DataError(
+            f"wrong-row: {request.where}: the conversation begins with the assistant; begin with a user turn"
+        )
+    return [
+        _turn_span(request, content.messages, number, turn=turn, text=rendered.text)
+        for number, turn in zip(turns, rendered.turns, strict=True)
+    ]
+
+
+def _turn_span(
+    request: Request, messages: list[Message], number: int, *, turn: RenderedTurn, text: str
+) -> tuple[int, int]:
+    """Characters [start, end) of `text` that assistant turn `number` added."""
+    start = turn.start
+    if turn.end is not None:
+        return start, turn.end
+    # Templates such as Qwen3's render a turn otherwise once others follow (thinking is taken out).
+    found = _by_probe(request.chat, messages, number, text=text, where=request.where)
+    if found is None:
+        raise DataError(
+            f"unsupported-chat-template: {request.where}: message {number + 1} is not found in the rendered "
+            "conversation, because the chat template rewrites earlier turns; use a template with {% "
+            "generation %} around the assistant's text, or data.train_on = 'all'"
+        )
+    first, end = found
+    # Phi-3's template writes an eos where no answer is asked for, so that what comes before need not begin
+    # the text.
+    if start < turn.opened or start > first:
+        tail = turn.header
+        start = text.rfind(tail, 0, first + len(tail)) if tail else -1
+        start = first if start < 0 else min(first, start + len(tail))
+    return start, end
+
+
+def _by_probe(
+    chat: ChatFormat, messages: list[Message], number: int, *, text: str, where: str
+) -> tuple[int, int] | None:
+    """Characters from the first that turn `number` decides to the end of the turn: its end token, else the
+    last character it decides. None if the text does not depend on the turn.
+
+    The same conversation is rendered with other texts in the turn, and compared.
+    """
+    message = messages[number]
+    probe = {**message, **_probed({k: message[k] for k in message.keys() - {"role", "weight"}})}
+    for changed in (probe, {**message, "content": PROBE}):  # the second for a turn without any text
+        other = chat.render(
+            [*messages[:number], changed, *messages[number + 1 :]], generate=False, where=where
+        )
+        if PROBE in other:
+            break
+    else:
+        return None
+    first = common_length(text, other)
+    last = len(text) - common_length(text[first:][::-1], other[first:][::-1])
+    marks = "|".join(map(re.escape, sorted(_end_texts(chat), key=len, reverse=True)))
+    mark = re.compile(marks).search(text, last) if marks else None
+    if mark is None:
+        return first, last
+    following = [m["content"] for m in messages[number + 1 :] if m["content"]]
+    position = text.find(following[0].strip(), last) if following else -1
+    return first, mark.end() if position < 0 or mark.start() <= position else last
+
+
+def _probed(value: Any) -> Any:
+    """The value with other texts; each ends in another character than it did."""
+    if isinstance(value, str):
+        if not value.strip():
+            return value
+        return PROBE if value.rstrip()[-1] != PROBE[-1] else PROBE + "x"
+    if isinstance(value, dict):
+        return {k: v if k == "type" else _probed(v) for k, v in value.items()}
+    return [_probed(item) for item in value] if isinstance(value, list) else value
+
+
+def _end_texts(chat: ChatFormat) -> list[str]:
+    added = chat.tokenizer.added_tokens_decoder
+    return [added[i].content for i in chat.end_ids if i in added]
+
+
+def _encoded(chat: ChatFormat, texts: Sequence[_Text]) -> list[list[list[int]]]:
+    """The ids of the pieces of each text, and after them, if it has several, those of the whole text."""
+    strings: list[str] = []
+    for text in texts:
+        pieces = [piece for piece, _ in text.pieces]
+        strings += [*pieces, *([text.text] if len(pieces) > 1 else [])]
+    encoded = iter(token_ids(chat.tokenizer, strings))
+    result = []
+    for text in texts:
+        count = len(text.pieces)
+        result.append([next(encoded) for _ in range(count + (count > 1))])
+    return result
+
+
+def _document(request: Request, text: _Text, encoded: Sequence[list[int]]) -> Document:
+    """The ids of the text and which are marked; `bos` in front as ChatFormat.encode puts it. A text that
+    would have other ids if it were encoded whole joins `chat.merged_borders`."""
+    chat, ids, trained = request.chat, list[int](), list[bool]()
+    for number, (piece, is_trained) in enumerate(text.pieces):
+        of_piece = encoded[number] if number == 0 else _continued(chat, piece, encoded[number])
+        if number == 0 and of_piece[: len(chat.bos)] != chat.bos:
+            of_piece = [*chat.bos, *of_piece]
+        ids += of_piece
+        trained += [is_trained] * len(of_piece)
+    if len(encoded) > 1:
+        whole = encoded[-1]
+        if (whole if whole[: len(chat.bos)] == chat.bos else [*chat.bos, *whole]) != ids:
+            chat.merged_borders.append(request.where)
+    document = Document(ids=ids, trained=trained)
+    content = request.content
+    if request.marked == "score":
+        return document
+    if isinstance(content, tuple) or request.marked == "all":
+        return _ended(chat, document)
+    if not _marks_itself(chat):
+        document = Document(ids=ids, trained=_end_at_mark(chat, ids, trained))
+    return _ended(chat, document) if content.messages[-1]["role"] == "assistant" else document
+
+
+def _continued(chat: ChatFormat, text: str, encoded: list[int]) -> list[int]:
+    """The ids of a text that follows another one: without the space that SentencePiece's tokenizers (Llama 2)
+    put in front of a text. `encoded`: its ids with it."""
+    if not chat.begins_with_space:
+        return encoded
+    for anchor in _ANCHORS:
+        alone, both = token_ids(chat.tokenizer, [anchor, anchor + text])
+        if both[: len(alone)] == alone:
+            return both[len(alone) :]
+    return encoded
+
+
+def _end_at_mark(chat: ChatFormat, ids: list[int], trained: list[bool]) -> list[bool]:
+    """`trained` without the white space between a turn's end token and the end of its span."""
+    result, ends = list(trained), chat.end_ids
+    end = len(ids)
+    while end > 0:
+        if not trained[end - 1]:
+            end -= 1
+            continue
+        begin = end
+        while begin > 0 and trained[begin - 1]:
+            begin -= 1
+        last = next((t for t in range(end - 1, begin - 1, -1) if ids[t] in ends), end - 1)
+        if chat.is_blank(ids[last + 1 : end]):
+            result[last + 1 : end] = [False] * (end - last - 1)
+        end = begin
+    return result
+
+
+def _ended(chat: ChatFormat, document: Document) -> Document:
+    """The document, with a trained eos behind its last trained token, unless an end token is its last."""
+    marks, ends = document.trained, chat.end_ids
+    last = next((t for t in range(len(marks) - 1, -1, -1) if marks[t]), None)
+    if last is None:
+        return document
+    end = next((t for t in range(last, -1, -1) if document.ids[t] in ends), None)
+    if end is not None and chat.is_blank(document.ids[end + 1 : last + 1]):
+        return document
+    eos = chat.tokenizer.eos_token_id
+    if eos is None:
+        raise DataError(
+            "no-tokenizer: the tokenizer has no eos token, so no document could end; set tokenizer.eos_token"
+        )
+    # Untrained white space that a template puts behind the turn would stand between the text and its end.
+    return Document(ids=[*document.ids[: last + 1], eos], trained=[*marks[: last + 1], True])

@@ -1,0 +1,329 @@
+"""A chat template as a program: the text of a conversation, and where its turns stand in it.
+
+Where turn n begins is found by comparing texts of the conversation's beginnings. Most templates write one
+message after the other, and then the text of a beginning is the beginning of the text. `Watch` sees in two
+renderings whether a template did so in this conversation, whatever the number of turns; else each turn takes
+three more.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+
+MEMORY_BYTES = 2**30
+"""Of the process that renders."""
+TEXT_CHARACTERS = 2**24
+"""Of one text."""
+
+
+def answer(template: str, variables: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, Any]:
+    """{text, spans, turns}, or {error} with whatever the template raised."""
+    try:
+        program = compiled(template)
+        messages = json.loads(item["messages"])
+        for message in messages:
+            message.setdefault("content", None)
+        conversation = Conversation(program, variables, messages)
+        turns: list[int] = item["turns"]
+        watched = conversation.watched() if turns else None
+        if watched is not None:
+            text, places = watched
+            return {"text": text, "spans": [], "turns": [places(number) for number in turns]}
+        text, spans = conversation.rendered(len(messages), generate=item["generate"])
+        return {"text": text, "spans": spans, "turns": [conversation.place(text, n) for n in turns]}
+    except MemoryError:
+        return {"error": f"it needs more than {MEMORY_BYTES // 2**20} MiB of memory"}
+    except TooLong:
+        return {"error": f"its text has more than {TEXT_CHARACTERS:,} characters"}
+    except jinja2.TemplateError as error:
+        return {"error": str(error)[:1000]}
+    except Exception as error:  # any code can stand in a template
+        return {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
+
+
+class TooLong(Exception):
+    """A text has more than TEXT_CHARACTERS."""
+
+
+class Conversation:
+    """Messages under a template."""
+
+    def __init__(self, program: Program, variables: Mapping[str, Any], messages: list[Any]) -> None:
+        self._program = program
+        self._variables = variables
+        self._messages = messages
+
+    def rendered(self, count: int, *, generate: bool) -> tuple[str, list[tuple[int, int]]]:
+        """The text of the first messages, and the spans of its {% generation %} blocks."""
+        text = self._program.text(self._with(self._messages[:count], generate=generate), Watch())
+        return text, self._program.generation.spans
+
+    def place(self, text: str, number: int) -> dict[str, Any]:
+        """The RenderedTurn of a message: by three renderings."""
+        before, _ = self.rendered(number, generate=False)
+        header, _ = self.rendered(number, generate=True)
+        opened, start = common_length(before, header), common_length(header, text)
+        end = None
+        if start >= opened:
+            through = (
+                text if number + 1 == len(self._messages) else self.rendered(number + 1, generate=False)[0]
+            )
+            if text.startswith(through) and len(through) >= start:
+                end = len(through)
+        return {"opened": opened, "start": start, "header": header[opened:], "end": end}
+
+    def watched(self) -> tuple[str, Callable[[int], dict[str, Any]]] | None:
+        """The text of all messages, and a function that returns the RenderedTurn of one, of two renderings in
+        all. None if the template's text of the first messages could depend on later ones."""
+        if not self._program.watchable:
+            return None
+        try:
+            text, watch = self._watched(generate=False)
+            other, again = self._watched(generate=True)
+        except (TooLong, MemoryError):
+            raise
+        except Exception:  # also of a template that does with a list what Messages does not know
+            return None
+        if watch.looks_ahead or again.looks_ahead or watch.places != again.places or not watch.ended:
+            return None
+        body = watch.places[-1]
+        if text[:body] != other[:body]:
+            return None
+        closing, opening = text[body:], other[body:]  # behind the last message, without and with a header
+        opened = common_length(closing, opening)
+
+        def place(number: int) -> dict[str, Any]:
+            begin, end = watch.places[number], watch.places[number + 1]
+            start = begin + common_length(opening, text[begin : begin + len(opening)])
+            through: int | None = end + len(closing)
+            if start < begin + opened or not text.startswith(closing, end) or end + len(closing) < start:
+                through = None
+            return {"opened": begin + opened, "start": start, "header": opening[opened:], "end": through}
+
+        return text, place
+
+    def _watched(self, *, generate: bool) -> tuple[str, Watch]:
+        watch = Watch(places=[-1] * (len(self._messages) + 1))
+        messages = Messages(self._messages, watch)
+        return self._program.text(self._with(messages, generate=generate), watch), watch
+
+    def _with(self, messages: Any, *, generate: bool) -> dict[str, Any]:
+        return {**self._variables, "messages": messages, "add_generation_prompt": generate}
+
+
+def common_length(left: str, right: str) -> int:
+    """Return the number of characters that two texts share at their beginning."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while high - low > 1:  # the first `low` are equal, the first `high` are not
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class Program:
+    """A compiled template in the environment that transformers documents for chat templates."""
+
+    def __init__(self, text: str) -> None:
+        environment = WatchingEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = strftime_now
+        self._environment = environment
+        self.generation = next(e for e in environment.extensions.values() if isinstance(e, Generation))
+        self._template = environment.from_string(text)
+        self.watchable = _is_watchable(environment.parse(text))
+        """Whether `Watch` sees how much text there is at each message of a loop, and what a template knows of
+        later ones."""
+
+    def text(self, variables: Mapping[str, Any], watch: Watch) -> str:
+        """Render; `generation.spans` are the spans then. Raises TooLong."""
+        self._environment.watch = watch
+        self.generation.blocks, self.generation.spans = [], []
+        for block in self._template.generate(**variables):
+            self.generation.blocks.append(block)
+            watch.size += len(block)
+            if watch.size > TEXT_CHARACTERS:
+                raise TooLong
+        return "".join(self.generation.blocks)
+
+
+compiled = functools.lru_cache(maxsize=16)(Program)
+
+
+def _is_watchable(tree: jinja2.nodes.Template) -> bool:
+    """Not if text is held back in a loop, a counter of the environment outlives one, or attributes are read
+    by a filter."""
+    nodes = jinja2.nodes
+    held_back = (nodes.AssignBlock, nodes.FilterBlock)
+    if any(next(block.find_all(nodes.For), None) for block in tree.find_all(held_back)):
+        return False
+    if any(name.name in ("joiner", "cycler") for name in tree.find_all(nodes.Name)):
+        return False
+    return not any(each.name == "attr" for each in tree.find_all(nodes.Filter))
+
+
+@dataclass(slots=True)
+class Watch:
+    """What a rendering did."""
+
+    places: list[int] = field(default_factory=list)
+    """Characters of text when the loop over the messages took each of them, and when the loop ended."""
+    size: int = 0
+    """Characters of text so far."""
+    current: int = 0
+    """Number of the message that the loop took last; 0 before."""
+    began: bool = False
+    ended: bool = False
+    looks_ahead: bool = False
+    """Whether the template read what is otherwise if the conversation ends earlier."""
+
+
+class Messages(Sequence[Any]):
+    """The messages of a conversation, which note in a Watch what a template does with them.
+
+    Reading message 0, or one that the loop has reached, is the same in a conversation that ends before a
+    later message; so is a loop over all of them, or from a number on. Everything else looks ahead.
+    """
+
+    __slots__ = ("_items", "_offset", "_watch")
+
+    def __init__(self, items: list[Any], watch: Watch, offset: int = 0) -> None:
+        self._items = items
+        self._watch = watch
+        self._offset = offset
+
+    def __getitem__(self, index: Any) -> Any:
+        watch = self._watch
+        if isinstance(index, slice):
+            first = index.start or 0
+            if first < 0 or index.stop is not None or index.step not in (None, 1):
+                watch.looks_ahead = True
+                return self._items[index]
+            return Messages(self._items[first:], watch, self._offset + first)
+        reached = 0 if watch.ended else watch.current
+        if not (index >= 0 and index + self._offset <= reached):
+            watch.looks_ahead = True
+        return self._items[index]
+
+    def __len__(self) -> int:
+        self._watch.looks_ahead = True
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        self._watch.looks_ahead = True
+        return repr(self._items)
+
+    def __bool__(self) -> bool:
+        if self._offset:  # the first message is always there
+            self._watch.looks_ahead = True
+        return bool(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        watch = self._watch
+        # A loop in a macro, or a filter that goes through the messages, is not where text is written.
+        if watch.began or not _called_by_root():
+            watch.looks_ahead = True
+        watch.began = True
+        watch.places[: self._offset] = [watch.size] * self._offset
+        for number, item in enumerate(self._items, self._offset):
+            if not _called_by_root():
+                watch.looks_ahead = True
+            watch.places[number] = watch.size
+            watch.current = number
+            yield item
+        watch.places[-1] = watch.size
+        watch.ended = True
+
+
+def _called_by_root() -> bool:
+    """Whether a template's own body takes the next item from the generator that calls this."""
+    frame = sys._getframe(2)
+    if frame.f_code is jinja2.runtime.LoopContext.__next__.__code__:
+        frame = sys._getframe(3)
+    return frame.f_code.co_name == "root"
+
+
+class WatchingEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Notes in `watch` what a template asks of a loop over the messages, and of the counts that it kept in
+    one."""
+
+    watch = Watch()
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self._note(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self._note(obj, argument)
+        return super().getitem(obj, argument)
+
+    def _note(self, obj: Any, name: Any) -> None:
+        if isinstance(obj, jinja2.runtime.LoopContext):
+            if isinstance(obj._iterable, Messages) and name in _OF_LATER:
+                self.watch.looks_ahead = True
+        elif self.watch.ended and isinstance(obj, jinja2.utils.Namespace):
+            self.watch.looks_ahead = True
+
+
+_OF_LATER = ("last", "length", "revindex", "revindex0", "nextitem")
+"""What a loop knows of messages after the current one."""
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}`: notes where in the text its blocks stand, as transformers' extension does."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
+    blocks: list[str]
+    spans: list[tuple[int, int]]
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("note"), [], [], body).set_lineno(line)
+
+    def note(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        start = sum(map(len, self.blocks))
+        self.spans.append((start, start + len(text)))
+        return text
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without the escapes of HTML that jinja's own filter makes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,298 @@
+"""Renders chat templates under budgets of time and memory, in one process for all of them.
+
+A template is a program that came with a model. Jinja's sandbox keeps it from files and attributes, but not
+from loops over loops or 'x' * 10**10: those end with the process that renders. Both ends of its pipe are
+here; `main` is the process, which loads no torch. What it does with a template is in `template_program`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.errors import DataError
+from lockstep.observe.template_program import MEMORY_BYTES, answer
+from lockstep.observe.text import printable
+from lockstep.processes.child import JobProcess, ProcessEnded, receive, send
+from lockstep.processes.programs import CHAT_TEMPLATE
+from lockstep.processes.supervisor import supervise
+
+_SECONDS = 120.0
+"""Deadline of a job and its reply; the child's own limit is CPU time, which other work does not use up."""
+_BATCH_CHARACTERS = 2**22
+"""Messages of one exchange with the child, as JSON; a longer conversation goes alone."""
+_KEPT = ("HOME", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "TZ")
+"""Environment variables that the child gets: for loading libraries, and for strftime_now."""
+_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
+_NAME = re.compile(r"[A-Za-z]\w*")
+_PLACEHOLDER = [{"role": "user", "content": ""}]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenderJob:
+    """A conversation to render."""
+
+    template: str
+    messages: Sequence[Mapping[str, Any]]
+    """The content of a message without one is null for the template."""
+    generate: bool = False
+    """Add the header of the assistant's turn."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More variables of the template."""
+    turns: Sequence[int] = ()
+    """Numbers of messages, from 1, whose place in the text is wanted."""
+    where: str
+    """Where the conversation stands, for messages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenderedTurn:
+    """Where message `number` begins in the text of its conversation: found by comparing that text with three
+    others: of the messages before it, without and with the header of an answer, and of the messages through
+    it."""
+
+    opened: int
+    """Characters that the texts before it, without and with the header, share."""
+    start: int
+    """Characters that the text with the header shares with the conversation's."""
+    header: str
+    """What the header adds after `opened`."""
+    end: int | None
+    """Length of the text through it; None if the conversation's does not begin with that text, or if that
+    text ends before `start`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    """Characters [start, end) of every {% generation %} block."""
+    turns: tuple[RenderedTurn, ...]
+    """Of the job's `turns`, in order."""
+
+
+def render_chats(tokenizer: Any, jobs: Sequence[RenderJob]) -> list[Rendered | DataError]:
+    """Render conversations as `tokenizer.apply_chat_template` does, within the child's budgets.
+
+    Returns:
+        For each job its text, or the error: the template refuses the messages, fails, or uses up its budget
+        of time or memory.
+    """
+    results: list[Rendered | DataError] = []
+    for batch in _batches(tokenizer, jobs):
+        results += _run(batch)
+    return results
+
+
+def render_chat(
+    tokenizer: Any,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    generate: bool = False,
+    options: Mapping[str, Any] | None = None,
+    where: str,
+) -> Rendered:
+    """Render one conversation, see `render_chats` and RenderJob.
+
+    Raises:
+        DataError: see `render_chats`.
+    """
+    job = RenderJob(
+        template=template, messages=messages, generate=generate, options=options or {}, where=where
+    )
+    (result,) = render_chats(tokenizer, [job])
+    return checked(result)
+
+
+def checked(result: Rendered | DataError) -> Rendered:
+    """Return a rendered conversation. Raises the error that it is instead."""
+    if isinstance(result, DataError):
+        raise result
+    return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Item:
+    """A job as the child gets it; `error` if the child cannot get it."""
+
+    where: str
+    shared: str = ""
+    """Template and variables other than the messages, as JSON: few texts for many conversations."""
+    content: Mapping[str, Any] = field(default_factory=dict)
+    error: DataError | None = None
+
+
+def _batches(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[list[_Item]]:
+    """The jobs, in exchanges of a bounded size."""
+    shared: dict[str, str] = {}
+    batch: list[_Item] = []
+    size = 0
+    for job in jobs:
+        try:
+            item = _item(tokenizer, job, shared)
+        except DataError as error:
+            item = _Item(where=job.where, error=error)
+        characters = len(item.content.get("messages", ""))
+        if batch and size + characters > _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += characters
+    if batch:
+        yield batch
+
+
+def _item(tokenizer: Any, job: RenderJob, shared: dict[str, str]) -> _Item:
+    try:
+        messages = json.dumps(job.messages, ensure_ascii=False)
+        key = json.dumps([job.template, job.options], ensure_ascii=False)
+        if key not in shared:
+            variables = _variables(tokenizer, job.options)
+            shared[key] = json.dumps([job.template, variables], ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"wrong-row: {job.where}: these messages cannot be given to a chat template: {error}"
+        ) from error
+    content = {"messages": messages, "generate": job.generate, "turns": list(job.turns)}
+    return _Item(where=job.where, shared=shared[key], content=content)
+
+
+def _variables(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables that transformers passes to a template besides messages, read by a template of ours that
+    writes them as JSON."""
+    names = {*_NAMES, *options, *tokenizer.special_tokens_map}
+    pairs = ", ".join(f"'{name}': {name}" for name in sorted(names) if _NAME.fullmatch(name))
+    # By transformers itself, so that what it adds (special tokens, tools as schemas) is what its own
+    # templates would get. Only this harmless template runs in our process.
+    text = tokenizer.apply_chat_template(
+        _PLACEHOLDER, chat_template="{{ {" + pairs + "} | tojson }}", tokenize=False, **options
+    )
+    variables: dict[str, Any] = json.loads(text)
+    return variables
+
+
+def _run(batch: Sequence[_Item]) -> list[Rendered | DataError]:
+    """The replies to a batch. If the child did not survive it, each job is tried alone, to see whose fault it
+    was."""
+    sent = [item for item in batch if item.error is None]
+    places = {shared: number for number, shared in enumerate(dict.fromkeys(item.shared for item in sent))}
+    job = {
+        "shared": list(places),
+        "items": [{**item.content, "shared": places[item.shared]} for item in sent],
+    }
+    try:
+        replies = iter(_renderer.run(job, sent[0].where)["replies"] if sent else ())
+    except DataError as error:
+        return [error] if len(batch) == 1 else [result for item in batch for result in _run([item])]
+    return [item.error or _result(next(replies), item.where) for item in batch]
+
+
+def _result(reply: Mapping[str, Any], where: str) -> Rendered | DataError:
+    if "error" in reply:
+        return DataError(
+            f"refused: {where}: the chat template refuses these messages: {printable(reply['error'])}"
+        )
+    spans = tuple((start, end) for start, end in reply["spans"])
+    turns = tuple(RenderedTurn(**turn) for turn in reply["turns"])
+    return Rendered(text=reply["text"], spans=spans, turns=turns)
+
+
+class Renderer:
+    """The child process: started on first use, and again after one that ran out of its budget.
+
+    Args:
+        seconds: for a job and its reply.
+    """
+
+    def __init__(self, seconds: float = _SECONDS) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: JobProcess | None = None
+
+    def run(self, job: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Send one job to the child, and return its reply.
+
+        Raises:
+            DataError: it ended, or did not take the job and reply in time.
+        """
+        with self._lock:
+            process = self._process = self._process or self._start()
+            try:
+                return process.exchange(dict(job), seconds=self._seconds)
+            except TimeoutError as error:
+                raise _stopped(f"no reply came within {self._seconds:g} s", where) from error
+            except ProcessEnded as error:
+                raise _stopped(str(error), where) from error
+            finally:
+                if process.closed:
+                    self._process = None
+
+    def after_fork(self) -> None:
+        """Give up the process in a fork: it stays its owner's, and another is started when needed.
+
+        Two that write jobs to one process would get each other's replies.
+        """
+        self._lock = threading.Lock()  # the other one may be held by a thread that is not in the fork
+        self._process = None
+
+    def _start(self) -> JobProcess:
+        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        return JobProcess(CHAT_TEMPLATE, role="render", env=environment)
+
+
+def _stopped(why: str, where: str) -> DataError:
+
+    return DataError(
+        f"deadline: {where}: rendering with the chat template was stopped: {why}. It may take "
+        f"{CPU_SECONDS:g} s of processor time and {MEMORY_BYTES // 2**20} MiB, and a usual template takes a "
+        "millisecond; look for a loop in it that does not end, or set data.chat_template to another one"
+    )
+
+
+_renderer = Renderer()
+os.register_at_fork(after_in_child=_renderer.after_fork)
+
+
+# The child.
+
+
+CPU_SECONDS = 2.0
+"""Of one conversation; the kernel ends the process beyond it. A usual template takes a millisecond."""
+
+
+def main(*, jobs: int, replies: int) -> None:
+    """Answer jobs until their pipe closes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    supervise(jobs)
+    # After supervise(), which forks: the supervisor above has no such limit.
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    while True:
+        job = receive(jobs)
+        shared = [json.loads(text) for text in job["shared"]]
+        answers = []
+        for item in job["items"]:
+            with limited():
+                template, variables = shared[item["shared"]]
+                answers.append(answer(template, variables, item))
+        send(replies, {"id": job["id"], "replies": answers})
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """SIGPROF ends the process after CPU_SECONDS; no code of ours has to run for that."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
