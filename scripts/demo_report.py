@@ -87,13 +87,13 @@ def report(runs: list[Run], *, cpu: str, command: str) -> str:
     """The Markdown of the page's block."""
     held_out = {run.summary["eval_after"]["num_prompts"] for run in runs}
     lines = [
-        f"Held-out accuracy on {', '.join(map(str, sorted(held_out)))} problems, before -> after:",
+        f"Held-out accuracy on {', '.join(map(str, sorted(held_out)))} problems, before -> after training:",
         "",
         *table(runs),
         "",
         machine(runs[0], cpu, command),
         "",
-        f"The same {SHOWN} held-out problems before and after (seed {runs[0].config['seed']}):",
+        f"The same {SHOWN} held-out problems before and after training (seed {runs[0].config['seed']}):",
         "",
         "```text",
         *completions(runs[0]),
@@ -147,8 +147,8 @@ def machine(run: Run, cpu: str, command: str) -> str:
     return (
         f"`{command}`, {run.summary['steps']} steps; {cpu}, {manifest['cpu_threads']} threads, "
         f"{axes['dtype']}; lockstep {manifest['lockstep']}, torch {manifest['torch']}, "
-        f"transformers {manifest['transformers']}, Python {manifest['python']}. The run before training may "
-        f"use {run.config['eval']['before_max_tokens_factor']} times the tokens."
+        f"transformers {manifest['transformers']}, Python {manifest['python']}. The evaluation before "
+        f"training may use {run.config['eval']['before_max_tokens_factor']} times the tokens."
     )
 
 
