@@ -144,7 +144,7 @@ def test_a_resumed_run_keeps_what_its_manifest_says() -> None:
 
 def test_the_table_of_the_docs_is_what_the_estimate_gives() -> None:
     rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    head = next(row for row in rows if "tokens a step" in row[0])
+    head = next(row for row in rows if "tokens per step" in row[0])
     tokens = [int(cell.replace(",", "")) for cell in head[1:]]
     found = 0
     for row in rows[rows.index(head) + 1 :]:
