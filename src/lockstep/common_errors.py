@@ -59,7 +59,7 @@ def cannot_write(
 
 def already_exists(what: str, fix: str) -> ConfigError:
     """A place to write to that is taken."""
-    return ConfigError(f"already-exists: {what} exists already; {fix}")
+    return ConfigError(f"already-exists: {what} already exists; {fix}")
 
 
 def damaged(
@@ -80,7 +80,7 @@ def hash_differs(
 
 def leads_out(error: type[LockstepError], link: object, folder: object, /, **fields: Any) -> LockstepError:
     """A link in a folder of ours that leads, or may lead, to another place."""
-    text = f"{link}: is a link that leads out of {folder}; put the file or folder itself there"
+    text = f"{link}: is a link that points outside {folder}; put the file or folder itself there"
     return error(f"leads-out-of-folder: {text}", **fields)
 
 
@@ -120,7 +120,7 @@ def other_shape(
     error: type[LockstepError], what: str, shape: Iterable[int], expected: Iterable[int]
 ) -> LockstepError:
     """A tensor whose shape is not the model's."""
-    return error(f"wrong-shape: {what} has shape {list(shape)}, the model's is {list(expected)}")
+    return error(f"wrong-shape: {what} has shape {list(shape)}, but the model's is {list(expected)}")
 
 
 def outside_vocabulary(

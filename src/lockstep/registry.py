@@ -48,7 +48,7 @@ def require_members(value: Any, names: Iterable[str], *, what: str) -> None:
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise ConfigError(
-            f"wrong-part: {what} lacks {', '.join(missing)}; docs/how-to/extend.md has what it must have"
+            f"wrong-part: {what} lacks {', '.join(missing)}; docs/how-to/extend.md lists what it must have"
         )
 
 
@@ -75,8 +75,8 @@ def require_call(value: Any, *given: str, what: str, named: Sequence[str] = ()) 
     except TypeError as error:
         call = ", ".join([*given, *(f"{name}=..." for name in named)])
         raise ConfigError(
-            f"wrong-part: {what} is called with ({call}), which its signature {signature} does not take: "
-            f"{error}; docs/how-to/extend.md has the signatures"
+            f"wrong-part: {what} is called with ({call}), which its signature {signature} does not accept: "
+            f"{error}; docs/how-to/extend.md lists the signatures"
         ) from error
 
 

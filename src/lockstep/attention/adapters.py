@@ -127,8 +127,8 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         # another model without a word.
         if dropout or softcap is not None:
             raise ModelError(
-                f"unsupported-combination: attention kernel {kernel!r} has no dropout and no softcap (got "
-                f"{dropout}, {softcap})"
+                f"unsupported-combination: attention kernel {kernel!r} does not support dropout or softcap "
+                f"(got {dropout}, {softcap})"
             )
         if ring is not None:
             return _ring(query, key, value, ring=ring, scale=scaling, window=sliding_window), None
@@ -164,8 +164,8 @@ def _ring(
     """query [1, N, t, H], key and value [1, K, t, H] -> [1, t, N, H]."""
     if window is not None:
         raise ModelError(
-            f"unsupported-combination: ring attention has no sliding window (this layer's is {window}); set "
-            "train.ring = 1"
+            "unsupported-combination: ring attention does not support a sliding window (this layer has "
+            f"{window}); set train.ring = 1"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return ring_attention(q, k, v, shard=ring.shard, group=ring.group, scale=scale)[None]

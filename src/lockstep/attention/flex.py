@@ -36,8 +36,8 @@ def attention(  # signature: every kernel's, see lockstep.attention
     # do.
     if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         raise TrainError(
-            "missing-device: attention kernel 'flex' has no backward on a CPU; set train.attention = "
-            "'sdpa', or 'varlen' for its reference kernels"
+            "missing-device: attention kernel 'flex' has no backward pass on a CPU; set train.attention = "
+            "'sdpa', or 'varlen' to use its reference kernels"
         )
     if mask is None:
         mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window, keys=keys, num_keys=k.shape[0])

@@ -72,13 +72,14 @@ def ring_attention(
     here = (dist.get_rank(group), dist.get_world_size(group))
     if here != (shard.rank, shard.size):
         raise ModelError(
-            f"out-of-range: the shard is of rank {shard.rank} of {shard.size}, but this is rank {here[0]} "
-            f"of a group of {here[1]}; make it with ring_shard(..., rank={here[0]}, size={here[1]})"
+            f"out-of-range: the shard belongs to rank {shard.rank} of {shard.size}, but this is rank "
+            f"{here[0]} of a group of {here[1]}; create it with ring_shard(..., rank={here[0]}, "
+            f"size={here[1]})"
         )
     if q.shape[0] != shard.num_rows or k.shape[0] != shard.num_rows or k.shape != v.shape:
         raise ModelError(
-            f"wrong-shape: rank {shard.rank} of the ring has {shard.num_rows} rows, not q {list(q.shape)}, k "
-            f"{list(k.shape)}, v {list(v.shape)}"
+            f"wrong-shape: rank {shard.rank} of the ring has {shard.num_rows} rows, which does not match q "
+            f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
     if shard.index.device != q.device:
         raise ModelError(
@@ -89,7 +90,7 @@ def ring_attention(
         enable_cpu_reference()
     elif q.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"unsupported-combination: ring attention runs flash kernels, which have no {q.dtype} on "
+            f"unsupported-combination: ring attention runs flash kernels, which do not support {q.dtype} on "
             f"{q.device.type}; set model.dtype = 'bfloat16'"
         )
     out: Tensor = _apply(q, k, v, Ring(shard=shard, group=group), scale)
@@ -216,8 +217,9 @@ def _attend(
     )
     if lse.shape != (q.shape[1], q.shape[0]):
         raise ModelError(
-            f"unsupported-version: torch {torch.__version__} gives the log-sum-exp of packed documents as "
-            f"{list(lse.shape)}, not [{q.shape[1]}, {q.shape[0]}]; ring attention needs torch 2.11 or later"
+            f"unsupported-version: torch {torch.__version__} returns the log-sum-exp of packed documents "
+            f"with shape {list(lse.shape)}, not [{q.shape[1]}, {q.shape[0]}]; ring attention needs torch "
+            "2.11 or later"
         )
     return out, lse
 

@@ -120,7 +120,7 @@ def _forward(  # signature: torch's flash op
     arguments = sorted(name for name, value in unsupported.items() if value is not None)
     if arguments or dropout_p or cu_q is None or cu_k is None:
         raise NotImplementedError(
-            f"the CPU reference kernel takes packed documents only, not {arguments or 'this'}"
+            f"the CPU reference kernel supports only packed documents, not {arguments or 'this'}"
         )
     window = _window(is_causal, window_size_left, window_size_right)
     factor = q.shape[-1] ** -0.5 if scale is None else scale

@@ -128,7 +128,7 @@ class Jobs:
         except self._errors as error:
             raise ConfigError(
                 f"not-authenticated: --cluster {address}: {str(error).splitlines()[0][:300]}. Is the token "
-                "(RAY_AUTH_TOKEN_PATH) the one that the head has?"
+                "(RAY_AUTH_TOKEN_PATH) the same as the head's?"
             ) from error
 
     def submit(self, folder: Path, command: Sequence[str], *, run_dir: Path) -> str:
@@ -191,7 +191,7 @@ class Jobs:
             ]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ClusterError(
-                f"bad-reply: {self.address}: the reply about its nodes is not what Ray writes: "
+                f"bad-reply: {self.address}: the reply about its nodes is not in Ray's format: "
                 f"{reply.text[:200]!r}"
             ) from error
 
@@ -206,7 +206,8 @@ class Jobs:
         if not found:
             there = ", ".join(f"{job.id} ({job.run_dir})" for job in jobs[-5:]) or "none"
             raise DataError(
-                f"unknown-name: {name[:200]}: no such job at {self.address}; the newest there: {there}"
+                f"unknown-name: {name[:200]}: there is no such job at {self.address}; its newest jobs: "
+                f"{there}"
             )
         return found[-1]
 
@@ -219,7 +220,9 @@ class Jobs:
         """
         job = self.find(name)
         if not job.lives:
-            raise DataError(f"wrong-state: {job.id}: nothing to stop, the job is {job.state}")
+            raise DataError(
+                f"wrong-state: {job.id}: there is nothing to stop, because the job is {job.state}"
+            )
         self._ask("stop_job", job.id)
         say(f"asked {job.id} to save and end after its step")
         return self.wait(job.id, seconds=seconds)
@@ -234,8 +237,8 @@ class Jobs:
         while (job := self.find(name)).lives:
             if time.monotonic() > until:
                 raise TrainError(
-                    f"deadline: {job.id} has not ended within {seconds:g} s. What it does: lockstep logs "
-                    f"{job.id} --cluster {self.address}"
+                    f"deadline: {job.id} did not end within {seconds:g} s. To see what it is doing: lockstep "
+                    f"logs {job.id} --cluster {self.address}"
                 )
             time.sleep(_POLL_SECONDS)
         return job
@@ -305,8 +308,8 @@ def _files_of(path: Path) -> list[Path]:
     relative = Path(os.path.relpath(path))
     if relative.is_absolute() or ".." in relative.parts or str(relative) in (".", RUN_FILE):
         raise ConfigError(
-            f"leads-out-of-folder: --include {path}: only what lies below the working directory travels, and "
-            f"not as {RUN_FILE}; copy it there, or put it on every node"
+            f"leads-out-of-folder: --include {path}: only files below the working directory can be sent, and "
+            f"none named {RUN_FILE}; copy it there, or put it on every node"
         )
     if not path.exists():
         raise ConfigError(f"no-such-file: --include {path}: there is no such file or folder")
@@ -319,8 +322,8 @@ def _files_of(path: Path) -> list[Path]:
             for each in folders:
                 if (link := Path(name, each)).is_symlink():
                     raise ConfigError(
-                        f"leads-out-of-folder: {link}: is a link to a folder, which does not travel; put "
-                        "the folder itself there, or include it by its own path",
+                        f"leads-out-of-folder: {link}: is a link to a folder, and such links are not sent; "
+                        "put the folder itself there, or include it by its real path",
                         setting="--include",
                     )
             # Ray would leave out what these files name, without a word.
@@ -334,8 +337,8 @@ def _check_total(files: Iterable[Path]) -> None:
     if (total := sum(sizes.values())) > _MOST_BYTES:
         largest = max(sizes, key=sizes.__getitem__)
         raise ConfigError(
-            f"too-large: --include: {total >> 20} MiB in all, and Ray takes {_MOST_BYTES >> 20} with a job; "
-            f"put large files, such as {largest}, on every node, and write their absolute paths"
+            f"too-large: --include: {total >> 20} MiB in total, but Ray accepts at most {_MOST_BYTES >> 20} "
+            f"with a job; put large files, such as {largest}, on every node, and give their absolute paths"
         )
 
 
@@ -358,11 +361,15 @@ def _check_files(run: RunConfig, extra: Sequence[Path]) -> None:
             continue
         if any(path == each or each in path.parents for each in taken):
             continue
-        where = "a file of this working directory" if here else "a relative path, and nothing is there"
-        along = f"send it along with --include {shlex.quote(text)}" if here else "write it, and --include it"
+        where = "a file in this working directory" if here else "a relative path that does not exist"
+        along = (
+            f"send it along with --include {shlex.quote(text)}"
+            if here
+            else "create it and send it along with --include"
+        )
         raise ConfigError(
-            f"no-such-file: {setting} = {text[:200]!r} is {where}; a job runs in a folder of its own on the "
-            f"cluster, which does not have it: {along}, or name the absolute path that it has on every node"
+            f"no-such-file: {setting} = {text[:200]!r} is {where}; a job runs in a separate folder on the "
+            f"cluster, where it is missing: {along}, or give the absolute path that it has on every node"
         )
 
 
@@ -395,8 +402,8 @@ def _check_address(address: str) -> None:
     parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
         raise ConfigError(
-            f"wrong-format: --cluster {address[:200]!r}: write the address of the head's dashboard, "
-            "http://HEAD:8265 (ray://... is Ray Client, which is not used)"
+            f"wrong-format: --cluster {address[:200]!r}: give the address of the head's dashboard, "
+            "http://HEAD:8265 (ray://... is for Ray Client, which Lockstep does not use)"
         )
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -407,15 +414,15 @@ def _check_address(address: str) -> None:
         if error.code in (401, 403):
             return
         raise ConfigError(
-            f"bad-reply: --cluster {address}: its Jobs API answers with status {error.code}"
+            f"bad-reply: --cluster {address}: its Jobs API answered with status {error.code}"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"unreachable: --cluster {address}: no head of a Ray cluster answers there ({error}). Start one "
-            "with `ray start --head`, or give the address that its dashboard has"
+            f"unreachable: --cluster {address}: no Ray head answers there ({error}). Start one with `ray "
+            "start --head`, or give the address of its dashboard"
         ) from error
     raise ConfigError(
-        f"not-authenticated: --cluster {address}: it shows its jobs to whoever asks, and would run anybody's "
+        f"not-authenticated: --cluster {address}: it shows its jobs to anyone, and would run anyone's "
         "programs. Start the cluster with RAY_AUTH_MODE=token"
     )
 
@@ -456,8 +463,8 @@ def launch_train(
     check_submitter()
     if provider == "local" and config.nodes > 1:
         raise ConfigError(
-            f"out-of-range: cluster.nodes = {config.nodes} with --cluster local, which is one node; set it "
-            "to 1, or join a cluster by --cluster auto"
+            f"out-of-range: cluster.nodes = {config.nodes} with --cluster local, which is a single node; set "
+            "it to 1, or join a cluster with --cluster auto"
         )
     with contextlib.ExitStack() as stack:
         local = provider == "local"

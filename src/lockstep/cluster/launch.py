@@ -97,12 +97,12 @@ def _check_installed() -> None:
     try:
         installed = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:
-        other = "start the ranks on this machine by --ranks N"
+        other = "start the ranks on this machine with --ranks N"
         raise missing_package("--cluster", "'lockstep-rl[cluster]'", or_else=other) from error
     if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
         raise ConfigError(
-            f"unsupported-version: Ray {installed} is older than {OLDEST[0]}.{OLDEST[1]}, whose token "
-            "authentication is needed: pip install --upgrade 'lockstep-rl[cluster]'"
+            f"unsupported-version: Ray {installed} is older than {OLDEST[0]}.{OLDEST[1]}, and Lockstep needs "
+            "the token authentication of that version: pip install --upgrade 'lockstep-rl[cluster]'"
         )
 
 
@@ -162,13 +162,13 @@ def _new_folder(parent: Path) -> Path:
     try:
         check_own_folder(
             folder,
-            advice="the token of the cluster lies there; set cluster.temp_dir to a folder that only you may "
-            "write, such as one in your home folder",
+            advice="the cluster's token is stored there; set cluster.temp_dir to a folder that only you "
+            "can write to, such as one in your home folder",
         )
         if free < _FREE_BYTES:
             raise ConfigError(
-                f"no-space: {parent}: {free >> 20} MiB are free, and {_FREE_BYTES >> 20} are needed for "
-                "Ray's files; make room, or set cluster.temp_dir to a folder on another disk"
+                f"no-space: {parent}: {free >> 20} MiB are free, but Ray's files need {_FREE_BYTES >> 20}; "
+                "free some space, or set cluster.temp_dir to a folder on another disk"
             )
     except ConfigError:
         folder.rmdir()
@@ -204,7 +204,7 @@ def _address_of(head: Child, reader: int, *, folder: Path) -> str:
                 said = said[-4096:] + text
             elif head.wait(0.1) is not None or time.monotonic() > deadline:
                 lines = (folder / _LOG).read_text(errors="replace").splitlines()[-8:]
-                why = "ended" if head.poll() is not None else f"said nothing within {START_SECONDS:g} s"
+                why = "ended" if head.poll() is not None else f"printed no address within {START_SECONDS:g} s"
                 raise ClusterError(
                     f"process-died: Ray did not start on this machine: it {why}: " + "\n".join(lines)
                 )
@@ -412,12 +412,13 @@ def check_nodes(provider: HasNodes, placement: Placement) -> None:
         needs, lower = "", f"cluster.nodes or cluster.{kind}"
         if placement.per_rank > 1:
             needs = (
-                f" and cluster.dedicated_gpus or cluster.engine_gpus, {placement.devices} {kind} of each node"
+                f" and cluster.dedicated_gpus or cluster.engine_gpus needs {placement.devices} {kind} on "
+                "each node"
             )
             lower += ", share the GPUs of ranks (cluster.dedicated_gpus = false, cluster.engine_gpus = 0)"
         raise ConfigError(
             f"not-enough: cluster.nodes = {placement.nodes} with cluster.{kind} = "
-            f"{placement.per_node}{needs}: the cluster has {len(fitting)} such "
+            f"{placement.per_node}{needs}: the cluster has only {len(fitting)} such "
             f"node{'s' * (len(fitting) != 1)} ({has}); lower {lower}, or add nodes"
         )
 
@@ -449,7 +450,7 @@ class LocalProvider:
         """Start `python ARGV` once per slot."""
         if placement.nodes > 1:
             raise ConfigError(
-                f"out-of-range: cluster.nodes = {placement.nodes}, but this is one machine; set it to 1"
+                f"out-of-range: cluster.nodes = {placement.nodes}, but this is a single machine; set it to 1"
             )
         world = World(placement=placement, log_dir=self.log_dir, members=(children := []))
         for own, (out, err) in zip(env, _pairs(self.logs(world)), strict=True):

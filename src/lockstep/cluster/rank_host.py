@@ -76,7 +76,7 @@ def check_submitter() -> None:
     there, here = os.environ.get(_SUBMITTER), submitter()[_SUBMITTER]
     if there not in (None, here):
         raise ConfigError(
-            f"version-differs: the job was submitted by lockstep {there} (version, digest of its files), and "
+            f"version-differs: the job was submitted by lockstep {there} (version, digest of its files), but "
             f"{platform.node()} has {here}; install the same version on both"
         )
 
@@ -187,8 +187,8 @@ class RankHost:
         cwd = os.getcwd() if cwd is None else cwd
         if not Path(cwd).is_dir():
             raise ConfigError(
-                f"no-such-file: {platform.node()} has no folder {cwd}, which the run was started in; make it "
-                "there, or start the run in a folder that every node has"
+                f"no-such-file: {platform.node()} has no folder {cwd}, where the run was started; create it "
+                "there, or start the run in a folder that exists on every node"
             )
         environment = staying(os.environ, secrets=secrets) | dict(env)
         # Ray starts its processes with Ctrl-C blocked, and what this thread starts would inherit that.
@@ -310,8 +310,8 @@ def staying(environ: Mapping[str, str], *, secrets: Sequence[str] = ()) -> dict[
     """
     if missing := [name for name in secrets if not environ.get(name)]:
         raise ConfigError(
-            f"wrong-environment: cluster.secrets names {', '.join(missing)}, not set in the environment of "
-            "this node; set it where the node's part of the cluster is started, or leave it out"
+            f"wrong-environment: cluster.secrets names {', '.join(missing)}, but that is not set in the "
+            "environment of this node; set it where Ray is started on this node, or leave it out"
         )
     kept = {n: v for n, v in environ.items() if _STAYS.fullmatch(n) and not _is_secret(n)}
     return kept | {name: environ[name] for name in secrets}

@@ -82,7 +82,7 @@ class RayProvider:
             raise ConfigError(
                 f"unreachable: --cluster: no Ray cluster answers at {address!r}: "
                 f"{str(error).splitlines()[0]} Start one (ray start --head), set RAY_ADDRESS to the address "
-                "of its head, or write --cluster local"
+                "of its head, or use --cluster local"
             ) from error
         self.address: str = ray.util.get_node_ip_address()
 
@@ -194,9 +194,9 @@ class RayProvider:
         if len(there) < len(calls):
             has = "; ".join(f"{n.name}: {n.cpus} CPUs, {n.gpus} GPUs" for n in self.nodes())
             raise ClusterError(
-                f"not-enough: a node has died, and none with {_bundle(placement)} became free in its place "
-                f"within cluster.node_seconds = {self._config.node_seconds:g}; the cluster has {has}, some "
-                "of it in use. Add a node, then go on"
+                f"not-enough: a node died, and no other node with {_bundle(placement)} became free within "
+                f"cluster.node_seconds = {self._config.node_seconds:g}; the cluster has {has}, some of it in "
+                "use. Add a node, then continue"
             )
 
     def _living(self) -> list[Any]:
@@ -325,7 +325,7 @@ class RayProvider:
             raise
         except (errors.RayActorError, errors.GetTimeoutError) as error:
             raise ClusterError(
-                f"refused: Ray started no process for a rank: {str(error).splitlines()[0]}"
+                f"refused: Ray did not start a process for a rank: {str(error).splitlines()[0]}"
             ) from error
 
     def _take(self, world: World, rank: int, member: _Member) -> None:
@@ -377,8 +377,8 @@ def _running_here() -> str:
     else:
         what = "no Ray cluster runs on this machine"
     raise ConfigError(
-        f"unreachable: --cluster auto: {what}. Set RAY_ADDRESS to the address of the cluster that may have "
-        "your token, start one (ray start --head), or write --cluster local"
+        f"unreachable: --cluster auto: {what}. Set RAY_ADDRESS to the address of a cluster that you trust "
+        "with your token, start one (ray start --head), or use --cluster local"
     )
 
 
@@ -459,9 +459,9 @@ def _compare(there: Sequence[Mapping[str, Any]]) -> None:
             )
         if facts_there["auth"] != "token":
             raise ConfigError(
-                "not-authenticated: the Ray cluster asks nobody for a token (RAY_AUTH_MODE is "
-                f"{facts_there['auth'] or 'not set'} on {facts_there['host']}): whoever reaches it can run "
-                "programs there. Start it with RAY_AUTH_MODE=token"
+                "not-authenticated: the Ray cluster does not require a token (RAY_AUTH_MODE is "
+                f"{facts_there['auth'] or 'not set'} on {facts_there['host']}): anyone who can reach it can "
+                "run programs there. Start it with RAY_AUTH_MODE=token"
             )
 
 
@@ -477,13 +477,13 @@ def check_token(address: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"not-authenticated: --cluster: no token for the Ray cluster at {address!r}: {path} cannot be "
-            f"read ({error.strerror}); copy it there from the head (mode 0600), or set RAY_AUTH_TOKEN_PATH "
-            "to it"
+            f"read ({error.strerror}); copy the token there from the head (mode 0600), or set "
+            "RAY_AUTH_TOKEN_PATH to its path"
         ) from error
     if reason := distrust(found, secret=found.st_uid == os.geteuid()):
         raise ConfigError(
-            f"not-ours: --cluster: the token of the Ray cluster, {path}, {reason} (in Kubernetes: "
-            "defaultMode: 0400 of the secret's volume)"
+            f"not-ours: --cluster: the token of the Ray cluster, {path}, {reason} (in Kubernetes, set "
+            "defaultMode: 0400 on the secret's volume)"
         )
 
 

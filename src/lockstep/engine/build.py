@@ -62,15 +62,15 @@ def make_engine(
     if not factory.external:
         if model is None:
             raise ConfigError(
-                f"missing-argument: engine {config.name!r} samples with the trainer's modules and got no "
-                "model"
+                f"missing-argument: engine {config.name!r} samples with the trainer's modules, but no model "
+                "was passed"
             )
         admit_decoding(config.name, model)
         return _together(config, lambda _: make(0, model=model), external=False)
     if spec is None:
         raise ConfigError(
-            f"missing-argument: engine {config.name!r} has weights of its own and got no EngineSpec of the "
-            "model"
+            f"missing-argument: engine {config.name!r} has its own weights and needs an EngineSpec of the "
+            "model, which was not passed"
         )
     if config.max_model_len is not None:
         spec = dataclasses.replace(spec, max_model_len=config.max_model_len)
@@ -106,19 +106,19 @@ def cuda_index(device: str) -> int:
 def _check_devices(config: EngineConfig, spec: EngineSpec) -> None:
     if spec.device == "cpu" and config.cuda_devices:
         raise ConfigError(
-            f"unsupported-combination: engine.cuda_devices = {list(config.cuda_devices)} with a model on the "
-            "CPU; leave it out, or set train.device = 'cuda'"
+            f"unsupported-combination: engine.cuda_devices = {list(config.cuda_devices)} cannot be used with "
+            "a model on the CPU; leave it out, or set train.device = 'cuda'"
         )
     gpus = config.replicas * config.tp
     if spec.device != "cpu" and config.url is None and gpus > 1 and not config.cuda_devices:
         raise ConfigError(
-            f"contradiction: engine.replicas * engine.tp = {config.replicas} * {config.tp} engines' worth "
-            f"of GPUs would all be {spec.device}; set engine.cuda_devices to {gpus} GPUs"
+            f"contradiction: engine.replicas * engine.tp = {config.replicas} * {config.tp} needs {gpus} "
+            f"GPUs, but all of them would be {spec.device}; list {gpus} GPUs in engine.cuda_devices"
         )
     if spec.device == "cpu" and config.tp > 1:
         raise ConfigError(
-            f"unsupported-combination: engine.tp = {config.tp} on a CPU has no GPUs to split matrices over; "
-            "set engine.tp = 1"
+            f"unsupported-combination: engine.tp = {config.tp} needs GPUs to split matrices over, but the "
+            "engine is on a CPU; set engine.tp = 1"
         )
 
 
@@ -282,7 +282,7 @@ class _Replicas(Streaming, Generic[E]):
         except BaseException as error:
             for other in self._stop():
                 error.add_note(
-                    f"replica {other.replica} did not stop within {ABORT_SECONDS:g} s of being aborted"
+                    f"replica {other.replica} did not stop within {ABORT_SECONDS:g} s after the abort"
                     if other.error is None
                     else f"after that, replica {other.replica} failed too: {other.error}"
                 )
@@ -312,7 +312,7 @@ class _Replicas(Streaming, Generic[E]):
         if self._stuck:
             raise EngineError(
                 f"deadline: replicas {sorted(self._stuck)} of {len(self.engines)} did not stop within "
-                f"{ABORT_SECONDS:g} s of being aborted; build new engines"
+                f"{ABORT_SECONDS:g} s after the abort; build new engines"
             )
 
     def sleep(self) -> None:
@@ -472,8 +472,8 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         dirty = [replica for replica, engine in enumerate(self.engines) if engine.dirty]
         if dirty and not self._running:  # a replica that restarts while it generates gets its weights there
             raise EngineError(
-                f"wrong-state: replicas {dirty} of {len(self.engines)} do not hold the trained weights: "
-                "their last update did not finish, or there was none; push the weights before generate"
+                f"wrong-state: replicas {dirty} of {len(self.engines)} do not have the trained weights: no "
+                "update was pushed, or the last one did not finish; push the weights before calling generate"
             )
 
     @property

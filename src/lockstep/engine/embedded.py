@@ -168,7 +168,7 @@ class EmbeddedEngine(ModelEngine):
             copy_weights(self._module, update.tensors, engine=self.name)
         elif update.shared_module is not self._model.module:
             raise EngineError(
-                f"other-model: engine {self.name} reads the Parameters of the module it was built with, and "
+                f"other-model: engine {self.name} reads the Parameters of the module it was built with, but "
                 "the update names another module; build the engine with the trainer's model, or send tensors"
             )
         self._weights_changed()
@@ -208,11 +208,11 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
     new: dict[str, Tensor] = {}
     for name, tensor in tensors():
         if name in new:
-            raise EngineError(f"duplicate: engine {engine}: the weight update brings {name!r} twice")
+            raise EngineError(f"duplicate: engine {engine}: the weight update contains {name!r} twice")
         new[name] = tensor
     unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
     if unknown or missing:
-        raise other_tensors(EngineError, f"engine {engine}, which is left as it was", missing, unknown)
+        raise other_tensors(EngineError, f"engine {engine}(left unchanged)", missing, unknown)
     first_name: dict[int, str] = {}
     for name, tensor in new.items():
         parameter = own[name]
@@ -222,7 +222,7 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
         if twin != name and not torch.equal(new[twin], tensor):
             raise EngineError(
                 f"values-differ: engine {engine}: {twin!r} and {name!r} are one tied weight, but the update "
-                "brings two values"
+                "contains two values for it"
             )
     with torch.no_grad():
         for name, tensor in new.items():

@@ -333,8 +333,9 @@ class RequestCheck:
             )
         if len(ids) >= self._max_positions:
             raise EngineError(
-                f"too-long: request {index}: a prompt of {len(ids)} tokens leaves no room in the model's "
-                f"{self._max_positions} positions (max_position_embeddings); lower data.max_prompt_tokens"
+                f"too-long: request {index}: a prompt of {len(ids)} tokens leaves no room for a completion "
+                f"in the model's {self._max_positions} positions (max_position_embeddings); lower "
+                "data.max_prompt_tokens"
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
@@ -356,7 +357,7 @@ def _check_sampling(p: SamplingParams, *, vocab_size: int) -> None:
         (p.max_tokens < 1, f"max_tokens = {p.max_tokens} must be at least 1"),
         (
             not 0 <= p.min_tokens <= p.max_tokens,
-            f"min_tokens = {p.min_tokens} must be in 0..max_tokens = {p.max_tokens}",
+            f"min_tokens = {p.min_tokens} must be between 0 and max_tokens = {p.max_tokens}",
         ),
         (not p.temperature >= 0.0, f"temperature = {p.temperature} must be 0 (greedy) or positive"),
         (not 0.0 < p.top_p <= 1.0, f"top_p = {p.top_p} must be in (0, 1]"),
@@ -386,7 +387,7 @@ def check_stop_strings(
         return
     if tokenizer is None:
         raise EngineError(
-            f"no-tokenizer: sampling.stop = {list(stop)!r} needs a tokenizer and this model has none; set "
+            f"no-tokenizer: sampling.stop = {list(stop)!r} needs a tokenizer, but this model has none; set "
             "sampling.stop_token_ids"
         )
     ends = set(tokenizer.convert_ids_to_tokens(sorted(eos_token_ids)))
@@ -394,16 +395,16 @@ def check_stop_strings(
     for text in stop:
         if not text:
             raise EngineError(
-                "empty: sampling.stop holds an empty string, which would end every sample; remove it"
+                "empty: sampling.stop contains an empty string, which would end every sample; remove it"
             )
         if text in ends:
             raise EngineError(
-                f"unsupported-combination: sampling.stop holds the end-of-sequence token {text!r}, which is "
-                "not part of the text and ends a completion by itself; remove it"
+                f"unsupported-combination: sampling.stop contains the end-of-sequence token {text!r}, which "
+                "ends a completion anyway and is not part of its text; remove it"
             )
         if text in skipped:
             raise EngineError(
-                f"unsupported-combination: sampling.stop holds the special token {text!r}, which "
+                f"unsupported-combination: sampling.stop contains the special token {text!r}, which "
                 "sampling.skip_special_tokens = true leaves out of the text; set "
                 "sampling.skip_special_tokens = false, or sampling.stop_token_ids = "
                 f"[{tokenizer.convert_tokens_to_ids(text)}]"

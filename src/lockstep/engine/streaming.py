@@ -223,8 +223,8 @@ class Streaming:
         """Raise EngineError while samples are submitted and not yielded, or a stream is active."""
         if not self._is_idle():
             raise EngineError(
-                f"wrong-state: engine {self.name} generates already, and {self._open} samples have not been "
-                f"yielded; let finished() come to its end before {what}, or close it"
+                f"wrong-state: engine {self.name} is already generating, and {self._open} samples have not "
+                f"been yielded; exhaust finished() before {what}, or close it"
             )
 
     def _wait_until_idle(self, what: str, *, deadline: float) -> None:
@@ -242,14 +242,14 @@ class Streaming:
             if not self._turn.wait(deadline - time.monotonic()):
                 raise EngineError(
                     f"deadline: engine {self.name}: {self._open} samples were still running when the "
-                    f"deadline of the update came; {what} after generate has returned, or abort it"
+                    f"update's deadline passed; {what} after generate has returned, or abort it"
                 )
 
     def _require_no_generate(self, what: str) -> None:
         if self._in_generate:
             raise EngineError(
-                f"wrong-state: engine {self.name} generates already: {what}() is not for the time of a "
-                "generate(), which has all its requests; use submit and finished instead of it"
+                f"wrong-state: engine {self.name} is already generating: {what}() cannot be called during "
+                "generate(), which has all its requests; use submit and finished instead of generate"
             )
 
     # the stream
@@ -259,7 +259,7 @@ class Streaming:
         with self._turn:
             if self._running:
                 raise EngineError(
-                    f"wrong-state: engine {self.name} generates already, in another stream of finished()"
+                    f"wrong-state: engine {self.name} is already generating, in another finished() stream"
                 )
             self._running = True
             self._consumer = threading.get_ident()
@@ -292,8 +292,8 @@ class Streaming:
                 self._ended.extend(ended)
                 if not ended and self._open:
                     raise EngineError(
-                        f"wrong-result: engine {self.name} lost {self._open} samples: it has nothing left "
-                        "to do"
+                        f"wrong-result: engine {self.name} lost {self._open} samples: it has no work left, "
+                        "but they were not returned"
                     )
                 if self._abort.is_set() and len(self._ended) == self._open:
                     self._abort.clear()
@@ -462,9 +462,9 @@ class ReceivingEngine(ModelEngine):
     def _require_clean(self) -> None:
         if self.dirty:
             raise EngineError(
-                f"wrong-state: engine {self.name} is dirty: it holds no whole version of the policy (no "
-                "update yet, or the last one failed, or its server was started again); send it a whole "
-                "update first"
+                f"wrong-state: engine {self.name} is dirty: it has no complete version of the policy (it was "
+                "never updated, its last update failed, or its server was restarted); send it a full update "
+                "first"
             )
 
     def _require_ready(self) -> None:

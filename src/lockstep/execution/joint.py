@@ -74,15 +74,15 @@ def install_joint(
     """
     if decoder_layers(module)[0]._compiled_call_impl is not None:
         raise ConfigError(
-            f"wrong-state: the layers of this {type(module).__name__} are compiled already "
-            "(train.execution = 'compile'); load the model again for train.execution = 'joint'"
+            f"wrong-state: the layers of this {type(module).__name__} are already compiled (train.execution "
+            "= 'compile'); load the model again for train.execution = 'joint'"
         )
     base = decoder(module)
     device = next(base.parameters()).device
     if cuda_graph and device.type != "cuda":
         raise ConfigError(
-            f"missing-device: train.cuda_graph = true with a model on {device}: only CUDA has such graphs; "
-            "set train.device = 'cuda', or train.cuda_graph = false"
+            f"missing-device: train.cuda_graph = true needs a model on CUDA, not on {device}; set "
+            "train.device = 'cuda', or train.cuda_graph = false"
         )
     use_compile_cache()
     joint = JointDecoder(base, GraphCompiler(compiler, options=options), graphs_of=graphs_of)
@@ -318,8 +318,8 @@ def _leaf_key(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return type(leaf), leaf
     raise ConfigError(
-        f"unsupported-model: train.execution = 'joint' cannot take a {type(leaf).__name__} as an input of "
-        "its graph; set train.attention = 'varlen' or 'sdpa', or train.execution = 'compile'"
+        f"unsupported-model: train.execution = 'joint' cannot use a {type(leaf).__name__} as a graph input; "
+        "set train.attention = 'varlen' or 'sdpa', or train.execution = 'compile'"
     )
 
 
@@ -444,9 +444,9 @@ def refuse_inner_shards(base: nn.Module) -> None:
     for name, module in base.named_modules():
         if name and isinstance(module, FSDPModule):
             raise ConfigError(
-                f"unsupported-combination: {name} ({type(module).__name__}) is sharded on its own by "
-                "fully_shard, and train.execution = 'joint' runs the whole decoder as one graph, without "
-                "hooks inside; call fully_shard on the model alone, or set train.execution = 'compile'"
+                f"unsupported-combination: {name} ({type(module).__name__}) is sharded separately by "
+                "fully_shard, but train.execution = 'joint' runs the whole decoder as one graph without "
+                "hooks inside; call fully_shard on the model only, or set train.execution = 'compile'"
             )
 
 
@@ -476,7 +476,8 @@ class GraphCompiler:
             raise unknown("compiler of joint graphs", name, COMPILERS, at="compiler: ")
         if options and name != "inductor":
             raise ConfigError(
-                f"unknown-setting: compiler {name!r} has no options, got {sorted(options)}; set 'inductor'"
+                f"unknown-setting: compiler {name!r} takes no options, but got {sorted(options)}; set "
+                "'inductor'"
             )
         self.name, self._options = name, dict(options or {})
 

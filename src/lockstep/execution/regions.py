@@ -198,7 +198,7 @@ class CompileWatch:
             reason = report.reasons[-1] if report.reasons else "torch gave no reason"
             raise TrainError(
                 f"too-many-recompiles: {report.recompiles} recompiles after the first step exceed "
-                f"train.max_recompiles = {self.max_recompiles}; the last one because: {reason}. Set "
+                f"train.max_recompiles = {self.max_recompiles}; the reason for the last one: {reason}. Set "
                 "train.static_capacity = true so that packs come in few shapes, or raise "
                 "train.max_recompiles"
             )

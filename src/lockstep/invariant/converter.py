@@ -112,7 +112,7 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
     """
     if not is_converted(module):
         raise ModelError(
-            f"not-batch-invariant: {type(module).__name__} is not converted: call "
+            f"not-batch-invariant: {type(module).__name__} has not been converted: call "
             "lockstep.invariant.convert first"
         )
     cuda = (device or next(module.parameters()).device).type == "cuda"
@@ -155,7 +155,7 @@ def _kind(name: str, part: nn.Module) -> str | None:
     label = type(part).__name__
     if isinstance(part, nn.Linear):
         if type(part) is not nn.Linear:
-            raise _refused(name, part, "it is a linear of another kind")
+            raise _refused(name, part, "this kind of linear layer is not supported")
         return "linear"
     if hasattr(part, "lora_A"):
         _check_adapters(name, part)
@@ -177,7 +177,7 @@ def _kind(name: str, part: nn.Module) -> str | None:
 
 def _check_adapters(name: str, part: Any) -> None:
     if not isinstance(part.get_base_layer(), nn.Linear) or part.merged or part.lora_variant:
-        raise _refused(name, part, "its adapters are not plain LoRA beside a linear")
+        raise _refused(name, part, "its adapters are not plain LoRA on a linear layer")
 
 
 def _activation(name: str, part: Any) -> str:
@@ -185,7 +185,7 @@ def _activation(name: str, part: Any) -> str:
     act = getattr(config, "hidden_activation", None) or config.hidden_act
     if act not in parts.ACTIVATIONS:
         raise _refused(
-            name, part, f"its activation {act!r} is none of {', '.join(sorted(parts.ACTIVATIONS))}"
+            name, part, f"its activation {act!r} is not one of {', '.join(sorted(parts.ACTIVATIONS))}"
         )
     return parts.ACTIVATIONS[act]
 
@@ -195,7 +195,7 @@ def _check_rotary(name: str, part: Any) -> None:
     for kind in kinds:
         if kind not in _ROTARY_KINDS:
             raise _refused(
-                name, part, f"frequencies of rope_type {kind!r} depend on the longest sequence of a batch"
+                name, part, f"the frequencies of rope_type {kind!r} depend on the longest sequence of a batch"
             )
 
 
@@ -208,7 +208,7 @@ def _check_dtypes(todo: list[tuple[str, nn.Module, str | None]]) -> None:
     if len(seen) > 1:
         which = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in seen.items())
         raise ModelError(
-            f"not-batch-invariant: batch-invariant ops need weights of one dtype, and {which}: set "
+            f"not-batch-invariant: batch-invariant ops need weights of one dtype, but {which}; set "
             "model.dtype, or train.batch_invariant = false"
         )
 

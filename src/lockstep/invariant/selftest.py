@@ -263,7 +263,7 @@ def _verdict(case: _Case, device: torch.device) -> Verdict:
                 return Verdict(choice=choice, rejected=tuple(rejected))
             rejected.append(f"{choice} ({difference})")
     raise ModelError(
-        f"not-batch-invariant: {case.name}: no form of it is row-invariant on this {_hardware(device)}: "
+        f"not-batch-invariant: no form of {case.name} is row-invariant on this {_hardware(device)}: "
         f"{'; '.join(rejected)}. Set train.batch_invariant = false"
     )
 
@@ -475,7 +475,7 @@ def _known(choice: Any) -> str:
     name, _, tiles = str(choice).partition(" ")
     if name == "tiles" and tiles and set(tiles.split()) <= {"1", *map(str, linear_ops.TILES)}:
         return str(choice)
-    raise ValueError(f"there is no choice {choice!r}")
+    raise ValueError(f"unknown choice {choice!r}")
 
 
 def cache_file(device: torch.device, dtype: torch.dtype) -> Path:

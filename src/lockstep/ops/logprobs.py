@@ -61,7 +61,7 @@ class VocabShard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.whole:
-            raise ValueError(f"no part of a vocabulary of {self.whole}: {self.start}:{self.stop}")
+            raise ValueError(f"{self.start}:{self.stop} is not a range within a vocabulary of {self.whole}")
 
     @property
     def common_width(self) -> int:
@@ -331,8 +331,8 @@ class _WithGrads(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         if ctx.grads is None:
             raise TrainError(
-                "wrong-state: the gradients of linear_logprob_loss were handed out already: call backward "
-                "once"
+                "wrong-state: the gradients of linear_logprob_loss were already returned: call backward "
+                "only once"
             )
         hidden, weight, bias = (None if grad is None else grad.mul_(dloss) for grad in ctx.grads)
         ctx.grads = None

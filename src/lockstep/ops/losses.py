@@ -153,8 +153,8 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, pe
     """
     if buffer_tokens > max_tokens:
         raise ValueError(
-            f"overlong.buffer_tokens = {buffer_tokens} exceeds max_tokens = {max_tokens}, so that every "
-            "completion would be punished; lower buffer_tokens"
+            f"overlong.buffer_tokens = {buffer_tokens} exceeds max_tokens = {max_tokens}, so every "
+            "completion would be penalised; lower buffer_tokens"
         )
     over = (lengths - (max_tokens - buffer_tokens)).clamp(min=0, max=buffer_tokens)
     return -penalty * over.to(torch.float32) / buffer_tokens

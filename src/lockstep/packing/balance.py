@@ -280,7 +280,7 @@ def ring_shard(
         ValueError: an empty document, or no such rank.
     """
     if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is not one of a ring of {size}")
+        raise ValueError(f"rank {rank} is not in a ring of {size} ranks")
     if min(lengths, default=1) < 1:
         raise ValueError(f"document {list(lengths).index(min(lengths))} has {min(lengths)} tokens")
     documents = [range(first, last) for first, last in pairwise([0, *accumulate(lengths)])]

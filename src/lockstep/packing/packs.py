@@ -99,9 +99,9 @@ def pack(
     kinds = {type(sample) for sample in samples}
     if len(kinds) != 1 or len(samples) != len(loss_weights):
         raise DataError(
-            "wrong-batch: a pack needs at least one sample, all of one type, and one loss_weights each; got "
-            f"{len(samples)} samples of {sorted(k.__name__ for k in kinds)} and {len(loss_weights)} "
-            "loss_weights"
+            "wrong-batch: a pack needs at least one sample, all of one type, and one loss_weights per "
+            f"sample; got {len(samples)} samples of {sorted(k.__name__ for k in kinds)} and "
+            f"{len(loss_weights)} loss_weights"
         )
     lengths = [len(sample) for sample in samples]
     if 0 in lengths:
@@ -152,8 +152,8 @@ def pack(
     refs = [values for values in _column(samples, "ref_logprobs") if values is not None]
     if len(refs) not in (0, len(samples)):
         raise DataError(
-            f"missing-values: {len(refs)} of {len(samples)} samples have ref_logprobs; give all of them "
-            "some, or none"
+            f"missing-values: {len(refs)} of {len(samples)} samples have ref_logprobs; give them to all "
+            "samples or to none"
         )
     fields["ref_logprobs"] = _fill(refs, capacity, 0.0) if refs else None
     return PolicyBatch(**fields)
@@ -367,8 +367,8 @@ def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
         return min(1 << (longest - 1).bit_length(), max(limits.token_budget, longest))
     if longest > most:
         raise DataError(
-            f"too-long: sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {most} "
-            "of the run; raise it or shorten the documents"
+            f"too-long: sample {lengths.index(longest)} has {longest} tokens, more than the run's max_seqlen "
+            f"= {most}; raise it or shorten the documents"
         )
     return min(most, max(limits.token_budget, longest))
 
@@ -424,7 +424,7 @@ def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:
     tail = [bucket.max_seqlen] * full + ([rest] if rest else [])
     if len(lengths) + len(tail) > bucket.documents:
         raise DataError(
-            f"too-long: {len(lengths)} documents and {len(tail)} for the padded tail exceed the capacity of "
+            f"too-long: {len(lengths)} documents and {len(tail)} pad documents exceed the capacity of "
             f"{bucket}"
         )
     return tail

@@ -231,7 +231,7 @@ class RankContext:
             lines = [f"  {name}: {_by_rank([f.get(name) for f in everyone])}" for name in differ[:10]]
             more = f"\n  and {len(differ) - 10} more" if len(differ) > 10 else ""
             raise ConfigError(
-                f"ranks-differ: the ranks differ in {what}; start all of them by the same command, with the "
+                f"ranks-differ: the ranks differ in {what}; start all of them with the same command, the "
                 "same files and installed versions:\n" + "\n".join(lines) + more
             )
 
@@ -268,8 +268,8 @@ class RankContext:
             raise error.with_message(f"{where}: {error}", kind=RankError) from error
         if isinstance(error, RuntimeError):  # gloo's errors are RuntimeErrors
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            late = f"a rank did not come within {self.seconds:g} s"
-            reason = "another rank has gone" if is_peer_failure(error) else late
+            late = f"a rank did not arrive within {self.seconds:g} s"
+            reason = "another rank is gone" if is_peer_failure(error) else late
             raise RankError(
                 f"rank {self.rank} of {self.world_size}, at {what}: {reason} (torch says: {line})",
                 code="peer-failed" if is_peer_failure(error) else "deadline",
@@ -391,9 +391,9 @@ def init_ranks(
         raise
     except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
         raise RankError(
-            f"deadline: rank {rank} of {world_size}: the other ranks did not join within {seconds:g} s. Each "
-            "of them must be started, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT; look at their "
-            f"logs. torch says: {error}"
+            f"deadline: rank {rank} of {world_size}: the other ranks did not join within {seconds:g} s. "
+            "Start each of them with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT; check their logs. "
+            f"torch says: {error}"
         ) from error
     return RankContext(
         rank=rank,
@@ -449,8 +449,8 @@ def _placement(
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise ConfigError(
-            "missing-device: device = 'cuda' on several ranks: this machine shows no GPU; choose the device "
-            "cpu"
+            "missing-device: device = 'cuda' on several ranks, but this machine has no visible GPU; set the "
+            "device to cpu"
         )
     local = local_ranks(environ) or world_size
     if local > gpus:

@@ -180,7 +180,7 @@ class Guard:
                     return
             except dist.DistNetworkError as error:
                 raise RankError(
-                    f"unreachable: rank {self.ranks.rank}: the store has gone ({error})"
+                    f"unreachable: rank {self.ranks.rank}: the store is gone ({error})"
                 ) from error
             left = deadline - time.monotonic()
             time.sleep(max(0.0, min(pause, left)))
@@ -196,7 +196,7 @@ class Guard:
                 raise self._desync(step, f"{what} waits for rank {rank}, which {how}")
             if left <= 0:
                 raise self._desync(
-                    step, f"{what} waits for rank {rank}, which did not come within {self.seconds:g} s"
+                    step, f"{what} waits for rank {rank}, which did not arrive within {self.seconds:g} s"
                 )
 
     # --- collectives ----------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class _Explained:
         if isinstance(error, RuntimeError) and not isinstance(error, RankError) and collective_failed(error):
             time.sleep(_SETTLE_SECONDS)
             reason = (
-                f"{self.what}: another rank has gone"
+                f"{self.what}: another rank is gone"
                 if is_peer_failure(error)
                 else f"{self.what}: not all ranks entered it within {self.guard.seconds:g} s"
             )
@@ -279,7 +279,7 @@ def describe_desync(rank: int, reason: str, positions: Mapping[int, Position | N
     now = time.time()
     for other, position in sorted(positions.items()):
         if position is None:
-            lines.append(f"  rank {other}: has not said anything yet")
+            lines.append(f"  rank {other}: has not reported anything yet")
         else:
             lines.append(f"  rank {other}: {position.text} ({max(0.0, now - position.time):.0f} s ago)")
     steps = {other: p.step for other, p in positions.items() if p is not None}
@@ -289,8 +289,8 @@ def describe_desync(rank: int, reason: str, positions: Mapping[int, Position | N
         ahead = ", ".join(str(other) for other, step in steps.items() if step == high)
         lines.append(
             f"rank {ahead} is {high - low} step{'s' if high - low > 1 else ''} ahead of rank {behind}. In a "
-            "job the number of micro-batches differs between ranks: agree on it before the step, and let "
-            "ranks that have fewer run an empty micro-batch"
+            "real job the number of micro-batches differs between ranks: agree on it before the step, and "
+            "let ranks that have fewer run an empty micro-batch"
         )
     return "\n".join(lines)
 

@@ -75,7 +75,7 @@ def _check_place(place: Path) -> None:
         raise ConfigError(
             f"no-space: cluster.copy_dir = {str(place)!r} has {free} bytes free; cluster.peer_copy needs "
             f"room for two copies of the train state there, at least {LEAST_BYTES} bytes. Free some, enlarge "
-            "it (mount -o remount,size=..., a container's --shm-size), name another tmpfs, or set "
+            "it (mount -o remount,size=..., a container's --shm-size), use another tmpfs, or set "
             "cluster.peer_copy = false"
         )
 
@@ -146,7 +146,7 @@ def read_part(text: str | bytes) -> dict[str, CopiedFile]:
     for name, entry in listed.items():
         size, sha256 = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
         if _FILE.fullmatch(name) is None or type(size) is not int or type(sha256) is not str or size < 0:
-            raise ValueError(f"{name[:80]!r} is no file of a copy, or its entry is damaged")
+            raise ValueError(f"{name[:80]!r} is not a file of a copy, or its entry is damaged")
         files[name] = CopiedFile(size, sha256)
     return files
 
@@ -180,9 +180,9 @@ def check_ours(folder: Path) -> None:
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
         return
     raise CheckpointError(
-        f"not-ours: {folder}: is not the folder that was made for the copies of this run: others may write "
-        "in it. Go on from the last checkpoint, with cluster.copy_dir set to a folder that others cannot "
-        "write"
+        f"not-ours: {folder}: is not the private folder that this run created for its copies, because other "
+        "users may be able to write to it. Continue from the last checkpoint, with cluster.copy_dir set to "
+        "a folder that other users cannot write to"
     )
 
 

@@ -176,9 +176,8 @@ def check_launch(ranks: int, log_dir: Path) -> None:
         raise ConfigError(f"out-of-range: --ranks {ranks}: at least 1 rank is needed")
     if in_launcher():
         raise ConfigError(
-            f"contradiction: this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} "
-            "already (RANK and WORLD_SIZE are set); leave --ranks out under torchrun or deepspeed, or unset "
-            "them"
+            f"contradiction: this process is already rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} "
+            "(RANK and WORLD_SIZE are set); leave --ranks out under torchrun or deepspeed, or unset them"
         )
     try:
         log_dir.mkdir(parents=True, exist_ok=True)

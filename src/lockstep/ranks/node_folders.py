@@ -194,7 +194,7 @@ def _read(path: Path, start: int, data: Tensor) -> None:
     with path.open("rb") as file:
         file.seek(start)
         if file.readinto(data.numpy().data) != len(data):
-            raise OSError("it is shorter than it was")
+            raise OSError("it has become shorter")
 
 
 def _write(path: Path, start: int, data: Tensor) -> None:

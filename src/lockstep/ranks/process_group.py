@@ -60,8 +60,8 @@ def run_secret() -> str | None:
     secret = os.environ.pop(SECRET, None)
     if secret is not None and len(secret) < _SHORTEST:
         raise ConfigError(
-            f"wrong-environment: {SECRET} has {len(secret)} characters, at least {_SHORTEST} are needed; "
-            "take what `openssl rand -hex 32` prints, the same on every node"
+            f"wrong-environment: {SECRET} has {len(secret)} characters, but at least {_SHORTEST} are needed; "
+            "use the output of `openssl rand -hex 32`, the same on every node"
         )
     return secret
 
@@ -86,8 +86,8 @@ def launcher_store(timeout: timedelta) -> Store:
     secret = run_secret()
     if secret is None:
         raise RankError(
-            f"wrong-environment: {SECRET} is not in the environment of this rank, so it cannot join the "
-            "others; leave starting the ranks to --ranks N"
+            f"wrong-environment: {SECRET} is not set in the environment of this rank, so it cannot join the "
+            "others; let --ranks N start the ranks"
         )
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return hidden_store(TCPStore(address, port, is_master=False, timeout=timeout), secret)
@@ -161,14 +161,14 @@ def prove(group: dist.ProcessGroup | None = None) -> None:
     if secret is None:
         raise RankError(
             f"not-authenticated: rank {rank} of {size}: {who} of this group "
-            f"{'has' if len(strangers) == 1 else 'have'} a secret of the run and this rank has none; set "
+            f"{'has' if len(strangers) == 1 else 'have'} a secret of the run, but this rank has none; set "
             f"{SECRET} to the same value on every node, or on none"
         )
     raise RankError(
-        f"not-authenticated: rank {rank} of {size}: what joined as {who} does not know the secret of this "
-        f"run, so it is not one of its ranks; nothing was exchanged with it. Another program on {_where()} "
-        f"takes part in the rendezvous: find it, then start again (under torchrun: {SECRET} must be the same "
-        "on every node)"
+        f"not-authenticated: rank {rank} of {size}: the process that joined as {who} does not know the "
+        "secret of this run, so it is not one of its ranks; no data was exchanged with it. Another program "
+        f"is using the rendezvous on {_where()}: find it, then start again (under torchrun: {SECRET} must be "
+        "the same on every node)"
     )
 
 
@@ -293,7 +293,7 @@ def decode_object(data: bytes, kind: Any, *, sender: int) -> Any:
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
         raise RankError(
-            f"bad-reply: rank {sender} sent what is not {_name(kind)}: {_short(error)}"
+            f"bad-reply: rank {sender} sent something that is not {_name(kind)}: {_short(error)}"
         ) from error
 
 

@@ -234,7 +234,7 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
     flat = real.flatten()
     slots = flat.nonzero()[:, 0]
     if slots.numel() == 0:
-        raise RecordingError(f"empty: record: 'attention_mask' {list(token_ids.shape)} has no real token")
+        raise RecordingError(f"empty: record: 'attention_mask' {list(token_ids.shape)} has no real tokens")
     row = slots // width
     begins = torch.ones_like(slots, dtype=torch.bool)
     begins[1:] = row[1:] != row[:-1]
@@ -257,8 +257,8 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
     lengths = torch.diff(first, append=torch.tensor([slots.numel()]))
     if lengths.numel() > MAX_DOCUMENTS:
         raise RecordingError(
-            f"too-large: record: 'input_ids' {list(token_ids.shape)} are {lengths.numel():,} documents; an "
-            f"input has at most {MAX_DOCUMENTS:,}"
+            f"too-large: record: 'input_ids' {list(token_ids.shape)} contain {lengths.numel():,} documents; "
+            f"an input can have at most {MAX_DOCUMENTS:,}"
         )
     starts = tuple((int(s) // width, int(s) % width) for s in slots[first])
     packed = len({r for r, _ in starts}) < len(starts)

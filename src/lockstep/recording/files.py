@@ -65,7 +65,7 @@ def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
     raw = read_plain(path, RecordingError, root=root)
     value = parse_json(raw, str(path), RecordingError)
     if not isinstance(value, dict):
-        raise RecordingError(f"wrong-type: {path}: holds a JSON {type(value).__name__}, not an object")
+        raise RecordingError(f"wrong-type: {path}: contains a JSON {type(value).__name__}, not an object")
     digest = value.pop("sha256", None)
     if not isinstance(digest, str) or not _HEX.fullmatch(digest) or raw.count(digest.encode()) != 1:
         raise RecordingError(f"missing-field: {path}: field sha256 is missing or not 64 hexadecimal digits")
@@ -91,8 +91,8 @@ def write_signed_json(path: Path, value: Mapping[str, Any]) -> None:
     before, _, after = text.rpartition(_ZEROS)
     if _ZEROS in before:
         raise RecordingError(
-            f"contradiction: {path}: a value holds 64 zeros, which stand for the checksum; write something "
-            "else"
+            f"contradiction: {path}: a value contains 64 zeros, which are reserved for the checksum; write "
+            "something else"
         )
     with file_errors(path, RecordingError, "write"):
         write_atomic(path, before + digest + after)
@@ -102,8 +102,9 @@ def check_json_size(data: bytes, path: Path) -> None:
     """Refuse to write what could not be read again."""
     if len(data) > JSON_BYTES or sum(map(data.count, (b",", b"[", b"{"))) > JSON_VALUES:
         raise RecordingError(
-            f"too-large: {path}: {len(data):,} bytes of JSON would not be read again (at most {JSON_BYTES:,} "
-            f"bytes and {JSON_VALUES:,} values); keep less of each document, or set a smaller shard_inputs"
+            f"too-large: {path}: {len(data):,} bytes of JSON are too many to be read back (at most "
+            f"{JSON_BYTES:,} bytes and {JSON_VALUES:,} values); keep less of each document, or set a smaller "
+            "shard_inputs"
         )
 
 
@@ -124,8 +125,8 @@ class TensorFile:
             if size < 8 or length > min(size - 8, JSON_BYTES):
                 raise self._broken(
                     f"its header would be {length:,} bytes long, in a file of {size:,} bytes; it is "
-                    "truncated or "
-                    "no safetensors file (nothing else is ever read: no pickle, no torch.save)"
+                    "truncated or not a safetensors file (no other format is read, neither pickle nor "
+                    "torch.save)"
                 )
             raw = file.read(length)
         header = parse_json(raw, f"{path}: header", RecordingError)
@@ -157,7 +158,7 @@ class TensorFile:
             )
         for what, numbers in (("shape", shape), ("data_offsets", offsets)):
             if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-                raise self._broken(f"tensor {name!r}: {what} must be a list of whole numbers, none negative")
+                raise self._broken(f"tensor {name!r}: {what} must be a list of non-negative whole numbers")
         if len(offsets) != 2 or len(shape) > 64:
             raise self._broken(f"tensor {name!r}: needs 2 data_offsets and at most 64 dimensions")
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
@@ -165,7 +166,7 @@ class TensorFile:
             raise self._broken(f"tensor {name!r}: shape {shape[:8]} is too large")
         if offsets[1] - offsets[0] != nbytes:
             raise self._broken(
-                f"tensor {name!r}: {dtype} of shape {shape} does not take data_offsets {offsets}"
+                f"tensor {name!r}: {dtype} of shape {shape} does not fit data_offsets {offsets}"
             )
         return TensorSpan(dtype=dtype, shape=tuple(shape), start=data + offsets[0], nbytes=nbytes)
 
@@ -338,7 +339,7 @@ def _sums(name: str, tensor: Tensor) -> Tensor:
     """[S] int64, where the tensor is: rows' sums, then columns', of the full blocks and of the one that is
     not; then the last, unfinished row, filled up with zeros."""
     if tensor.is_meta:
-        raise ValueError(f"{name!r} is on the meta device and has no bits")
+        raise ValueError(f"{name!r} is on the meta device and has no values")
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     # A view as int64 must begin at a whole word; a slice of a shard need not.
     if flat.storage_offset() % 8:

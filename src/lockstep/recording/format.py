@@ -120,8 +120,8 @@ def _ids_and_mask(
     real = ids[: layout.used]
     if not 0 <= int(real.min()) <= int(real.max()) < vocab_size:
         raise RecordingError(
-            f"outside-vocabulary: {where}: token_ids are {int(real.min())} to {int(real.max())}, but the "
-            f"vocabulary has ids 0 to {vocab_size - 1}; give the header the model's vocab_size"
+            f"outside-vocabulary: {where}: token_ids range from {int(real.min())} to {int(real.max())}, but "
+            f"the vocabulary has ids 0 to {vocab_size - 1}; set the header's vocab_size to the model's"
         )
     return {
         "token_ids": real.astype(ids_dtype(vocab_size)),
@@ -184,8 +184,8 @@ class _Layout:
         documents = len(batch.sample_ids)
         if not 0 < documents <= len(batch.lengths) or min(batch.lengths) < 1:
             raise RecordingError(
-                f"empty: {where}: needs at least one document, none empty; got {documents} sample_ids and "
-                f"lengths {batch.lengths[:20]}"
+                f"empty: {where}: needs at least one document, and no empty ones; got {documents} sample_ids "
+                f"and lengths {batch.lengths[:20]}"
             )
         return cls(tuple(map(int, batch.lengths[:documents])), tuple(map(int, batch.lengths[documents:])))
 
@@ -260,7 +260,7 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
         dtype = torch.int32 if name == "cu_seqlens" else torch.int64
         if not np.array_equal(_vector(tensor, dtype, name, len(derived), where), derived):
             raise RecordingError(
-                f"wrong-shape: {where}: {name} are not those that follow from token_ids and lengths (see "
+                f"wrong-shape: {where}: {name} do not match token_ids and lengths (see "
                 "lockstep.schema.batch); pack the documents with lockstep.packing.pack"
             )
 
@@ -271,9 +271,9 @@ def _check_capacity(layout: _Layout, document_slots: int, max_seqlen: int, where
     entries = min(MAX_DOCUMENT_SLOTS, max(_FREE_DOCUMENT_SLOTS, _ENTRIES_PER_SLOT * layout.slots))
     if sum(layout.tail) > pads or not documents <= document_slots <= entries:
         raise RecordingError(
-            f"wrong-shape: {where}: {documents} documents in document_slots = {document_slots} and a tail "
-            f"of {sum(layout.tail)} slots; documents must fit, at most {entries} and {pads} beside "
-            f"{layout.used} real tokens"
+            f"wrong-shape: {where}: {documents} documents in document_slots = {document_slots} and a tail of "
+            f"{sum(layout.tail)} slots; all documents must fit, with at most {entries} document slots and "
+            f"{pads} padded slots for {layout.used} real tokens"
         )
     if max_seqlen > _MAX_SEQLEN:
         raise RecordingError(f"out-of-range: {where}: max_seqlen = {max_seqlen}; at most {_MAX_SEQLEN}")
@@ -392,8 +392,8 @@ def decode(
     wrong_end = entry.kind != SCORED and mask[layout.ends()].any()
     if bits[used:].any() or wrong_end or int(counts.sum()) != entry.trained:
         raise RecordingError(
-            f"wrong-field: loss_mask: {int(counts.sum())} tokens are trained on, the field trained says "
-            f"{entry.trained}; a document's last token never is, except in inputs of kind {SCORED}"
+            f"wrong-field: loss_mask: {int(counts.sum())} tokens are trained on, but the field trained says "
+            f"{entry.trained}; a document's last token is never trained on, except in inputs of kind {SCORED}"
         )
     floats = {
         name: torch.from_numpy(_widen(np.frombuffer(columns[name], dtype="<f4"), spread, mask, counts))

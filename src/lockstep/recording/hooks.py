@@ -65,12 +65,16 @@ class RecordOptions:
 
     def __post_init__(self) -> None:
         checks = {
-            "every": (self.every, isinstance(self.every, int) and self.every >= 1, "a whole number from 1"),
-            "first_call": (self.first_call, self.first_call >= 0, "a whole number from 0"),
+            "every": (
+                self.every,
+                isinstance(self.every, int) and self.every >= 1,
+                "a whole number of at least 1",
+            ),
+            "first_call": (self.first_call, self.first_call >= 0, "a whole number of at least 0"),
             "last_call": (
                 self.last_call,
                 self.last_call is None or self.last_call >= self.first_call,
-                "None or a number from first_call on",
+                "None or at least first_call",
             ),
             "temperature": (self.temperature, self.temperature > 0, "above 0; greedy sampling counts as 1.0"),
             "weights": (self.weights, self.weights in ("first", "none"), "'first' or 'none'"),
@@ -158,8 +162,8 @@ class RecordHandle:
         first = self.policy.rank == self._ranks[0]
         if first and (directory / "recording.json").exists():
             raise RecordingError(
-                f"already-exists: {directory / 'recording.json'}: the directory already holds a recording; "
-                "give record() another one, or remove it"
+                f"already-exists: {directory / 'recording.json'}: the directory already contains a "
+                "recording; give record() another directory, or remove the recording"
             )
         self.closed = False
         self._counts = _Counts()

@@ -89,14 +89,14 @@ def foreign_module(
     }
     if len(inner) > 1:
         raise RecordingError(
-            f"wrong-type: record: {type(outer).__name__} holds {len(inner)} causal LMs "
+            f"wrong-type: record: {type(outer).__name__} contains {len(inner)} causal LMs "
             f"({', '.join(inner)}); give record() the one that is trained"
         )
     path, module = next(iter(inner.items())) if inner else _unwrapped(outer)
     own = _fused_temperature(module)
     if own is not None and own != temperature:
         raise RecordingError(
-            f"contradiction: record: temperature = {temperature}, but the module makes logprobs at "
+            f"contradiction: record: temperature = {temperature}, but the module computes logprobs at "
             f"temperature {own}; set temperature={own}"
         )
     first = next(module.parameters(), None)

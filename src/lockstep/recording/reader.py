@@ -81,8 +81,8 @@ class Recording:
         recording = cls(root, entry, {rank: read_rank(root, rank) for rank in entry.ranks})
         if not recording.metas:
             raise RecordingError(
-                f"nothing-left: {root}: holds no input; the run ended before its first step was fed to the "
-                "policy"
+                f"nothing-left: {root}: contains no inputs; the run ended before its first step was fed to "
+                "the policy"
             )
         return recording
 
@@ -144,10 +144,10 @@ def find_recording(path: Path | str | None) -> Path:
             return candidate
     if not start.exists():
         raise RecordingError(
-            f"no-such-file: {start}: does not exist; name a recording, or a run directory that has one"
+            f"no-such-file: {start}: does not exist; give a recording, or a run directory that has one"
         )
     raise RecordingError(
-        f"wrong-kind-of-file: {start}: has no {HEADER}, nor has its folder recordings; name a recording, or "
+        f"wrong-kind-of-file: {start}: has no {HEADER}, nor has its folder recordings; give a recording, or "
         "record one with lockstep train --record"
     )
 
@@ -164,7 +164,8 @@ def read_root(root: Path) -> RootEntry:
     entry = checked(RootEntry, value, where=str(path))
     if entry.ranks != sorted(set(entry.ranks)) or not entry.ranks:
         raise RecordingError(
-            f"wrong-field: {path}: field ranks must be at least one rank, ascending; got {entry.ranks[:20]}"
+            f"wrong-field: {path}: field ranks must list at least one rank, in ascending order; got "
+            f"{entry.ranks[:20]}"
         )
     return entry
 
@@ -201,8 +202,8 @@ def corpus_path() -> Path:
         digest = hashlib.sha256(ARCHIVE.read_bytes()).hexdigest()
     except OSError as error:
         raise RecordingError(
-            f"cannot-read: {ARCHIVE}: this installation comes without the shipped corpus ({error.strerror}); "
-            "install lockstep-rl from a wheel or a whole checkout, or name a recording"
+            f"cannot-read: {ARCHIVE}: this installation lacks the shipped corpus ({error.strerror}); install "
+            "lockstep-rl from a wheel or a complete checkout, or give a recording"
         ) from error
     # The hash in the name: another version of the package never reads this one's files.
     folder = cache_root() / f"corpus-{digest[:16]}"
@@ -212,7 +213,7 @@ def corpus_path() -> Path:
         except OSError as error:
             raise RecordingError(
                 f"cannot-write: the shipped corpus cannot be unpacked into {folder} ({error}); set "
-                "LOCKSTEP_CACHE to a folder you can write"
+                "LOCKSTEP_CACHE to a folder that you can write to"
             ) from error
     return folder
 
@@ -341,7 +342,7 @@ def recorded_model(header: RecordingHeader) -> ModelConfig:
         raise _refused(".".join(("model", *map(str, first["loc"]))), first["msg"], _MODEL_FLAG) from error
     for field, text in (("model.name", config.name), ("model.revision", config.revision or "")):
         if len(text) > _NAME_CHARACTERS or printable(text) != text:
-            problem = f"must be at most {_NAME_CHARACTERS:,} characters, none of them a control character"
+            problem = f"must be at most {_NAME_CHARACTERS:,} characters, without control characters"
             raise _refused(field, f"is {text[:40]!r}; it {problem}", _MODEL_FLAG)
     if config.lora is not None and config.lora.rank > _LORA_RANK:
         raise _refused(
@@ -367,7 +368,7 @@ def recorded_algorithm(header: RecordingHeader) -> RecordedAlgorithm | None:
     for field in ("advantage", "objective"):  # a recording may not name code to import
         if ":" in str(value := header.algorithm.get(field)):
             raise _refused(
-                f"algorithm.{field}", f"{str(value)[:80]!r} is not one of Lockstep's own", _LOSS_FLAG
+                f"algorithm.{field}", f"{str(value)[:80]!r} is not built into Lockstep", _LOSS_FLAG
             )
     try:
         if name in PREFERENCES:

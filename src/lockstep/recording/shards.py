@@ -111,7 +111,7 @@ class Shard:
         for number, entry in enumerate(self.entries):
             problem = entry.problem()
             if problem is None and entry.meta.rank != rank:
-                problem = f"meta.rank is {entry.meta.rank}, but the file lies in {self.path.parent.name}"
+                problem = f"meta.rank is {entry.meta.rank}, but the file is in {self.path.parent.name}"
             first = numbers.setdefault(entry.key(), number)
             if problem is None and first != number:
                 problem = (
@@ -165,9 +165,8 @@ class Shard:
         ids = np.frombuffer(columns["token_ids"], dtype=ids_type)
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
             raise self._broken(
-                f"inputs[{number}]: token_ids are {ids.min()} to {ids.max()}, but recording.json's "
-                "vocab_size = "
-                f"{vocab_size}"
+                f"inputs[{number}]: token_ids range from {ids.min()} to {ids.max()}, but recording.json's "
+                f"vocab_size = {vocab_size}"
             )
         try:
             return decode(
@@ -214,8 +213,8 @@ def read_rank(root: Path, rank: int) -> RankFiles:
     folder = rank_folder(root, rank)
     if not folder.is_dir() or not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(root)):
         raise RecordingError(
-            f"incomplete: {folder}: is missing, or a link out of the recording; recording.json's field "
-            f"ranks names rank {rank}"
+            f"incomplete: {folder}: is missing, or is a link that points outside the recording; "
+            f"recording.json's field ranks names rank {rank}"
         )
     files: dict[str, dict[int, Path]] = {"shard": {}, "open": {}}
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -240,7 +239,7 @@ def _read_index(path: Path, root: Path, rank: int) -> IndexEntry:
     numbers = [shard.number for shard in index.shards]
     if index.rank != rank:
         raise RecordingError(
-            f"wrong-field: {path}: field rank is {index.rank}, but it lies in {path.parent.name}"
+            f"wrong-field: {path}: field rank is {index.rank}, but the file is in {path.parent.name}"
         )
     if numbers != sorted(set(numbers)) or any(number >= index.next_shard for number in numbers):
         raise RecordingError(

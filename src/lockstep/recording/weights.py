@@ -111,8 +111,8 @@ def verified(directory: Path, *, weights: str | None, known: dict[Path, str] | N
     of_module = file.metadata.get("fingerprint", None if _only_adapters(file) else of_file)
     if weights is not None and of_module is not None and of_module != weights:
         raise RecordingError(
-            f"hash-differs: {file.path}: holds the weights {printable(of_module[:80])}, the input saw "
-            f"{printable(weights[:80])}; the file is damaged or of another run"
+            f"hash-differs: {file.path}: contains the weights {printable(of_module[:80])}, but the input was "
+            f"recorded with {printable(weights[:80])}; the file is damaged or belongs to another run"
         )
 
 
@@ -133,7 +133,7 @@ def _checked_fingerprint(file: TensorFile, known: dict[Path, str] | None = None)
     stored = file.metadata.get("stored", of_file)
     if stored != of_file:
         raise RecordingError(
-            f"hash-differs: {file.path}: its tensors have the fingerprint {of_file}, "
+            f"hash-differs: {file.path}: its tensors have the fingerprint {of_file}, but "
             f"{printable(stored[:80])} was stored; the file is damaged"
         )
     return of_file
@@ -222,7 +222,7 @@ def _check(
     """Names, shapes and dtypes. Raises RecordingError."""
     if only_adapters and not targets:
         raise RecordingError(
-            f"other-model: {file.path}: holds LoRA adapters, and the model has none; load it with the "
+            f"other-model: {file.path}: contains LoRA adapters, but the model has none; load it with the "
             "model.lora of the recording"
         )
     missing = sorted(targets.keys() - file.tensors.keys())
@@ -235,6 +235,6 @@ def _check(
             raise other_shape(RecordingError, f"{file.path}: tensor {name!r}", span.shape, tensor.shape)
         if DTYPES[span.dtype] != tensor.dtype and not cast:
             raise RecordingError(
-                f"wrong-type: {file.path}: tensor {name!r} is {DTYPES[span.dtype]}, the model has "
+                f"wrong-type: {file.path}: tensor {name!r} is {DTYPES[span.dtype]}, but the model has "
                 f"{tensor.dtype}; load the model in the recorded dtype"
             )

@@ -169,7 +169,7 @@ class RecordingWriter:
     def _encode(self, recorded: RecordedInput) -> Encoded:
         if recorded.meta.rank != self.rank:
             raise RecordingError(
-                f"out-of-range: input {tuple(recorded.meta.key)} is of another rank than the writer's "
+                f"out-of-range: input {tuple(recorded.meta.key)} is from another rank than the writer's, "
                 f"{self.rank}"
             )
         known = self._encoded.get(recorded.meta.key)
@@ -181,8 +181,8 @@ class RecordingWriter:
             raise error.with_message(str(error), kind=InputError) from error
         if _json_size(encoded) > _LARGEST_JSON:
             raise InputError(
-                f"too-large: input {tuple(recorded.meta.key)}: its JSON takes {len(encoded.entry):,} bytes "
-                "of JSON, more than is read again; keep less of each of its "
+                f"too-large: input {tuple(recorded.meta.key)}: its entry takes {len(encoded.entry):,} bytes "
+                "of JSON, more than can be read back; keep less of each of its "
                 f"{len(recorded.batch.sample_ids):,} documents"
             )
         return dataclasses.replace(encoded, others={n: t.detach().cpu() for n, t in encoded.others.items()})
@@ -234,12 +234,12 @@ class RecordingWriter:
         has_index, has_root = os.path.lexists(index), os.path.lexists(root)
         if resume_at is None and (has_index or (first and has_root)):
             raise RecordingError(
-                f"already-exists: {self.directory}: already holds a recording; record into another "
-                "directory, or remove it first"
+                f"already-exists: {self.directory}: already contains a recording; record into another "
+                "directory, or remove the recording first"
             )
         names = self._visible()
         if names and not has_index:
-            raise _incomplete(f"{index}: is missing, but {', '.join(names[:3])} lie beside it")
+            raise _incomplete(f"{index}: is missing, but {', '.join(names[:3])} are beside it")
         if first and has_root and resume_at and not names:
             raise _incomplete(f"{index}: is missing, but {root} names its rank")
         if first and has_index and not has_root:
@@ -271,8 +271,8 @@ class RecordingWriter:
         old = read_root(self.directory)
         if old.vocab_size != self.header.vocab_size:
             raise RecordingError(
-                f"other-model: {self.directory / HEADER}: field vocab_size is {old.vocab_size}, the model's "
-                f"is {self.header.vocab_size}; record into another directory"
+                f"other-model: {self.directory / HEADER}: field vocab_size is {old.vocab_size}, but the "
+                f"model's is {self.header.vocab_size}; record into another directory"
             )
         for folder in (rank_folder(self.directory, rank) for rank in old.ranks if resume_at):
             if folder != self._folder and not folder.exists():
@@ -364,6 +364,6 @@ def _clear(folder: Path, name: str) -> None:
 
 def _incomplete(what: str) -> RecordingError:
     return RecordingError(
-        f"incomplete: {what}; the recording is incomplete, and going on would lose what is left of it. Put "
+        f"incomplete: {what}; the recording is incomplete, and continuing would lose what is left of it. Put "
         "the file back, or move the whole recording elsewhere"
     )

@@ -354,9 +354,10 @@ def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -
     if contract is None:
         raise ConfigError(
             f"not-batch-invariant: train.batch_invariant = true, but {type(module).__name__} was not "
-            f"converted, or attends by another kernel than varlen ({base.config._attn_implementation!r}), or "
-            f"runs under train.execution = {config.execution!r}; load it with attention 'varlen' and call "
-            "lockstep.invariant.convert on it before the backend is made"
+            "converted, or uses an attention kernel other than varlen "
+            f"({base.config._attn_implementation!r}), or runs under train.execution = {config.execution!r}; "
+            "load it with attention 'varlen' and call lockstep.invariant.convert on it before the backend "
+            "is created"
         )
     return contract
 
@@ -421,7 +422,10 @@ def bad_micro_batch(index: int, count: int, sample_ids: Sequence[int], bad: Sequ
 def bad_step(sample_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return arguments of `norm_not_finite` if each micro-batch alone is finite."""
     samples = [list(ids) for ids in sample_ids]
-    reason = f"each micro-batch alone is finite, their sum is not; the samples by micro-batch are {samples}"
+    reason = (
+        "each micro-batch alone has finite gradients, but their sum does not; the samples by micro-batch "
+    )
+    f"are {samples}"
     return {"reason": reason, "samples": samples}
 
 
@@ -436,15 +440,16 @@ def no_gradients(*, step: int) -> TrainError:
 def no_optimizer() -> ConfigError:
     """Return the error for an optimizer step of a backend that was made without an optimizer."""
     return ConfigError(
-        "missing-setting: this backend was made with total_steps = 0, which leaves the optimizer out; give "
-        "at least 1"
+        "missing-setting: this backend was created with total_steps = 0 and so has no optimizer; set at "
+        "least 1"
     )
 
 
 def save_amid_step() -> TrainError:
     """Return the error for a save between backward and optimizer step."""
     return TrainError(
-        "wrong-state: save in the middle of an optimizer step would lose its gradients; step first"
+        "wrong-state: saving in the middle of an optimizer step would lose its gradients; finish the step "
+        "first"
     )
 
 
@@ -499,8 +504,8 @@ def require_same_batches(
     if len(set(summaries)) > 1:
         listed = ", ".join(f"rank {r}: {n} with {t} slots" for r, (n, t, _) in enumerate(summaries))
         raise TrainError(
-            f"ranks-differ: the ranks were not given the same micro-batches ({listed}); every rank must be "
-            "given all of a step, in the same order: check that data, seed and config are the same "
+            f"ranks-differ: the ranks did not get the same micro-batches ({listed}); every rank must get all "
+            "micro-batches of a step, in the same order: check that data, seed and config are the same "
             "everywhere"
         )
 

@@ -77,17 +77,17 @@ def choose(config: EngineConfig, engine: ReceivesWeights, *, device: torch.devic
         if not possible:
             raise EngineError(
                 f"unsupported-combination: engine {config.name} can receive weights by "
-                f"{', '.join(offered) or 'nothing'}, and the trainer on {device} cannot send them so; put "
-                "both on GPUs, or both on the CPU",
+                f"{', '.join(offered) or 'nothing'}, but the trainer on {device} cannot send them that way; "
+                "put both on GPUs, or both on the CPU",
                 setting="engine.transfer",
             )
         # Engines list the fastest first.
         return possible[0]
     if config.transfer not in possible:
         raise EngineError(
-            f"unsupported-combination: engine.transfer = {config.transfer!r} does not lead from the trainer "
-            f"on {device} to engine {config.name}, which can receive by {', '.join(offered)}; set 'auto', or "
-            f"one of {', '.join(possible) or 'none'}"
+            f"unsupported-combination: engine.transfer = {config.transfer!r} cannot send weights from the "
+            f"trainer on {device} to engine {config.name}, which can receive them by {', '.join(offered)}; "
+            f"set 'auto', or one of {', '.join(possible) or 'none'}"
         )
     return config.transfer
 

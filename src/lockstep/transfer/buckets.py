@@ -67,7 +67,7 @@ def compare_heads(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> str
             wrong.append(f"{name} (values differ by up to {gap:.3g})")
     if not wrong:
         return None
-    return f"{len(wrong)} of {len(held)} weights are others: {', '.join(wrong[:5])}"
+    return f"{len(wrong)} of {len(held)} weights differ: {', '.join(wrong[:5])}"
 
 
 def _bitwise_equal(ours: Tensor, theirs: Tensor) -> bool:
@@ -139,8 +139,8 @@ class Verifier:
             if completion.cached_tokens:
                 text = (
                     f"right after a weight update the engine took {completion.cached_tokens} prompt tokens "
-                    "from its prefix cache, which were computed with older weights. It was not flushed; "
-                    "set engine.prefix_caching = false"
+                    "from its prefix cache, which were computed with older weights. The cache was not "
+                    "flushed; set engine.prefix_caching = false"
                 )
                 cast(ReceivesWeights, self.engine).fail_update(text)
                 raise EngineError(text, code="values-differ")
@@ -164,10 +164,10 @@ class Verifier:
         if gap <= limit:
             return None
         return (
-            f"after the weight update the engine's logprobs differ from the trainer's by {gap:.3g} nats "
-            f"on average, more than the {limit:.2g} that rounding in {self.dtype} explains: it does not hold "
-            "the trained weights, or answers from a cache of older ones. Compare with engine.name = 'hf', or "
-            "look at it by `lockstep parity engines`"
+            f"after the weight update the engine's logprobs differ from the trainer's by {gap:.3g} nats on "
+            f"average, more than the {limit:.2g} that rounding in {self.dtype} explains: it does not have "
+            "the trained weights, or uses a cache computed with older ones. Compare with engine.name = "
+            "'hf', or check it with `lockstep parity engines`"
         )
 
 
@@ -248,7 +248,7 @@ class BucketTransfer:
             return False
         complaint = compare_heads(sent, held)
         if complaint is not None:
-            text = f"after the weight update the engine does not hold the trainer's weights: {complaint}"
+            text = f"after the weight update the engine does not have the trainer's weights: {complaint}"
             receiver.fail_update(text)
             raise EngineError(text, code="values-differ")
         self._keep_heads = self._config.verify == "always"
@@ -311,8 +311,8 @@ class BucketTransfer:
                 for packed in _one_ahead(self._packer.fill(_once_each(tensors))):
                     if time.monotonic() > session.deadline:
                         raise EngineError(
-                            "deadline: the weight update is not done after engine.update_seconds = "
-                            f"{self._config.update_seconds:g}, at bucket {packed.index}; raise it"
+                            f"deadline: the weight update was still at bucket {packed.index} after "
+                            f"engine.update_seconds = {self._config.update_seconds:g}; raise it"
                         )
                     if self._keep_heads:
                         # Now: the buffer is filled again for the bucket after the next.
@@ -343,7 +343,7 @@ class BucketTransfer:
             EngineError: there was no push, or no rank has these weights whole and they are not in `serve`.
         """
         if self._last is None:
-            raise EngineError("wrong-state: the engine was started again before any weights were sent to it")
+            raise EngineError("wrong-state: the engine was restarted before any weights were sent to it")
         target = self._last[1] if target is None else target
         if not self._spread():
             self._send_again(target)
@@ -351,9 +351,9 @@ class BucketTransfer:
             self._gather_again(target, self._ranks)
         else:
             raise EngineError(
-                "wrong-state: an engine that was started again cannot get its weights back now: they are "
-                "spread over ranks, and gathering them needs all, which are not sampling. Resume the run "
-                "from its last checkpoint"
+                "wrong-state: a restarted engine cannot get its weights back now: they are sharded over the "
+                "ranks, and gathering them needs all ranks, which are not all sampling. Resume the run from "
+                "its last checkpoint"
             )
 
     def _gather_again(self, target: InferenceEngine | None, ranks: RankContext) -> bool:
@@ -398,7 +398,7 @@ def _once_each(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
     names = set()
     for name, tensor in tensors:
         if name in names:
-            raise EngineError(f"duplicate: the weight update brings {name!r} twice")
+            raise EngineError(f"duplicate: the weight update contains {name!r} twice")
         names.add(name)
         yield name, tensor
 
@@ -425,8 +425,8 @@ def _as_engine_error(config: EngineConfig) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise EngineError(
-            "out-of-memory: the trainer ran out of memory while it packed weights for the engine into "
-            f"buffers of engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'"
+            "out-of-memory: the trainer ran out of memory while packing weights for the engine into buffers "
+            f"of engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'"
         ) from error
 
 

@@ -256,13 +256,13 @@ class CollectiveSender:
         """Say which side is missing, with the errors of both."""
         workers = self._world_size - 1
         where = f"bucket {index} did not reach the engine's {workers} worker{'s' if workers > 1 else ''}"
-        trainer = half.error or "it still waits for the workers"
+        trainer = half.error or "it is still waiting for the workers"
         if failed is not None:
             return EngineError(
                 f"transfer-failed: {where}: the engine's side failed: {failed}; the trainer's side: {trainer}"
             )
         return EngineError(
-            f"deadline: {where} in time: the engine's call came back, the trainer's side did not end: "
+            f"deadline: {where} in time: the engine's call returned, but the trainer's side did not finish: "
             f"{trainer}; raise engine.update_seconds, or set engine.transfer = 'disk'"
         )
 

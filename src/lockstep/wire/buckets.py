@@ -50,7 +50,7 @@ def named_dtype(name: str) -> torch.dtype:
     """The inverse of `dtype_name`. Raises WireError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise WireError(f"{name!r} is not a dtype of torch {torch.__version__}")
+        raise WireError(f"{name!r} is not a dtype in torch {torch.__version__}")
     return dtype
 
 
@@ -97,12 +97,13 @@ def view(data: Tensor, spec: TensorSpec) -> Tensor:
         count *= size
     if count * dtype.itemsize != spec.num_bytes or spec.offset % ALIGNMENT:
         raise WireError(
-            f"{spec.name}: {spec.dtype} {list(spec.shape)} does not take {spec.num_bytes} bytes at offset "
+            f"{spec.name}: {spec.dtype} {list(spec.shape)} does not fit {spec.num_bytes} bytes at offset "
             f"{spec.offset}"
         )
     if spec.offset + spec.num_bytes > data.numel():
         raise WireError(
-            f"{spec.name} would end at byte {spec.offset + spec.num_bytes} of a bucket of {data.numel()}"
+            f"{spec.name} would end at byte {spec.offset + spec.num_bytes} of a bucket of {data.numel()} "
+            "bytes"
         )
     return data[spec.offset : spec.offset + spec.num_bytes].view(dtype).view(spec.shape)
 

@@ -118,7 +118,9 @@ class Group:
             # not the host.
             while not self._work.is_completed():
                 if late():
-                    raise GroupError(f"{self._at(number)} is not done: every rank had come to it")
+                    raise GroupError(
+                        f"{self._at(number)} did not finish in time, although every rank had joined it"
+                    )
                 time.sleep(_POLL_SECONDS)
             self._work.wait()
         except RuntimeError as error:
@@ -149,16 +151,16 @@ class Group:
             while absent := self.missing(number):
                 if late():
                     self._marks.set(f"{number}/stop", "stop")
-                    raise GroupError(f"{self._at(number)} did not begin: {_names(absent)} did not come")
+                    raise GroupError(f"{self._at(number)} did not begin: {_names(absent)} did not arrive")
                 time.sleep(_POLL_SECONDS)
             self._marks.set(f"{number}/go", "go")
             return
         while not self._marks.check([f"{number}/go"]):
             if self._marks.check([f"{number}/stop"]):
-                raise GroupError(f"{self._at(number)} was called off by the trainer")
+                raise GroupError(f"{self._at(number)} was cancelled by the trainer")
             if late():
                 absent = self.missing(number) or [0]
-                raise GroupError(f"{self._at(number)} did not begin: {_names(absent)} did not come")
+                raise GroupError(f"{self._at(number)} did not begin: {_names(absent)} did not arrive")
             time.sleep(_POLL_SECONDS)
 
     def _at(self, number: int) -> str:
@@ -184,7 +186,7 @@ def announce(handle: Mapping[str, Any], *, receivers: int, seconds: float = _STO
         for rank in range(handle["first_rank"], handle["first_rank"] + receivers):
             marks.set(f"{handle['number']}/{rank}", "here")
     except RuntimeError as error:
-        raise GroupError(f"the store of group {handle['group']} is not reached: {error}") from error
+        raise GroupError(f"the store of group {handle['group']} cannot be reached: {error}") from error
 
 
 def _names(ranks: list[int]) -> str:
@@ -306,7 +308,7 @@ class Receiver:
             return unpack(self._opened(handle), specs)
         if transport == "collective":
             return unpack(self._broadcast(handle, int(bucket["num_bytes"]), deadline), specs)
-        raise WireError(f"a worker cannot receive by {transport!r}; it can by ipc, collective and disk")
+        raise WireError(f"a worker cannot receive by {transport!r}, only by ipc, collective and disk")
 
     def close(self) -> None:
         """Release the trainer's memory, the group and the buffer."""
@@ -351,13 +353,13 @@ class Receiver:
         try:
             with safe_open(path, framework="pt", device=str(self.device)) as file:
                 if set(file.keys()) != {spec.name for spec in specs}:
-                    raise WireError(f"{path} does not hold the {len(specs)} tensors that were announced")
+                    raise WireError(f"{path} does not contain the {len(specs)} tensors that were announced")
                 for spec in specs:
                     tensor = file.get_tensor(spec.name)
                     if tuple(tensor.shape) != spec.shape or f"torch.{spec.dtype}" != str(tensor.dtype):
                         raise WireError(
-                            f"{path}: {spec.name} is {tensor.dtype} {list(tensor.shape)}, announced was "
-                            f"{spec.dtype} {list(spec.shape)}"
+                            f"{path}: {spec.name} is {tensor.dtype} {list(tensor.shape)}, but {spec.dtype} "
+                            f"{list(spec.shape)} was announced"
                         )
                     yield spec.name, tensor
         except (OSError, SafetensorError) as error:
@@ -383,8 +385,8 @@ def device_index(uuid: str) -> int:
     known = [device_uuid(index) for index in range(torch.cuda.device_count())]
     if uuid not in known:
         raise WireError(
-            f"the memory is of GPU {uuid}, and this process sees {', '.join(known) or 'no GPU'}; CUDA IPC "
-            "needs trainer and engine on one GPU: set engine.transfer to 'collective' or 'disk'"
+            f"the memory belongs to GPU {uuid}, but this process sees {', '.join(known) or 'no GPU'}; CUDA "
+            "IPC needs trainer and engine on the same GPU; set engine.transfer to 'collective' or 'disk'"
         )
     return known.index(uuid)
 
@@ -426,7 +428,7 @@ def import_handle(handle: Mapping[str, Any]) -> Tensor:
             storage = torch.UntypedStorage._new_shared_cuda(index, *fields)
     except RuntimeError as error:
         raise WireError(
-            f"memory that torch {handle['torch']} shares cannot be opened by torch {torch.__version__}: "
+            f"memory shared by torch {handle['torch']} cannot be opened by torch {torch.__version__}: "
             f"{error}; set engine.transfer to 'collective' or 'disk'"
         ) from error
     flat = torch.empty(0, dtype=named_dtype(handle["dtype"]), device=f"cuda:{index}")

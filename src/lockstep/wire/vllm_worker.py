@@ -120,7 +120,7 @@ def _load(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
     def copies() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             if name in session.sent:
-                raise ValueError(f"{name} came twice in one session")
+                raise ValueError(f"{name} was sent twice in one session")
             session.sent.add(name)
             names.append(name)
             # vLLM keeps it until the whole layer has come, and the bucket's memory is reused before that.
@@ -155,7 +155,7 @@ def _finish(worker: Any) -> dict[str, Any]:
     missing = _missing(worker, session)
     if missing:
         some = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ValueError(f"the session has not all weights: {some}")
+        raise ValueError(f"the session lacks weights: {some}")
     with _placed(worker):
         finalize_layerwise_reload(session.model, worker.vllm_config.model_config)
     # They hold results of the old weights; not every version of the runner has all three.

@@ -93,7 +93,7 @@ class LocalServerEngine(RemoteEngine):
         self._breaks += 1
         if self._breaks == _TRIES:
             raise EngineError(
-                f"unreachable: engine {self.name} is running but broke the connection of its samples "
+                f"unreachable: engine {self.name} is running but dropped the connection for its samples "
                 f"{_TRIES} times: {sign}{self._log_text()}"
             )
         self._close_flow()
@@ -131,7 +131,8 @@ class _Flow:
                 return self._engine.broken(event)
             if isinstance(event, Reply):
                 raise EngineError(
-                    f"refused: engine {self._engine.name} refused: {event.error_text()} ({event.status})"
+                    f"refused: engine {self._engine.name} refused the request: {event.error_text()} "
+                    f"({event.status})"
                 )
             if event is not None:
                 self._take(event)
@@ -174,7 +175,7 @@ class _Flow:
         job = self._open.pop(str(value.get("id")), None)
         if job is None:
             raise BadReply(
-                f"wrong-result: {what} sent a sample that it was not asked for: {ascii(value.get('id'))[:80]}"
+                f"wrong-result: {what} sent a sample that was not requested: {ascii(value.get('id'))[:80]}"
             )
         self.watch.news()
         self._engine.ended(job, self._engine._local_server.read(job, value))
@@ -255,7 +256,7 @@ class LocalServerDriver(ServerDriver):
         if info.get("version") != __version__:
             raise EngineError(
                 f"version-differs: the server of engine {self.name} runs lockstep {info.get('version')!a} "
-                f"and this process {__version__}; let both have one installation"
+                f"but this process runs {__version__}; use one installation for both"
             )
         with reply_errors(f"the server of engine {self.name} describes its kernels"):
             found = info["contract"]

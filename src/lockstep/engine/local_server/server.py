@@ -141,7 +141,7 @@ class Host:
         stream = Stream([id for group in groups for id in group["ids"]])
         with self._idle:
             if self._dirty:
-                raise EngineError("wrong-state: the engine has no whole version of the weights")
+                raise EngineError("wrong-state: the engine has no complete version of the weights")
             if flow != self._flow:
                 self._drop()
                 self._flow = flow
@@ -284,7 +284,9 @@ class Weights:
         """
         self._check(about)
         if bucket["index"] != self._next:
-            raise EngineError(f"out-of-order: bucket {bucket['index']} came where {self._next} was expected")
+            raise EngineError(
+                f"out-of-order: bucket {bucket['index']} arrived, but bucket {self._next} was expected"
+            )
         try:
             with torch.no_grad():
                 for name, tensor in self._receiver.tensors(bucket, deadline=time.monotonic() + seconds):
@@ -300,15 +302,15 @@ class Weights:
         parameter = self._own.get(name)
         if parameter is None or parameter.shape != tensor.shape or name in self._received:
             has = "no such weight" if parameter is None else f"shape {list(parameter.shape)}"
-            again = ", once in a session" if name in self._received else ""
+            again = ", and takes it only once in a session" if name in self._received else ""
             raise EngineError(
-                f"{name} came with shape {list(tensor.shape)}; the model has {has}{again}",
+                f"{name} arrived with shape {list(tensor.shape)}, but the model has {has}{again}",
                 code="wrong-weights" if parameter is None else "wrong-shape",
             )
         first = self._first.setdefault(id(parameter), name)
         if first != name and not torch.equal(parameter, tensor.to(parameter)):
             raise EngineError(
-                f"values-differ: {first} and {name} are one tied weight, and came with two values"
+                f"values-differ: {first} and {name} are one tied weight, but arrived with two values"
             )
         # In place: CUDA graphs and compiled layers have captured the Parameter's address.
         parameter.copy_(tensor)
@@ -345,7 +347,7 @@ class Weights:
 
     def _check(self, about: Mapping[str, Any]) -> None:
         if self._session is None or dict(self._session) != dict(about):
-            raise EngineError(f"wrong-state: no session of weights {dict(about)} is open here")
+            raise EngineError(f"wrong-state: no weight session {dict(about)} is open here")
 
 
 def request_json(request: GenerationRequest, *, ids: Sequence[str], samples: Sequence[int]) -> dict[str, Any]:

@@ -218,12 +218,12 @@ class NativeEngine(EmbeddedEngine):
         remedy = (
             "raise engine.kv_cache_tokens"
             if self._config.kv_cache_tokens is not None
-            else "raise engine.memory_fraction, as the device's memory allows no more"
+            else "raise engine.memory_fraction, because the device's memory allows no more"
         )
         raise EngineError(
             f"too-long: request {turn.index}: a sample with a prompt of {len(request.prompt_token_ids)} "
             f"tokens and max_tokens = {request.sampling.max_tokens} can need {needed} tokens of KV cache, "
-            f"which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens"
+            f"but the cache holds only {max(0, capacity)}; {remedy}, or lower sampling.max_tokens"
         )
 
     def _out_of_memory(self) -> tuple[str, str]:
@@ -240,8 +240,8 @@ def _check_device(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         raise EngineError(
-            f"unsupported-combination: engine {NAME} attends by varlen, and CUDA flash kernels have no "
-            f"{name}; set model.dtype = 'bfloat16', or engine.name = 'hf'"
+            f"unsupported-combination: engine {NAME} uses varlen attention, but CUDA flash kernels do not "
+            f"support {name}; set model.dtype = 'bfloat16', or engine.name = 'hf'"
         )
 
 

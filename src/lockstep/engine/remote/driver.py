@@ -191,7 +191,7 @@ def seconds_left(session: UpdateSession, config: EngineConfig) -> float:
     if left <= 0:
         raise EngineError(
             f"deadline: engine {config.name}: the update to policy version {session.policy_version} did not "
-            f"end within engine.update_seconds = {config.update_seconds:g}; raise it"
+            f"finish within engine.update_seconds = {config.update_seconds:g}; raise it"
         )
     return left
 
@@ -212,14 +212,16 @@ def check_sample(
     ids, logprobs, params = sample.token_ids, sample.logprobs, request.sampling
     if len(ids) != len(logprobs) or len(ids) > params.max_tokens:
         raise _wrong(
-            engine, f"{len(ids)} tokens with {len(logprobs)} logprobs, of max_tokens {params.max_tokens}"
+            engine, f"{len(ids)} tokens with {len(logprobs)} logprobs for max_tokens = {params.max_tokens}"
         )
     if ids and (min(ids) < 0 or max(ids) >= spec.vocab_size):
         raise _wrong(engine, f"a token id outside the vocabulary of {spec.vocab_size} entries")
     finite = all(map(math.isfinite, logprobs))  # min and max do not see NaN
     # Rounding may lift a certain token just above 0; below -1e4 lie only masked tokens, which nobody draws.
     if logprobs and not (finite and min(logprobs) > -1e4 and max(logprobs) <= 1e-3):
-        raise _wrong(engine, f"logprobs from {min(logprobs)} to {max(logprobs)}: not finite, or positive")
+        raise _wrong(
+            engine, f"logprobs from {min(logprobs)} to {max(logprobs)}, but they must be finite and at most 0"
+        )
     if sample.finish_reason == "abort":
         return None
     if not ids:
@@ -230,7 +232,7 @@ def check_sample(
     if sample.finish_reason == "length":
         longest = min(params.max_tokens, spec.max_model_len - len(request.prompt_token_ids))
         if len(ids) < longest:
-            raise _wrong(engine, f"{len(ids)} tokens that ended by length, where {longest} fit")
+            raise _wrong(engine, f"{len(ids)} tokens with finish reason 'length', although {longest} fit")
         return None
     if params.stop:
         text = Decoding.of(spec.tokenizer, params, eos_token_ids=spec.eos_token_ids)(ids)
@@ -240,19 +242,19 @@ def check_sample(
     raise _wrong(
         engine,
         f"a sample that stopped at token {ids[-1]} ({sample.stop_reason!r}), which is neither an eos id "
-        f"{list(spec.eos_token_ids)}, nor a stop id, nor the end of a stop string of the request",
+        f"{list(spec.eos_token_ids)}, nor a stop id, nor the end of one of the request's stop strings",
     )
 
 
 def _wrong(engine: str, what: str) -> EngineError:
-    return EngineError(f"wrong-result: engine {engine} returned {what}; it does not do what it was asked for")
+    return EngineError(f"wrong-result: engine {engine} returned {what}, which does not match the request")
 
 
 def tensor_from_hex(dtype: str, text: str) -> Tensor:
     """Raises ValueError for a dtype that torch does not have or bytes that do not fit it."""
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype of torch")
+        raise ValueError(f"{dtype!r} is not a torch dtype")
     # A bytearray, because torch warns about memory that cannot be written to.
     return torch.frombuffer(bytearray.fromhex(text), dtype=kind)
 
@@ -306,7 +308,7 @@ def logprobs(value: Any, name: str) -> list[float]:
     try:
         return [math.nan if entry is None else float(entry) for entry in value]
     except OverflowError as error:
-        raise ValueError(f"{name} holds a number that is too large for a float") from error
+        raise ValueError(f"{name} contains a number that is too large for a float") from error
 
 
 def _preview(value: Any) -> str:

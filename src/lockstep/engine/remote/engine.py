@@ -168,7 +168,7 @@ class RemoteEngine(ReceivingEngine):
         tries[job.id] += 1
         if tries[job.id] == _TRIES:
             raise EngineError(
-                f"unreachable: engine {self.name} is running but broke the connection of one sample "
+                f"unreachable: engine {self.name} is running but dropped the connection for one sample "
                 f"{_TRIES} times: {sign}{self._log_text()}"
             )
         self.requested(job)
@@ -250,9 +250,9 @@ class RemoteEngine(ReceivingEngine):
             return
         waiting = self._driver.ready()
         if waiting is not None:
-            instead = "start the server before, or set engine.python and it is started for you"
+            instead = "start the server first, or set engine.python so that Lockstep starts it"
             if waiting.endswith(" answered 401"):
-                instead = "export the server's token and name the variable by engine.token_env"
+                instead = "export the server's token and set engine.token_env to the variable's name"
             raise EngineError(
                 f"unreachable: engine {self.name}: engine.url = {self._client.url} cannot be used: "
                 f"{waiting}; {instead}"
@@ -305,9 +305,9 @@ class RemoteEngine(ReceivingEngine):
             return
         if self.recover is None:
             raise EngineError(
-                f"process-died: {death}; it was started again, without the trained weights, and nobody can "
-                "send them now (sharded weights are only whole in a regular update). Resume the run from "
-                f"its last checkpoint. {self._server.log_text()}"
+                f"process-died: {death}; it was restarted without the trained weights, and no rank can send "
+                "them now (sharded weights are gathered only in a regular update). Resume the run from its "
+                f"last checkpoint. {self._server.log_text()}"
             ) from death
         self._recovering = threading.get_ident()
         try:
@@ -373,8 +373,8 @@ class RemoteEngine(ReceivingEngine):
         session = self._open_session()
         if bucket.transport not in self.transports:
             raise EngineError(
-                f"unsupported-combination: engine {self.name} receives by {', '.join(self.transports)}, not "
-                f"by {bucket.transport}",
+                f"unsupported-combination: engine {self.name} receives weights by "
+                f"{', '.join(self.transports)}, not by {bucket.transport}",
                 setting="engine.transfer",
             )
         self._driver.receive(bucket, seconds_left(session, self._config))
@@ -382,7 +382,8 @@ class RemoteEngine(ReceivingEngine):
     def finish_update(self, session: UpdateSession) -> None:
         if self._open_session() != session:
             raise EngineError(
-                f"wrong-state: engine {self.name}: finish_update of another session than the open one"
+                f"wrong-state: engine {self.name}: finish_update was called for a session that is not the "
+                "open one"
             )
         seconds_left(session, self._config)
         self._driver.finish(session)

@@ -88,14 +88,18 @@ class Reply:
     def json(self) -> Any:
         """Raises BadReply unless the status is 2xx and the body is JSON without NaN and infinity."""
         if not 200 <= self.status < 300:
-            hint = "; is its token the one in the variable engine.token_env?" if self.status == 401 else ""
+            hint = (
+                "; is its token the one in the variable that engine.token_env names?"
+                if self.status == 401
+                else ""
+            )
             raise BadReply(f"bad-reply: {self.what} answered {self.status}: {self.error_text()}{hint}")
         try:
             # half the time of the standard library's, which counts with 100,000 logprobs
             return pydantic_core.from_json(self.body, allow_inf_nan=False, cache_strings="keys")
         except ValueError as error:
             raise BadReply(
-                f"not-json: {self.what} answered something that is not JSON ({error}): {_preview(self.body)}"
+                f"not-json: {self.what} returned something that is not JSON ({error}): {_preview(self.body)}"
             ) from error
 
     def object(self) -> dict[str, Any]:
@@ -103,7 +107,7 @@ class Reply:
         value = self.json()
         if not isinstance(value, dict):
             raise BadReply(
-                f"wrong-type: {self.what} answered a JSON {type(value).__name__}, not an object: "
+                f"wrong-type: {self.what} returned a JSON {type(value).__name__}, not an object: "
                 f"{_preview(self.body)}"
             )
         return value
@@ -163,8 +167,8 @@ class HttpClient:
             ) from error
         if parts.scheme != "http" or not parts.hostname or parts.query or parts.username:
             raise ConfigError(
-                f"wrong-format: url {url!r} is not of the form http://host:port; the engine's own servers "
-                "speak plain http"
+                f"wrong-format: url {url!r} is not of the form http://host:port; engine servers speak plain "
+                "http"
             )
         self.name = name
         self.url = url.rstrip("/")
@@ -203,7 +207,7 @@ class HttpClient:
             ]
         except OSError as error:
             raise Unreachable(
-                f"unreachable: {self.name}: host {self._address[0]!r} is not known ({error})"
+                f"unreachable: {self.name}: host {self._address[0]!r} cannot be resolved ({error})"
             ) from error
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
@@ -292,7 +296,7 @@ class Exchange(ABC, Generic[Answer]):
         """Return what is new in the body; sets `ended` at the end."""
 
     def _broken(self) -> ConnectionError:
-        return ConnectionError("the server closed the connection in the middle of its answer")
+        return ConnectionError("the server closed the connection in the middle of its reply")
 
     def _reply(self, head: Head) -> Reply:
         return Reply(status=head.status, body=bytes(self._body), what=self.what)
@@ -302,7 +306,7 @@ class Exchange(ABC, Generic[Answer]):
         if end < 0:
             if len(self._raw) > _MAX_HEAD_BYTES:
                 raise BadReply(
-                    f"bad-reply: {self.what} did not answer in HTTP: {_preview(bytes(self._raw[:500]))}"
+                    f"bad-reply: {self.what} did not return an HTTP reply: {_preview(bytes(self._raw[:500]))}"
                 )
             return None
         first, *rest = self._raw[:end].decode("latin-1").split("\r\n")
@@ -310,12 +314,13 @@ class Exchange(ABC, Generic[Answer]):
         fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
         version, _, tail = first.partition(" ")
         if not (version.startswith("HTTP/1.") and _STATUS.match(tail)):
-            raise BadReply(f"bad-reply: {self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}")
+            raise BadReply(f"bad-reply: {self.what} did not return an HTTP reply: {first[:_PREVIEW_CHARS]!r}")
         length = fields.get("content-length")
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= MAX_REPLY_BYTES):
             size = ascii(length)[1:41]
             raise BadReply(
-                f"too-large: {self.what}: Content-Length {size}; at most {MAX_REPLY_BYTES} are read"
+                f"too-large: {self.what}: Content-Length is {size}, but at most {MAX_REPLY_BYTES} bytes are "
+                "read"
             )
         return Head(
             status=int(tail[:3]),
@@ -337,7 +342,7 @@ class Exchange(ABC, Generic[Answer]):
                 del self._body[head.length :]
                 self._complete = True
         if len(self._body) > MAX_REPLY_BYTES:
-            raise BadReply(f"too-large: {self.what} answered more than {MAX_REPLY_BYTES} bytes")
+            raise BadReply(f"too-large: {self.what} returned more than {MAX_REPLY_BYTES} bytes")
 
     def _read_chunks(self) -> None:
         raw, at = self._raw, 0

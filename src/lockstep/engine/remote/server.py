@@ -112,8 +112,8 @@ def own_variables(config: EngineConfig) -> dict[str, str]:
         for setting, given in (("env", config.env), ("secrets", config.secrets)):
             if name in given:
                 raise ConfigError(
-                    f"contradiction: engine.{setting}.{name}: a started server gets a token of its own; "
-                    "leave it out"
+                    f"contradiction: engine.{setting}.{name}: Lockstep generates a token for each server "
+                    "that it starts; leave it out"
                 )
     return {**config.env, **read_secrets(config.secrets, setting="engine.secrets")}
 
@@ -156,7 +156,7 @@ def _url_token(config: EngineConfig) -> str:
     if not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
             f"wrong-environment: engine.token_env = {config.token_env!r}: that environment variable "
-            f"{'holds no token' if token else 'is not set'}; export the token of the server at engine.url"
+            f"{'contains no token' if token else 'is not set'}; export the token of the server at engine.url"
         )
     hide(token)
     return token
@@ -199,7 +199,7 @@ def check_port_free(port: int, *, name: str) -> None:
         except OSError as error:
             raise EngineError(
                 f"port-in-use: engine {name}: port {port} of {LOOPBACK} is in use ({error.strerror}); end "
-                "what listens there, or leave the port out and a free one is taken"
+                "the process that listens there, or leave the port out to use a free one"
             ) from error
 
 
@@ -207,8 +207,8 @@ def check_interpreter(python: Path) -> None:
     """Raises ConfigError for an engine.python that cannot be run."""
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(
-            f"not-a-file: engine.python = {python} is not an executable file; give the interpreter of the "
-            "environment that has the engine, such as /path/to/env/bin/python"
+            f"not-a-file: engine.python = {python} is not an executable file; give the interpreter of an "
+            "environment that has the engine installed, such as /path/to/env/bin/python"
         )
 
 
@@ -322,16 +322,16 @@ class ServerProcess:
             if seconds > spec.start_seconds:
                 raise EngineError(
                     f"deadline: the {spec.name} server did not answer within {spec.start_setting} = "
-                    f"{spec.start_seconds:g}; it still runs, and was waited for because {waiting}. Raise "
-                    f"{spec.start_setting} if it is only slow. {self.log_text()}"
+                    f"{spec.start_seconds:g}; it is still running, but {waiting}. Raise {spec.start_setting} "
+                    f"if it is only slow. {self.log_text()}"
                 )
             time.sleep(_POLL_SECONDS)
 
     def _refuse_port_taken(self) -> None:
         if any("address already in use" in line.lower() for line in self._read_log()):
             raise EngineError(
-                f"port-in-use: the {self.spec.name} server found port {self.spec.port} of {LOOPBACK} taken "
-                "by another process while it started; start again, another free port is taken. Log: "
+                f"port-in-use: the {self.spec.name} server could not start because another process took port "
+                f"{self.spec.port} of {LOOPBACK}; start again, and another free port is used. Log: "
                 f"{self.spec.log}"
             )
 
@@ -415,7 +415,7 @@ def server_gpus(devices: Sequence[int], *, device: str, visible: str | None) -> 
     if hidden:
         raise ConfigError(
             f"wrong-environment: engine.cuda_devices = {list(devices)} counts the GPUs that this process "
-            f"sees, and CUDA_VISIBLE_DEVICES = {visible!r} shows it {len(names)}; lower {hidden[0]}, or show "
-            "it more"
+            f"sees, but CUDA_VISIBLE_DEVICES = {visible!r} shows it only {len(names)}; lower {hidden[0]}, or "
+            "make more GPUs visible"
         )
     return ",".join(names[d] for d in devices)

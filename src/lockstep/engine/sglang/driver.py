@@ -178,8 +178,8 @@ class SGLangDriver(ServerDriver):
         if reply.status != 200:
             raise EngineError(
                 f"refused: engine {NAME} did not flush its prefix cache ({reply.error_text().strip()}): "
-                "samples still run, perhaps somebody else's; keys and values of the old weights would go on "
-                "being used"
+                "samples are still running, perhaps from another client, so keys and values of the old "
+                "weights would be reused"
             )
 
     # weights
@@ -323,7 +323,7 @@ class SGLangDriver(ServerDriver):
         states = reply.object().get("internal_states")
         usage = states[0].get("memory_usage") if isinstance(states, list) and _object(states[:1]) else None
         known = {"weight": "weights", "kvcache": "kv_cache"}
-        with reply_errors(f"{reply.what} does not say its use of memory"):
+        with reply_errors(f"{reply.what} did not return the server's memory use"):
             return {
                 ours: int(number(usage[theirs], theirs) * _GB)
                 for theirs, ours in known.items()
@@ -357,7 +357,7 @@ def _values(reply: Reply) -> Tensor:
     try:
         return torch.tensor(reply.json(), dtype=torch.float32).flatten()[:READ_VALUES]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise BadReply(f"bad-reply: {reply.what} did not answer with a weight's values: {error}") from error
+        raise BadReply(f"bad-reply: {reply.what} did not return the values of a weight: {error}") from error
 
 
 def _check_status(reply: Reply) -> None:
@@ -398,7 +398,7 @@ def check_server(
 ) -> None:
     """Raises EngineError for a server that does not serve this model in the way that this run needs."""
     ours = read_json(spec.folder / "config.json", EngineError)
-    with reply_errors(f"engine {NAME}: {where} says of itself"):
+    with reply_errors(f"engine {NAME}: {where} reported invalid server info"):
         room = info.get("max_req_input_len")
         tokens = None if room is None else whole(room, "max_req_input_len") + 6
         parts = info.get("dp_size")
@@ -406,7 +406,7 @@ def check_server(
     wrong = [
         (
             model.get("architectures") != ours.get("architectures"),
-            f"serves {_short(model.get('model_path'))} ({_short(model.get('architectures'))}), and this run "
+            f"serves {_short(model.get('model_path'))} ({_short(model.get('architectures'))}), but this run "
             f"needs {spec.model_name} ({ours.get('architectures')})",
         ),
         (
@@ -415,22 +415,22 @@ def check_server(
         ),
         (
             tokens is None or tokens < spec.max_model_len + SPARE_CONTEXT,
-            f"takes {tokens} tokens of prompt and completion, and needs "
+            f"accepts {tokens} tokens of prompt plus completion, but needs "
             f"{spec.max_model_len + SPARE_CONTEXT} for samples of {spec.max_model_len}; raise its "
             "context_length and its KV cache (engine.memory_fraction), or lower engine.max_model_len",
         ),
         (
             bool(info.get("enable_deterministic_inference")) != config.batch_invariant,
-            f"has enable_deterministic_inference = {_short(info.get('enable_deterministic_inference'))}, and "
+            f"has enable_deterministic_inference = {_short(info.get('enable_deterministic_inference'))}, but "
             f"engine.batch_invariant = {config.batch_invariant}; make them equal",
         ),
         (
             bool(info.get("allow_auto_truncate")),
-            "has allow_auto_truncate, which cuts prompts without a word",
+            "has allow_auto_truncate, which silently truncates prompts; start it without",
         ),
         (
             bool(info.get("speculative_algorithm")),
-            "decodes speculatively, with logprobs of another meaning; start it without",
+            "uses speculative decoding, which changes what its logprobs mean; start it without",
         ),
         (parts not in (0, 1), "has dp_size > 1; set engine.replicas instead"),
         (

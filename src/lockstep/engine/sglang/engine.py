@@ -148,7 +148,7 @@ class _Flow:
                 self._ended_badly(key, event)
             elif left := self._waves.pop(key, None):
                 raise BadReply(
-                    f"wrong-result: engine {NAME} ended its answer without {len(left)} of its samples"
+                    f"wrong-result: engine {NAME} ended its reply with {len(left)} samples missing"
                 )
         if self._open:
             self.watch.check(len(self._open))
@@ -236,7 +236,7 @@ class _Flow:
             message = f"{event.what} answered {event.status}: {event.error_text()}"
             if event.status >= 500:
                 self._engine.broken(BadReply(message, code="bad-reply"))
-            raise EngineError(f"refused: engine {NAME} refused: {message}{self._engine.log_text}")
+            raise EngineError(f"refused: engine {NAME} refused the request: {message}{self._engine.log_text}")
         if isinstance(event, BadReply):
             raise event
         if not wave:
@@ -266,9 +266,9 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     environment = server_environment(needed=needed, extra=own_variables(config))
     if environment.get(ORIGINAL_LOGPROBS, "0").lower() in ("1", "true", "yes", "y", "on"):
         raise ConfigError(
-            f"wrong-environment: {ORIGINAL_LOGPROBS} = {environment[ORIGINAL_LOGPROBS]} makes SGLang give "
-            "logprobs before the temperature, which cannot be compared with the trainer's; take it out of "
-            "engine.env"
+            f"wrong-environment: {ORIGINAL_LOGPROBS} = {environment[ORIGINAL_LOGPROBS]} makes SGLang return "
+            "logprobs before temperature is applied, which cannot be compared with the trainer's; remove it "
+            "from engine.env"
         )
     package = find_package(python, environment)
     port, token = free_port(), new_token()

@@ -52,15 +52,15 @@ _ALIASES = {
     "stream_output": "incremental_streaming_output",
 }
 _REFUSED = {
-    "allow_auto_truncate": "a prompt that is too long would be cut without a word",
+    "allow_auto_truncate": "a prompt that is too long would be silently truncated",
     "preferred_sampling_params": "every sampling parameter is sent with each request",
     "dp_size": "set engine.replicas",
     "pp_size": "weights are sent to the ranks of engine.tp only",
     "served_model_name": "the server is asked for the model by its folder",
-    "quantization": "trained weights would be rounded on their way; set model.dtype",
-    "api_key": "a started server gets a token of its own",
-    "admin_api_key": "a started server gets a token of its own",
-    "config": "it holds the server's token; give its settings as engine.options",
+    "quantization": "trained weights would be rounded when they are sent; set model.dtype",
+    "api_key": "Lockstep generates a token for each server that it starts",
+    "admin_api_key": "Lockstep generates a token for each server that it starts",
+    "config": "it contains the server's token; set its options in engine.options",
     "rl_on_policy_target": "its logprobs come from logits rounded to bfloat16; set engine.batch_invariant",
     "disable_decode_cuda_graph": "set engine.eager",
     "disable_prefill_cuda_graph": "set engine.eager",
@@ -95,8 +95,8 @@ def sglang_server_command(
     off = [name for name, value in config.options.items() if value is False]
     if off:
         raise ConfigError(
-            f"no-effect: engine.options.{off[0]} = false: SGLang's command line can only turn switches on; "
-            "leave it out"
+            f"no-effect: engine.options.{off[0]} = false has no effect: SGLang's command line can only turn "
+            "switches on; leave it out"
         )
     command = command_flags(own | eager | _options(config, own), no_flags=False)
     unknown = [flag for flag in command if flag.startswith("--") and flag not in flags]
@@ -120,7 +120,7 @@ def _own_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         )
     if spec.device == "cpu" and config.offload:
         raise ConfigError(
-            "missing-device: engine.offload = true needs a GPU: SGLang gives back CUDA memory only"
+            "missing-device: engine.offload = true needs a GPU: SGLang can release only CUDA memory"
         )
     arguments: dict[str, Any] = {
         "model_path": str(spec.folder),
@@ -198,20 +198,20 @@ def _check(params: SamplingParams, *, seeded: bool) -> None:
     for name in penalties_of(params):
         why = "its logprobs come after penalties"
         if name == "repetition_penalty":
-            why += ", and it counts the completion's tokens without the prompt's"
+            why += ", and it penalises the completion's tokens but not the prompt's"
         raise refuse(name, why, "turn it off")
     for applies, name, why, instead in (
         (
             params.min_tokens,
             "min_tokens",
-            "without a tokenizer it has no such thing, and with one its logprobs come after stop ids were "
+            "without a tokenizer it does not support it, and with one its logprobs come after stop ids were "
             "suppressed",
             "set it to 0",
         ),
         (
             params.min_p and seeded and params.temperature,
             "min_p",
-            "with seeds its scheduler stops at an assertion and takes the server with it",
+            "with seeds its scheduler fails an assertion, which ends the server",
             "set min_p = 0, or engine.unseeded = true without engine.batch_invariant",
         ),
         (
@@ -257,8 +257,8 @@ class SGLangPackage:
             if file.is_file() and (match := re.search(r"= *['\"](\d+\.\d+[^'\"]*)['\"]", file.read_text())):
                 return match[1]
         raise ConfigError(
-            f"unsupported-version: {self.folder} does not say which version of SGLang it is; install a "
-            "released one"
+            f"unsupported-version: {self.folder} does not state its SGLang version; install a released "
+            "version"
         )
 
     @cached_property
@@ -295,8 +295,8 @@ def find_package(python: Path | str, environment: Mapping[str, str]) -> SGLangPa
     folders = json.loads(done.stdout)
     if not folders:
         raise ConfigError(
-            f"missing-package: {python} has no sglang; install it into an environment of its own and set "
-            "engine.python to the interpreter of that (docs/how-to/sglang.md)"
+            f"missing-package: {python} has no sglang; install it in a separate environment and set "
+            "engine.python to that environment's interpreter (docs/how-to/sglang.md)"
         )
     package = SGLangPackage(Path(folders[0]))
     check_version(package.version)
@@ -309,7 +309,7 @@ def check_version(version: str) -> None:
     if numbers < OLDEST:
         raise ConfigError(
             f"unsupported-version: SGLang {version} is older than {'.'.join(map(str, OLDEST))}, the oldest "
-            "that Lockstep speaks to; use a newer one"
+            "version that Lockstep supports; use a newer one"
         )
 
 
@@ -409,7 +409,7 @@ def read_event(text: bytes, what: str) -> dict[str, Any]:
         message = event["error"]
         if isinstance(message, dict):
             message = message.get("message", message)
-        raise EngineError(f"refused: {what} refused: {printable(str(message)[:400])}")
+        raise EngineError(f"refused: {what} refused the request: {printable(str(message)[:400])}")
     return event
 
 
@@ -485,7 +485,7 @@ class Partial:
         if not self.incremental and exact:
             ids, entries = ids[have:], entries[have:]
         if exact and not new == len(ids) == len(entries):
-            raise ValueError(f"{new} new tokens, {len(ids)} ids and {len(entries)} logprobs")
+            raise ValueError(f"{new} new tokens, but {len(ids)} ids and {len(entries)} logprobs")
         if not exact:
             new = min(new, len(ids), len(entries)) if self.incremental else 0
             ids, entries = ids[: max(new, 0)], entries[: max(new, 0)]
@@ -502,12 +502,14 @@ class Partial:
     def _check_meta(self, meta: Mapping[str, Any], weight_version: str | None) -> None:
         prompt = len(self.job.request.prompt_token_ids)
         if whole(meta["prompt_tokens"], "prompt_tokens") != prompt:
-            raise ValueError(f"the server read a prompt of {meta['prompt_tokens']} tokens, not of {prompt}")
+            raise ValueError(
+                f"the server read a prompt of {meta['prompt_tokens']} tokens, but the request had {prompt}"
+            )
         if weight_version is not None and meta["weight_version"] != weight_version:
             raise EngineError(
-                f"values-differ: engine sglang sampled with weights {meta['weight_version']!a} and must "
-                f"have {weight_version!r}: somebody else updated it, or it was started again; let only one "
-                "run use a server"
+                f"values-differ: engine sglang sampled with weights {meta['weight_version']!a} instead of "
+                f"{weight_version!r}: another client updated it, or it was restarted; let only one run use a "
+                "server"
             )
 
     def _stop_string(self, start: int) -> str | None:
@@ -532,7 +534,7 @@ class Partial:
         if not aborting:
             raise UnrequestedAbort(
                 f"unrequested-abort: engine sglang aborted sample {self.job.sample} of request "
-                f"{self.job.index} ({message}), and was not asked to: somebody else uses the server; let "
+                f"{self.job.index} ({message}) without being asked to: another client uses the server; let "
                 "only one run use it"
             )
         return self.sample("abort", None)
@@ -544,8 +546,10 @@ def _kind(reason: Any) -> str | None:
         return None
     kind = mapping(reason, "finish_reason").get("type")
     if kind not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason is of an unknown type, {ascii(kind)[:80]}")
+        raise ValueError(f"finish_reason has an unknown type, {ascii(kind)[:80]}")
     matched = reason.get("matched")
     if matched is not None and type(matched) not in (int, str):
-        raise ValueError(f"finish_reason has matched {ascii(matched)[:80]}, neither a token id nor a string")
+        raise ValueError(
+            f"finish_reason matched {ascii(matched)[:80]}, which is neither a token id nor a string"
+        )
     return str(kind)

@@ -49,8 +49,8 @@ def tensor_payload(bucket: WeightBucket) -> str:
     memory = bucket.handle["memory"] if bucket.handle is not None else None
     if memory is None:
         raise EngineError(
-            f"unsupported-combination: bucket {bucket.index} has no handle of CUDA memory; use "
-            "engine.transfer = 'disk'"
+            f"unsupported-combination: bucket {bucket.index} has no CUDA memory handle; use engine.transfer "
+            "= 'disk'"
         )
     metadata = [
         SimpleNamespace(
@@ -108,9 +108,9 @@ def check_no_padding(bucket: WeightBucket) -> None:
     for spec in bucket.specs:
         if spec.offset != at:
             raise EngineError(
-                f"unsupported-combination: {spec.name} lies at byte {spec.offset} of its bucket and SGLang "
-                f"would look for it at {at}: the size of a tensor before it is not a multiple of 16 bytes; "
-                "set engine.transfer = 'disk'"
+                f"unsupported-combination: {spec.name} is at byte {spec.offset} of its bucket, but SGLang "
+                f"would look for it at {at}, because the size of an earlier tensor is not a multiple of 16 "
+                "bytes; set engine.transfer = 'disk'"
             )
         at += spec.num_bytes
 
@@ -129,7 +129,7 @@ class Expected:
                 module = AutoModelForCausalLM.from_config(config)
         except (OSError, ValueError) as error:
             raise EngineError(
-                f"damaged-file: {folder} does not say which weights the model has: {error}"
+                f"damaged-file: the weights of the model in {folder} cannot be listed: {error}"
             ) from error
         self.shapes = {
             name: tuple(weight.shape) for name, weight in module.named_parameters(remove_duplicate=False)
@@ -151,13 +151,13 @@ class Expected:
             shape = self.shapes.get(spec.name)
             if shape is None:
                 raise EngineError(
-                    f"wrong-weights: the model has no weight {spec.name!r}; SGLang would leave it out and "
-                    "say success. Send Hugging Face names, such as " + ", ".join(list(self.shapes)[:3])
+                    f"wrong-weights: the model has no weight {spec.name!r}; SGLang would skip it and report "
+                    "success. Send Hugging Face names, such as " + ", ".join(list(self.shapes)[:3])
                 )
             if spec.shape != shape:
                 raise other_shape(EngineError, spec.name, spec.shape, shape)
             if spec.name in self._loaded:
-                raise EngineError(f"duplicate: {spec.name} came twice in one update")
+                raise EngineError(f"duplicate: {spec.name} was sent twice in one update")
             self._loaded.add(spec.name)
 
     def check_complete(self) -> None:

@@ -193,14 +193,14 @@ class VLLMEngine(ReceivingEngine):
             text = bucket.as_json()
             if bucket.transport not in self.transports:
                 raise EngineError(
-                    f"unsupported-combination: engine {NAME} in this process cannot receive by "
-                    f"{bucket.transport!r}; it can by {', '.join(self.transports)}",
+                    f"unsupported-combination: engine {NAME} in this process cannot receive weights by "
+                    f"{bucket.transport!r}, only by {', '.join(self.transports)}",
                     setting="engine.transfer",
                 )
             if bucket.transport == "memory":
                 if bucket.data is None:
                     raise EngineError(
-                        f"missing-argument: bucket {bucket.index} has transport 'memory' and no data"
+                        f"missing-argument: bucket {bucket.index} has transport 'memory' but no data"
                     )
                 _synchronize(bucket.data.device)  # the trainer wrote it on a stream of its own
                 self._rpc("lockstep_receive_memory", text, bucket.data, until=session.deadline)
@@ -329,8 +329,8 @@ class VLLMEngine(ReceivingEngine):
                 left = until - time.monotonic()
                 if left <= 0:
                     raise EngineError(
-                        f"deadline: engine {NAME}: {what} waited in vain for {self._working}, which is still "
-                        "running"
+                        f"deadline: engine {NAME}: {what} waited too long for {self._working}, which is "
+                        "still running"
                     )
                 self._turn.wait(min(left, _LOOK_SECONDS))
             self._working = what
@@ -378,24 +378,24 @@ class VLLMEngine(ReceivingEngine):
 
 def _check_spec(config: EngineConfig, spec: EngineSpec) -> None:
     """Refuse what cannot work, before anything of vLLM is imported."""
-    elsewhere = "set engine.python to an interpreter that has vLLM: its own server is started with it"
+    elsewhere = "set engine.python to an interpreter that has vLLM, and Lockstep starts its server with it"
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"missing-package: engine {NAME}: this environment has no vllm; {elsewhere}")
     if config.tp > 1:
         raise ConfigError(
-            f"unsupported-combination: engine.tp = {config.tp} needs processes of vLLM's own; {elsewhere}"
+            f"unsupported-combination: engine.tp = {config.tp} needs separate vLLM processes; {elsewhere}"
         )
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         size = torch.distributed.get_world_size()
         if size > 1:
             raise ConfigError(
                 f"unsupported-combination: engine {NAME} in this process would take the trainer's process "
-                f"group of {size} ranks for its own; {elsewhere}"
+                f"group of {size} ranks as its own; {elsewhere}"
             )
     device = torch.device(spec.device)
     if device.type == "cuda" and (device.index or 0) != 0:
         raise ConfigError(
-            f"unsupported-combination: engine {NAME} in this process runs on cuda:0 only, not on "
+            f"unsupported-combination: engine {NAME} in this process runs only on cuda:0, not on "
             f"{spec.device}; use CUDA_VISIBLE_DEVICES, or {elsewhere}",
             setting="train.device",
         )
@@ -457,8 +457,8 @@ class OwnThread:
                 if left <= 0:
                     self._stuck = what
                     raise EngineError(
-                        f"deadline: {self._name}: {what} gave no sign of life before its deadline, "
-                        f"{time.monotonic() - started:.1f} s after it began"
+                        f"deadline: {self._name}: {what} showed no progress before its deadline, "
+                        f"{time.monotonic() - started:.1f} s after it started"
                     ) from None
 
     def end(self, *, seconds: float) -> bool:

@@ -160,7 +160,7 @@ def installed_vllm(python: Path) -> Installed:
     if "version" not in probed or "scale_out" not in probed:
         raise EngineError(
             f"missing-package: the environment of engine.python = {python} (Python {probed.get('python')}) "
-            "has no vLLM; give the interpreter of one that has, or install it there"
+            "has no vLLM; give the interpreter of an environment that has vLLM, or install it there"
         )
     return Installed(version=str(probed["version"]), scale_out=bool(probed["scale_out"]))
 
@@ -170,8 +170,9 @@ def check_version(version: str, *, where: str) -> None:
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or not OLDEST <= (int(match[1]), int(match[2])) < BELOW:
         raise EngineError(
-            f"unsupported-version: {where} has vLLM {version}; Lockstep knows the servers of vLLM "
-            f"{_dotted(OLDEST)} up to, not including, {_dotted(BELOW)}: install one of those there"
+            f"unsupported-version: {where} has vLLM {version}; Lockstep supports servers of vLLM "
+            f"{_dotted(OLDEST)} up to, but not including, {_dotted(BELOW)}; install one of those versions "
+            "there"
         )
 
 
@@ -207,7 +208,7 @@ class VLLMDriver(ServerDriver):
             if self._model != str(self._spec.folder):
                 raise EngineError(
                     f"other-model: {where} serves {self._model!r} and not {str(self._spec.folder)!r}: "
-                    "another server took the port; start again, another free port is taken"
+                    "another server took the port; start again, and another free port is used"
                 )
             return
         info = check_server(self._client, self._spec)
@@ -249,10 +250,13 @@ class VLLMDriver(ServerDriver):
         if scored and min(scored) <= _NO_LOGPROB:
             token = ids[scored.index(min(scored))]
             raise EngineError(
-                f"not-finite: engine vllm has no logprob of token {token} that it sampled; is it not finite?"
+                f"not-finite: engine vllm returned no logprob for the sampled token {token}; was it not "
+                "finite?"
             )
         if prompt_tokens != prompt:
-            raise EngineError(f"wrong-result: engine vllm computed {prompt_tokens} prompt tokens of {prompt}")
+            raise EngineError(
+                f"wrong-result: engine vllm read {prompt_tokens} prompt tokens, but the request had {prompt}"
+            )
         if reason not in ("stop", "length", "abort"):
             raise EngineError(
                 f"wrong-result: engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}"
@@ -295,7 +299,7 @@ class VLLMDriver(ServerDriver):
     def memory(self) -> dict[str, int]:
         totals: dict[str, int] = {}
         for answer in self._call("lockstep_memory", {}, seconds=SHORT_SECONDS):
-            with reply_errors("the vLLM server does not say its use of memory"):
+            with reply_errors("the vLLM server did not report its memory use"):
                 for name, value in answer.items():
                     totals[name] = totals.get(name, 0) + whole(value, name)
         return totals
@@ -305,9 +309,9 @@ class VLLMDriver(ServerDriver):
     def begin(self, session: UpdateSession) -> None:
         if not self._can_update:
             raise EngineError(
-                f"server-settings: the vLLM server at {self._client.url} cannot take weights: start it with "
-                f"VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {VLLM_WORKER} "
-                "(the package lockstep on its PYTHONPATH)"
+                f"server-settings: the vLLM server at {self._client.url} cannot receive weights: start it "
+                f"with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {VLLM_WORKER} (with the package "
+                "lockstep on its PYTHONPATH)"
             )
         # Other clients of a server at a url.
         self._post("/pause?mode=wait", seconds=seconds_left(session, self._config))
@@ -326,8 +330,8 @@ class VLLMDriver(ServerDriver):
             reply = self._post("/reset_prefix_cache", seconds=seconds_left(session, self._config))
             if reply.object().get("success") is not True:
                 raise EngineError(
-                    "refused: vLLM did not empty its prefix cache after the update (blocks are in use); it "
-                    "would answer with keys and values of the old weights"
+                    "refused: vLLM did not empty its prefix cache after the update (blocks are in use), so "
+                    "it would sample with keys and values of the old weights"
                 )
         self._post("/resume", seconds=seconds_left(session, self._config))
 
@@ -339,7 +343,7 @@ class VLLMDriver(ServerDriver):
 
     def read_back(self, names: Sequence[str]) -> dict[str, Tensor] | None:
         (first, *_) = self._call("lockstep_read", list(names), seconds=self._config.update_seconds)
-        with reply_errors("the vLLM server read its weights back in an unknown form"):
+        with reply_errors("the vLLM server returned its weights in an unknown format"):
             return {name: tensor_from_hex(held["dtype"], held["hex"]) for name, held in first.items()}
 
     # HTTP
@@ -359,7 +363,7 @@ class VLLMDriver(ServerDriver):
         reply = self._client.get("/is_sleeping", seconds=SHORT_SECONDS).object()
         if reply.get("is_sleeping") is not asleep:
             raise EngineError(
-                f"refused: the vLLM server did not {'go to sleep' if asleep else 'wake up'}: it says "
+                f"refused: the vLLM server did not {'go to sleep' if asleep else 'wake up'}: it reports "
                 f"is_sleeping = {reply.get('is_sleeping')!r}"
             )
 
@@ -409,7 +413,8 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
     _check_model(card, spec, where=where)
     longest = card.get("max_model_len")
     if type(longest) is not int or longest < spec.max_model_len:
-        what = f"takes {longest} tokens of prompt and completion, and this run has up to {spec.max_model_len}"
+        what = f"accepts {longest} tokens of prompt plus completion, but this run has up to "
+        f"{spec.max_model_len}"
         raise _start_with(where, what, f"--max-model-len {spec.max_model_len}")
     name = str(card["id"])
     info = _server_info(client)
@@ -423,7 +428,7 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
     else:
         dtype = str(info.get("dtype", "")).removeprefix("torch.")
         if dtype != spec.dtype:
-            what = f"computes in {dtype}, and this run in {spec.dtype}"
+            what = f"computes in {dtype}, but this run computes in {spec.dtype}"
             raise _start_with(where, what, f"--dtype {spec.dtype}")
     _check_vocabulary(client, name, spec, where=where)
     mode = _usable_mode(str(info.get("logprobs_mode") or _find_mode(client, name)), spec, where=where)
@@ -439,7 +444,7 @@ def _usable_mode(mode: str, spec: EngineSpec, *, where: str) -> LogprobsMode:
         return "processed_logprobs"
     if mode == needed:
         return needed
-    what = f"gives {mode}, and temperatures {sorted(spec.temperatures)} need {needed}"
+    what = f"returns {mode}, but temperatures {sorted(spec.temperatures)} need {needed}"
     raise _start_with(where, what, f"--logprobs-mode {needed}")
 
 
@@ -450,7 +455,7 @@ def _start_with(where: str, what: str, flag: str) -> EngineError:
 def _model_card(client: HttpClient) -> Mapping[str, Any]:
     cards = client.get("/v1/models", seconds=SHORT_SECONDS).object().get("data")
     if not isinstance(cards, list) or not cards or not isinstance(cards[0], dict) or "id" not in cards[0]:
-        raise EngineError(f"bad-reply: {client.url}/v1/models names no model; is that a vLLM server?")
+        raise EngineError(f"bad-reply: {client.url}/v1/models lists no model; is that a vLLM server?")
     return cards[0]
 
 
@@ -461,16 +466,16 @@ def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> No
     theirs, ours = _config(Path(root)), _config(spec.folder)
     if theirs is None:
         raise EngineError(
-            f"other-model: {where} serves {root!r}, and this run's model is {spec.model_name!r} "
-            f"({spec.folder}); start one that serves it, or set model.name"
+            f"other-model: {where} serves {root!r}, but this run's model is {spec.model_name!r} "
+            f"({spec.folder}); start a server for that model, or set model.name"
         )
     different = sorted(
         k for k in (theirs.keys() | (ours or {}).keys()) if theirs.get(k) != (ours or {}).get(k)
     )
     if different:
         raise EngineError(
-            f"other-model: {where} serves {root!r}, another model than this run's {spec.model_name!r} "
-            f"({spec.folder}): their config.json differ in {', '.join(different[:8])}"
+            f"other-model: {where} serves {root!r}, which is not this run's model {spec.model_name!r} "
+            f"({spec.folder}): their config.json files differ in {', '.join(different[:8])}"
         )
 
 
@@ -491,7 +496,7 @@ def _server_info(client: HttpClient) -> dict[str, Any] | None:
         return None
     config = reply.object().get("vllm_config")
     if not isinstance(config, dict) or not isinstance(config.get("model_config"), dict):
-        raise EngineError(f"bad-reply: {reply.what} answered without its configuration")
+        raise EngineError(f"bad-reply: {reply.what} did not return the server's configuration")
     parallel = config.get("parallel_config")
     worker = parallel.get("worker_extension_cls") if isinstance(parallel, dict) else None
     return dict(config["model_config"]) | {"worker_extension_cls": worker}
@@ -503,10 +508,10 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
     size = max(spec.vocab_size, len(spec.tokenizer) if spec.tokenizer is not None else 0)
     last, beyond = _one_token(client, name, spec.vocab_size - 1), _one_token(client, name, size)
     if last.status == 403:
-        raise _start_with(where, "has its token route switched off", "--enable-scale-out")
+        raise _start_with(where, "has its token route disabled", "--enable-scale-out")
     if last.status == 404:
         raise EngineError(
-            f"unsupported-version: {where} has no /inference/v1/generate, which vLLM has since 0.26"
+            f"unsupported-version: {where} has no /inference/v1/generate, which vLLM has had since 0.26"
         )
     if last.status != 200:
         what = f"a smaller vocabulary: it refuses token id {spec.vocab_size - 1} ({last.error_text()})"
@@ -515,7 +520,7 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
     else:
         return
     model = f"this run's model has {spec.vocab_size} entries"
-    raise EngineError(f"other-model: {where} serves another model, with {what}, and {model}")
+    raise EngineError(f"other-model: {where} serves another model, with {what}, but {model}")
 
 
 def _find_mode(client: HttpClient, name: str) -> str:
@@ -524,7 +529,7 @@ def _find_mode(client: HttpClient, name: str) -> str:
     try:
         value = float(reply["choices"][0]["logprobs"]["content"][0]["logprob"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise BadReply(f"wrong-result: {client.url} answered a sample without its logprob") from error
+        raise BadReply(f"wrong-result: {client.url} returned a sample without its logprob") from error
     return "processed_logprobs" if value == 0.0 else "raw_logprobs"
 
 

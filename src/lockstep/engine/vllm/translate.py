@@ -47,10 +47,10 @@ _REFUSED = {
     "data_parallel_size": "set engine.replicas",
     "pipeline_parallel_size": "weights are sent to the ranks of engine.tp only",
     "served_model_name": "the server is asked for the model by its folder",
-    "quantization": "trained weights would be rounded on their way; set model.dtype",
-    "max_logprobs": "only the sampled token's logprob is asked for",
+    "quantization": "trained weights would be rounded when they are sent; set model.dtype",
+    "max_logprobs": "only the sampled token's logprob is requested",
     "weight_transfer_config": "weights go through Lockstep's own worker extension; set engine.transfer",
-    "api_key": "a started server gets a token of its own",
+    "api_key": "Lockstep generates a token for each server that it starts",
     "distributed_executor_backend": "set engine.tp",
 }
 
@@ -217,8 +217,9 @@ def _check(params: SamplingParams, *, eos_token_ids: tuple[int, ...], logprobs_m
         (
             logprobs_mode == "raw_logprobs" and temperature not in (0.0, 1.0),
             "temperature",
-            "it was started for temperatures 0 and 1, whose logprobs it takes before temperature",
-            "name every temperature when the engine is made (EngineSpec.temperatures)",
+            "it was started for temperatures 0 and 1, for which it returns logprobs before temperature is "
+            "applied",
+            "list every temperature when the engine is created (EngineSpec.temperatures)",
         ),
     ):
         if applies:
@@ -226,7 +227,7 @@ def _check(params: SamplingParams, *, eos_token_ids: tuple[int, ...], logprobs_m
     if logprobs_mode == "raw_logprobs":
         return
     for name in (*truncations_of(params), *penalties_of(params), *(["min_tokens"] * (params.min_tokens > 0))):
-        why = "with temperatures besides 0 and 1 its logprobs come after truncation and penalties"
+        why = "with temperatures other than 0 and 1 its logprobs come after truncation and penalties"
         fix = "turn it off, or use temperatures 0 and 1 only (in evaluation too)"
         raise refuse(name, f"{why}, and would be renormalised", fix)
 
@@ -413,7 +414,7 @@ def claim(owner: object, environment: dict[str, str]) -> None:
     global _owner, _import_environment
     if _owner is not None:
         raise EngineError(
-            f"wrong-state: this process has an open engine {NAME} already; close it first, or set "
+            f"wrong-state: this process already has an open engine {NAME}; close it first, or set "
             "engine.python"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -429,7 +430,7 @@ def claim(owner: object, environment: dict[str, str]) -> None:
         changed = sorted(k for k in environment if environment[k] != _import_environment.get(k))
         raise EngineError(
             f"wrong-environment: vLLM was imported with other values of {', '.join(changed)} and reads them "
-            "once; start a new process for an engine with other settings (engine.batch_invariant)"
+            "only once; start a new process for an engine with other settings (engine.batch_invariant)"
         )
     _owner = owner
 

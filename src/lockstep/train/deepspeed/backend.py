@@ -225,7 +225,7 @@ class DeepSpeedBackend(Backend):
             self._check_losses(batches, stats.losses)
             self._recover()
             raise TrainError(
-                f"not-finite: step {self.steps_done}, a loss of another rank is not finite. No weight was "
+                f"not-finite: step {self.steps_done}, a loss on another rank is not finite. No weight was "
                 "changed"
             )
         return stats
@@ -237,8 +237,8 @@ class DeepSpeedBackend(Backend):
         if self._gradients_ready:
             raise TrainError(
                 "wrong-state: DeepSpeed reduces gradients in the last backward of a step, so a second "
-                "forward_backward cannot add to them; give all micro-batches in one call, or call "
-                "drop_gradients() between"
+                "forward_backward cannot add to them; pass all micro-batches in one call, or call "
+                "drop_gradients() in between"
             )
         outputs = {}
         self._outer.train()
@@ -448,8 +448,8 @@ def _import_deepspeed(device: torch.device) -> Any:
     name = get_accelerator().device_name()
     if name != device.type:
         raise ConfigError(
-            f"wrong-environment: DeepSpeed runs on {name} in this process, the model is on {device.type}; "
-            f"set DS_ACCELERATOR={device.type} in the environment"
+            f"wrong-environment: DeepSpeed runs on {name} in this process, but the model is on "
+            f"{device.type}; set DS_ACCELERATOR={device.type} in the environment"
         )
     return deepspeed
 

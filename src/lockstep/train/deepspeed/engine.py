@@ -419,9 +419,9 @@ class ZeroParts:
             count = int(read())
             if self._count not in (None, count):
                 raise CheckpointError(
-                    f"unsupported-combination: {path} has been updated {count} times, other parameters "
-                    f"{self._count} times, as in a model some of whose experts were not always used; "
-                    "DeepSpeed keeps one count for all; load it with train.backend = 'local' or 'fsdp2'"
+                    f"unsupported-combination: {path} was updated {count} times and other parameters "
+                    f"{self._count} times, as in a model that did not always use all of its experts; "
+                    "DeepSpeed keeps one count for all, so load it with train.backend = 'local' or 'fsdp2'"
                 )
             self._count = count
         elif fragment.start < fragment.stop:

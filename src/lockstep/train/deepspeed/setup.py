@@ -37,9 +37,9 @@ def refuse_impossible(
     if config.execution == "deepcompile":
         if device.type != "cuda":
             raise ConfigError(
-                "missing-device: train.execution = 'deepcompile' (--deepcompile) needs a CUDA device, this "
-                f"is {device.type}: DeepCompile builds a CUDA extension, and DeepSpeed switches it on for no "
-                "other accelerator. Set 'compile' (--compile), which works here"
+                "missing-device: train.execution = 'deepcompile' (--deepcompile) needs a CUDA device, not "
+                f"{device.type}: DeepCompile builds a CUDA extension, and DeepSpeed enables it for no other "
+                "accelerator. Set 'compile' (--compile), which works here"
             )
         check_cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     refuse(config, "train (deepspeed)")
@@ -184,8 +184,9 @@ def _wait_for_lock(lock: Path) -> None:
             return
         if age > LOCK_SECONDS:
             raise ConfigError(
-                f"locked: {lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's extension hangs, and "
-                "torch would wait for it for ever; end that process (`fuser` names it), and delete that file"
+                f"locked: {lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's extension is hanging, "
+                "and torch would wait for it forever; end that process (`fuser` finds it) and delete that "
+                "file"
             )
         time.sleep(0.2)
 

@@ -392,8 +392,8 @@ def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
     if config.optimizer == "adamw8bit":
         raise ConfigError(
             "unsupported-combination: train.optimizer = 'adamw8bit' is not available with train.backend = "
-            "'fsdp2': its blocks of 8-bit codes would lie across the ranks' shards; set 'adamw', and "
-            "train.optimizer_device = 'cpu' for memory"
+            "'fsdp2': its blocks of 8-bit codes would cross the boundaries of the ranks' shards; set "
+            "'adamw', and train.optimizer_device = 'cpu' to save memory"
         )
 
 

@@ -414,10 +414,10 @@ def mesh_sizes(world_size: int, *, ring: int, tp: int) -> tuple[int, int, int]:
     if world_size % (ring * tp):
         fits = list(range(ring * tp, 4 * ring * tp + 1, ring * tp))
         raise ConfigError(
-            f"not-divisible: {world_size} ranks cannot be a mesh of dp x ring x tp with train.ring = {ring} "
-            f"and train.tp = {tp}: {ring} * {tp} = {ring * tp} does not divide {world_size}. Start "
-            f"{fits[0]} or a multiple of it ({', '.join(map(str, fits[1:4]))}), or set train.ring and "
-            f"train.tp so that their product divides {world_size}"
+            f"not-divisible: {world_size} ranks cannot form a mesh of dp x ring x tp with train.ring = "
+            f"{ring} and train.tp = {tp}: {ring} * {tp} = {ring * tp} does not divide {world_size}. Start "
+            f"{fits[0]} ranks or a multiple of that ({', '.join(map(str, fits[1:4]))}), or set train.ring "
+            f"and train.tp so that their product divides {world_size}"
         )
     return world_size // (ring * tp), ring, tp
 

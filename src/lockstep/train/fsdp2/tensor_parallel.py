@@ -123,9 +123,9 @@ def resolve_tp_plan(plan: str, *, tp: int, others: int) -> Literal["hf", "lockst
     """
     if plan == "hf" and tp > 1 and others > 1:
         raise ConfigError(
-            f"unsupported-combination: train.tp_plan = 'hf' with tp = {tp} on {tp * others} ranks: "
-            "transformers' plan is for tensor parallel over all ranks and nothing else, it takes the whole "
-            f"world of {tp * others} for one group; set train.tp_plan = 'lockstep', or start {tp} ranks"
+            f"unsupported-combination: train.tp_plan = 'hf' with tp = {tp} cannot be used on {tp * others} "
+            "ranks: transformers' plan supports only tensor parallelism over all ranks and would treat all "
+            f"{tp * others} as one group; set train.tp_plan = 'lockstep', or start {tp} ranks"
         )
     return "hf" if plan == "hf" else "lockstep"
 
@@ -210,12 +210,12 @@ def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
     style = styles.get(re.sub(r"\.\d+\.", ".*.", path), "replicate")
     if style not in _HF_STYLES:
         known = ", ".join(_HF_STYLES)
-        raise _no_hf_plan(f"wants {path!r} in style {style!r}, which is not known here (known: {known})")
+        raise _no_hf_plan(f"wants {path!r} in style {style!r}, which Lockstep does not know (known: {known})")
     ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
     if how == Replicated() and ours == Replicated(summed=True):
         return ours  # transformers 5.17 leaves q_norm and k_norm out, whose gradients are partial
     if how not in (ours, Replicated()):
-        raise _no_hf_plan(f"wants {path!r} in style {style!r}, which does not fit the code here")
+        raise _no_hf_plan(f"wants {path!r} in style {style!r}, which does not fit Lockstep's plan")
     return how
 
 
@@ -227,7 +227,7 @@ def _check_blocks(by_module: Plan) -> None:
         if name.endswith("_proj"):
             blocks.setdefault(parent, set()).add(isinstance(how, Split))
     if torn := [parent for parent, split in blocks.items() if len(split) > 1]:
-        raise _no_hf_plan(f"splits some matrices of {torn[0]!r} and not others")
+        raise _no_hf_plan(f"splits some matrices of {torn[0]!r} but not others")
 
 
 def _no_hf_plan(why: str) -> ConfigError:

@@ -66,8 +66,8 @@ class TensorFile:
         for name, (_, dtype) in tensors.items():
             if NAMES.get(dtype) not in STATE_DTYPES:  # it could not be loaded again
                 raise CheckpointError(
-                    f"wrong-type: {path}: tensor {name!r} is {dtype}, which no train state has; keep it out "
-                    "of the model's state (register_buffer(..., persistent=False))"
+                    f"wrong-type: {path}: tensor {name!r} is {dtype}, which a train state cannot store; keep "
+                    "it out of the model's state (register_buffer(..., persistent=False))"
                 )
         self._left = dict(tensors)
         head = file_head({name: (NAMES[t], shape) for name, (shape, t) in tensors.items()}, {"format": "pt"})
@@ -78,7 +78,7 @@ class TensorFile:
         """Write the next tensor."""
         assert name == next(iter(self._left)), f"{name} is not the next tensor of the file"
         assert (tuple(tensor.shape), tensor.dtype) == self._left.pop(name), (
-            f"{name} is not what was announced"
+            f"{name} does not match what was announced"
         )
         self._file.write(tensor_bytes(tensor))
 
@@ -150,7 +150,7 @@ def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
         check_inside(path, CheckpointError, root=path.parent)
         size = path.stat().st_size
         if size != record.bytes:
-            raise damaged(CheckpointError, path, f"it has {size} bytes, {record.bytes} were written")
+            raise damaged(CheckpointError, path, f"it has {size} bytes, but {record.bytes} were written")
         if contents and (now := sha256_of(path)) != record.sha256:
             raise hash_differs(CheckpointError, path, now, record.sha256)
 
@@ -171,9 +171,9 @@ def require_free_space(directory: Path, needed: int) -> None:
 def out_of_space(directory: Path, *, needed: int, free: int) -> str:
     """The message for a checkpoint that does not fit."""
     return (
-        f"the checkpoint needs {needed} bytes ({needed / 2**30:.2f} GiB), {directory} has {free} bytes "
+        f"the checkpoint needs {needed} bytes ({needed / 2**30:.2f} GiB), but {directory} has {free} bytes "
         "free; free some space, set another run_dir, or lower checkpoint.keep_last; earlier checkpoints are "
-        "as they were"
+        "unchanged"
     )
 
 

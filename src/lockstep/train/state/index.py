@@ -100,11 +100,13 @@ def read_index(directory: Path) -> StateIndex:
         state |= {"backend": "local", "mesh": {}, "world_size": 1}
     size, mesh, backend = state.get("world_size"), state.get("mesh"), state.get("backend")
     if not is_count(size) or not 1 <= size <= _MAX_RANKS:
-        raise CheckpointError(f"wrong-field: {path}: field 'world_size' is {size!r}")
+        raise CheckpointError(
+            f"wrong-field: {path}: field 'world_size' is {size!r}, not a number from 1 to {_MAX_RANKS}"
+        )
     if not isinstance(mesh, dict) or not all(is_count(length) for length in mesh.values()):
         raise CheckpointError(f"wrong-field: {path}: field 'mesh' is {mesh!r}, which is not a mesh")
     if not isinstance(backend, str):
-        raise CheckpointError(f"wrong-field: {path}: field 'backend' is {backend!r}")
+        raise CheckpointError(f"wrong-field: {path}: field 'backend' is {backend!r}, not a text")
     files = _files(path, state)
     for rank in range(1, size):
         files |= _files_of_rank(directory, state, rank)
@@ -192,7 +194,7 @@ class StoredTensors:
                 dtype, shape = str(part.get_dtype()), tuple(part.get_shape())
                 if dtype not in STATE_DTYPES:
                     raise CheckpointError(
-                        f"wrong-type: {path}: tensor {key!r} is {dtype}, which no train state has"
+                        f"wrong-type: {path}: tensor {key!r} is {dtype}, which a train state cannot store"
                     )
                 name = prefix + key
                 if name in self.stored:
@@ -210,7 +212,7 @@ class StoredTensors:
             if name not in self.stored or self.stored[name].file != file:
                 raise CheckpointError(
                     f"wrong-weights: {self.index.directory / file}: tensor {name.removeprefix(MODEL)!r} is "
-                    f"missing; {state} says that it is there"
+                    f"missing, although {state} lists it"
                 )
         for name, stored in self.stored.items():
             if name not in tensors:
@@ -278,7 +280,8 @@ class StoredTensors:
             return
         raise CheckpointError(
             f"wrong-shape: {self.index.directory / source.file}: tensor {source.key!r} is "
-            f"{NAMES[source.dtype]} {list(source.shape)}, the run has {NAMES[meta.dtype]} {list(meta.shape)}"
+            f"{NAMES[source.dtype]} {list(source.shape)}, but the run has {NAMES[meta.dtype]} "
+            f"{list(meta.shape)}"
         )
 
     def _is_weight(self, name: str, needed: Mapping[str, TensorMeta]) -> bool:

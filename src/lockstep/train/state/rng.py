@@ -30,7 +30,7 @@ def rng_state(*, all_devices: bool = True) -> dict[str, Tensor]:
         all_devices: "torch_cuda_INDEX" of every CUDA device; False: "torch_cuda" of the current one.
     """
     version, words, gauss = random.getstate()
-    assert version == 3, f"Python's random state has version {version}; 3 is known"
+    assert version == 3, f"Python's random state has version {version}; only 3 is supported"
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert name == "MT19937" and isinstance(keys, np.ndarray)
     state = {
@@ -123,18 +123,19 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
             continue
         if name not in state or state[name].dtype != tensor.dtype:
             raise CheckpointError(
-                f"wrong-type: {path}: the state of generator {name!r} is missing or of another type"
+                f"wrong-type: {path}: the state of generator {name!r} is missing or has the wrong type"
             )
         if not name.endswith("_gauss") and state[name].shape != tensor.shape:
             raise CheckpointError(
-                f"wrong-shape: {path}: generator {name!r} has a state of {list(state[name].shape)}, here it "
-                f"is {list(tensor.shape)}; the checkpoint was made with another version of torch or numpy"
+                f"wrong-shape: {path}: generator {name!r} has a state of shape {list(state[name].shape)}, "
+                f"but here it is {list(tensor.shape)}; the checkpoint was made with another version of torch "
+                "or numpy"
             )
     for name, tensor in state.items():
         # Seed and offset of Philox, 8 bytes each.
         if name.startswith(_CUDA) and (tensor.dtype, tensor.shape) != (torch.uint8, (16,)):
             raise CheckpointError(
-                f"wrong-shape: {path}: generator {name!r} has a state of {list(tensor.shape)}, not of 16 "
+                f"wrong-shape: {path}: generator {name!r} has a state of shape {list(tensor.shape)}, not 16 "
                 "bytes"
             )
     tries: dict[str, Callable[[], object]] = {

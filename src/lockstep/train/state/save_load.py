@@ -314,11 +314,13 @@ def checked_progress(index: StateIndex, own: Mapping[str, Any]) -> dict[str, Any
     for key in ("optimizer", "lora"):
         if key in own and progress.get(key) != own[key]:
             raise CheckpointError(
-                f"other-model: {path}: field 'progress.{key}' is {progress.get(key)!r}, this run has "
+                f"other-model: {path}: field 'progress.{key}' is {progress.get(key)!r}, but this run has "
                 f"{own[key]!r}"
             )
     if not is_count(progress.get("step")):
-        raise CheckpointError(f"wrong-field: {path}: field 'progress.step' is {progress.get('step')!r}")
+        raise CheckpointError(
+            f"wrong-field: {path}: field 'progress.step' is {progress.get('step')!r}, not a number of steps"
+        )
     return progress
 
 
