@@ -383,7 +383,7 @@ STARTS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("a model without a tokenizer", {}, {"tokenizer": None}),
     ('`model.dtype = "float32"`', {}, {"dtype": "float32"}),
     ("`seed = 7`", {}, {"seed": 7}),
-    ("a sampling temperature besides 0 and 1", {}, {"temperatures": frozenset({0.7})}),
+    ("a sampling temperature other than 0 and 1", {}, {"temperatures": frozenset({0.7})}),
 )
 """What is set, and how: engine settings, and what the model and the run say."""
 

@@ -51,7 +51,7 @@ def cannot_write(
     """A file or folder that the system does not let us write.
 
     Args:
-        done: what cannot be done to it: "written", "made".
+        done: what cannot be done to it: "written", "created".
     """
     reason = getattr(cause, "strerror", None) or cause
     return error(f"cannot-write: {path}: cannot be {done} ({reason}); {fix}")

@@ -59,7 +59,7 @@ def test_cells_of_a_shared_recording_have_a_row_for_each_token(tmp_path, capsys)
         (["--b", "--zero-stage 1"], "--b: bisect looks into the modules of one process"),
         (["--b", "--layout shared"], "--b has --layout shared: one row may belong to several documents"),
         (["--b", "--packing 'x"], "No closing quotation"),
-        (["--max-inputs", "2", "extra"], "the recording comes first"),
+        (["--max-inputs", "2", "extra"], "the recording must come first"),
         (["--b", "--flash-attn", "--a", "--num-layers 1"], "different numbers of layers"),
         (["--b", "--flash-attn", "--json", "/nowhere/x.json"], "no such folder"),
     ],

@@ -111,7 +111,7 @@ def test_an_interrupt_says_how_to_go_on(
     ("argv", "message"),
     [
         (["--axes", "flsh"], "unknown axis 'flsh'; did you mean 'flash'"),
-        (["--resume"], "name its folder with --out"),
+        (["--resume"], "give its folder with --out"),
         (["--retry", "--out", "x"], "it needs --resume"),
         (["--json", "/nowhere/x.json"], "no such folder: '/nowhere'"),
         (["diff", "nowhere", "nowhere"], "nowhere: cannot be read (No such file"),

@@ -116,21 +116,21 @@ def test_an_environment_that_cannot_be_right(environ, problem):
         (["--stacks", "fsdp2:tpp2"], "unknown option 'tpp2'"),
         (["--skip", "everything"], "--skip: unknown word 'everything'"),
         (["--reference", "fsdp"], "unknown train backend"),
-        (["--data", "max_length=5"], "is about --dataset"),
+        (["--data", "max_length=5"], "applies to --dataset"),
         (
             ["--dataset", "ids", "--data", "max_length=5"],
-            "--data max_length=5 is not read with --dataset ids",
+            "--data max_length=5 has no effect with --dataset ids",
         ),
         (
             ["--dataset", "reasoning_gym:gsm_symbolic", "--data", "size=5"],
-            "--data size=5 is not read.*--max-samples",
+            "--data size=5 has no effect.*--max-samples",
         ),
-        (["--algorithm", "grpo", "--dataset", "x.jsonl"], "--dataset .* is not read with --algorithm grpo"),
-        (["--algorithm", "dpo", "--recording", "x"], "--recording x is not read with --algorithm dpo"),
+        (["--algorithm", "grpo", "--dataset", "x.jsonl"], "--dataset .* has no effect with --algorithm grpo"),
+        (["--algorithm", "dpo", "--recording", "x"], "--recording x has no effect with --algorithm dpo"),
         (["--dataset", "x.jsonl", "--data", "prompt"], "write NAME=VALUE"),
         (["--dataset", "x.jsonl", "--data", "promt_column=q"], r"data\.promt_column"),
         (["--json", "nowhere/x.json"], "--json 'nowhere/x.json': no such folder"),
-        (["--device", "cuda"], "this machine shows no GPU"),
+        (["--device", "cuda"], "this machine has no visible GPU"),
     ],
 )
 def test_flags_that_cannot_be_right(argv, problem, capsys, monkeypatch):

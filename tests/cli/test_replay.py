@@ -306,7 +306,8 @@ def test_a_second_replay_into_the_same_place_is_refused(run_dir, capsys):
     before = Path("out/summary.json").read_text()
     assert main(flags) == 2
     assert (
-        "holds a replay already" in capsys.readouterr().err and Path("out/summary.json").read_text() == before
+        "already contains a replay" in capsys.readouterr().err
+        and Path("out/summary.json").read_text() == before
     )
 
 

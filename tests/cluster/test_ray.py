@@ -401,7 +401,7 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_goes_on(
 @pytest.mark.parametrize(
     ("change", "flags", "wanted"),
     [
-        ({"ADDRESS": "http://127.0.0.1:1"}, ("--run-dir", "/tmp/run"), "no head of a Ray cluster answers"),
+        ({"ADDRESS": "http://127.0.0.1:1"}, ("--run-dir", "/tmp/run"), "no Ray head answers"),
         ({"ADDRESS": "ray://head:10001"}, ("--run-dir", "/tmp/run"), "http://HEAD:8265"),
         ({"RAY_AUTH_TOKEN_PATH": "bad"}, ("--run-dir", "/tmp/run"), "RAY_AUTH_TOKEN_PATH"),
         ({"RAY_AUTH_TOKEN_PATH": "none"}, ("--run-dir", "/tmp/run"), "no token"),

@@ -549,16 +549,16 @@ def test_weights_and_sleep_wait_for_the_end_of_a_stream(subject):
     engine.submit(request(prompt(4), range(2), temperature=0.0))
 
     def refused():
-        with raises(EngineError, "wrong-state: generates already"):
+        with raises(EngineError, "wrong-state: already generating"):
             engine.sleep()
-        with raises(EngineError, "wrong-state: generates already"):
+        with raises(EngineError, "wrong-state: already generating"):
             if engine.external:
                 engine.begin_update(
                     UpdateSession(policy_version=9, run_id="test", deadline=time.monotonic() + 60)
                 )
             else:
                 subject.push(subject.version + 1)
-        with raises(EngineError, "wrong-state: generates already"):
+        with raises(EngineError, "wrong-state: already generating"):
             engine.generate([request(prompt(4), temperature=0.0)])
 
     refused()
@@ -570,9 +570,9 @@ def test_weights_and_sleep_wait_for_the_end_of_a_stream(subject):
 
 def test_nothing_joins_a_generate(subject):
     def listen(*_: object) -> None:
-        with raises(EngineError, "wrong-state: generates already", call="submit"):
+        with raises(EngineError, "wrong-state: already generating", call="submit"):
             subject.engine.submit(request(prompt(4), temperature=0.0))
-        with raises(EngineError, "wrong-state: generates already", call="finished"):
+        with raises(EngineError, "wrong-state: already generating", call="finished"):
             next(subject.engine.finished())
 
     assert len(subject.generate(request(prompt(4), temperature=0.0), on_completion=listen)) == 1

@@ -250,7 +250,7 @@ def test_a_replica_that_does_not_stop_is_named_within_the_deadline(monkeypatch):
     both = Dispatcher([stuck, Scripted(1, fails=EngineError("gone", code="wrong-state"))])
     with raises(EngineError, "wrong-state", replica=1) as caught:
         both.generate([request((0,)), request((1,))])
-    assert caught.value.__notes__ == ["replica 0 did not stop within 0.3 s of being aborted"]
+    assert caught.value.__notes__ == ["replica 0 did not stop within 0.3 s after the abort"]
     with raises(EngineError, "deadline", replicas=[0]):
         both.generate([])
     stuck.go.set()

@@ -118,7 +118,7 @@ def test_weights_that_do_not_fit_are_refused_and_leave_it_dirty(
 def test_a_session_of_another_run_is_refused(served):
     served.engine.begin_update(session())
     served.engine._local_server._session["run_id"] = "of another"
-    with raises(EngineError, "bad-reply: wrong-state, no session of weights"):
+    with raises(EngineError, "bad-reply: wrong-state, no weight session"):
         served.engine.finish_update(served.engine._session)
     served.engine.fail_update("the test's trainer failed")
     served.push(4)

@@ -135,7 +135,7 @@ def test_ids_outside_the_vocabulary_and_short_samples_are_refused(engines):
         engine.generate(requests_of(500))
     content = [{"token_id": 1, "logprob": -1.0}]
     write_plan(Path(engine._spec.work_dir), {"choice": {"token_ids": [1], "logprobs": {"content": content}}})
-    with raises(EngineError, "wrong-result: ended by length"):
+    with raises(EngineError, "wrong-result: finish reason"):
         engine.generate(requests_of(1))
 
 
@@ -319,7 +319,7 @@ def test_a_turn_sends_the_whole_context_and_a_seed_of_its_own(engines, tmp_path)
     for done in engine.finished():
         seen.append(done.completion)
         if len(seen) < 3:
-            with raises(EngineError, "wrong-state: generates already"):
+            with raises(EngineError, "wrong-state: already generating"):
                 engine.begin_update(session())
             engine.continue_(done, (7,), sampling=SamplingParams(max_tokens=2))
     assert {c.seed for c in seen} == {11} and engine.stats().restarts == 1
@@ -418,7 +418,7 @@ def test_two_generates_at_once_are_refused(engines):
     thread = threading.Thread(target=engine.generate, args=(requests_of(1),))
     thread.start()
     until(lambda: engine.stats().queued == 1)
-    with raises(EngineError, "wrong-state: generates already"):
+    with raises(EngineError, "wrong-state: already generating"):
         engine.generate(requests_of(2))
     thread.join(10)
 

@@ -116,7 +116,7 @@ def test_a_stream_is_one():
     engine.submit(request(1, seeds=(1, 2, 3)))
     stream = engine.finished()
     next(stream)
-    with raises(EngineError, "wrong-state: in another stream"):
+    with raises(EngineError, "wrong-state: in another finished"):
         next(engine.finished())
     engine._close_stream()  # as close() does in the middle of it
     assert list(stream) == [] and engine._open == 0

@@ -93,9 +93,9 @@ def test_a_turn_has_the_whole_context_and_a_seed_of_its_own(engine):
         seen.append((done.sample, done.completion.seed, len(done.completion.token_ids)))
         assert done.handle is handle
         if len(seen) == 1:
-            with raises(EngineError, "wrong-state: generates already"):
+            with raises(EngineError, "wrong-state: already generating"):
                 engine.begin_update(session())
-            with raises(EngineError, "wrong-state: generates already"):
+            with raises(EngineError, "wrong-state: already generating"):
                 engine.sleep()
             engine.continue_(done, (7,), sampling=SamplingParams(max_tokens=4))
     assert seen == [(0, 11, 2), (1, 12, 2), (0, 11, 4)]

@@ -115,7 +115,10 @@ def test_a_stranger_in_the_place_of_a_rank_is_refused(launch: Launch, tmp_path: 
         if dist.is_initialized():
             dist.destroy_process_group()
     assert rank_0.returncode == 1
-    assert "RankError: rank 0 of 2: what joined as rank 1 does not know the secret of this run" in text
+    assert (
+        "RankError: rank 0 of 2: the process that joined as rank 1 does not know the secret of this run"
+        in text
+    )
     assert not (tmp_path / "executed").exists()
 
 

@@ -240,7 +240,7 @@ def test_negative_ids_are_refused(tmp_path):
     path.write_bytes(raw)
     refused(tmp_path, "shard-000000", "token_ids", "sha256")
     edit_shard(tmp_path, negative)
-    refused(tmp_path, "inputs[0]", "token_ids are -5")
+    refused(tmp_path, "inputs[0]", "token_ids range from -5")
 
 
 class Payload:
@@ -283,7 +283,7 @@ def test_links_out_of_the_recording_and_odd_files_are_refused(valid, tmp_path):
     shard = valid / "rank-0000/shard-000000.safetensors"
     shutil.move(shard, tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
-    refused(valid, str(shard), "leads out")
+    refused(valid, str(shard), "points outside")
     shard.unlink()
     shard.symlink_to(shard)
     refused(valid, str(shard), "cannot be read")

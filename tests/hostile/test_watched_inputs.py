@@ -61,9 +61,9 @@ def one_call(tmp_path: Path, *args: Any, **named: Any) -> tuple[Recording, Any]:
 @pytest.mark.parametrize(
     ("named", "reason"),
     [
-        ({"input_ids": torch.tensor([[5, 300, 7, 8]])}, "token_ids are 5 to 300"),
-        ({"input_ids": torch.tensor([[5, -200, 7, 8]])}, "token_ids are -200 to 8"),
-        ({"input_ids": torch.tensor([[5, 2**40, 7, 8]])}, "token_ids are"),
+        ({"input_ids": torch.tensor([[5, 300, 7, 8]])}, "token_ids range from 5 to 300"),
+        ({"input_ids": torch.tensor([[5, -200, 7, 8]])}, "token_ids range from -200 to 8"),
+        ({"input_ids": torch.tensor([[5, 2**40, 7, 8]])}, "token_ids range from"),
         ({"input_ids": torch.empty(0, 4, dtype=torch.int64)}, "[0, 4]"),
         ({"input_ids": torch.empty(2, 0, dtype=torch.int64)}, "[2, 0]"),
         ({"input_ids": torch.full((2, 4), torch.nan)}, "float32"),
@@ -163,7 +163,7 @@ def test_ids_outside_the_vocabulary_of_a_llama_raise_its_own_error_and_a_replay_
     cell, notes = resolve_cell(recording.header, device="cpu")
     result = replay(recording, ReplayOptions(cell=cell, notes=notes))
     assert [row.status for row in result.rows] == ["ok", "failed"]
-    assert "token_ids are 1000005 to 1000012" in result.rows[1].error["line"]
+    assert "token_ids range from 1000005 to 1000012" in result.rows[1].error["line"]
 
 
 def test_a_recording_that_cannot_be_written_still_ends_the_run(tmp_path: Path) -> None:

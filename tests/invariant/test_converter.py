@@ -161,7 +161,7 @@ def test_a_module_on_meta_is_converted_and_tested_later():
 
 def test_kernels_of():
     module = tiny("gemma3_text", torch.float32)
-    with raises(ModelError, "not-batch-invariant: is not converted"):
+    with raises(ModelError, "not-batch-invariant: has not been converted"):
         invariant.kernels_of(module)
     invariant.convert(module)
     all_tiles(module)

@@ -141,5 +141,5 @@ def test_documents_can_be_taken_cut_and_reordered():
     assert reversed_order(batch).sample_ids == (1, 0)
     tailed = exact(repack(batch, Bucket(tokens=64, documents=6, max_seqlen=32)))
     assert torch.equal(tailed.token_ids, batch.token_ids) and tailed.lengths == (3, 4)
-    with pytest.raises(ValueError, match="cannot take"):
+    with pytest.raises(ValueError, match="cannot select"):
         take(batch, [(0, 4)])

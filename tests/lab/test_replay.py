@@ -442,7 +442,7 @@ def test_an_id_that_the_header_denies_fails_its_input_only(recording: Any) -> No
     inputs = [recording.inputs[0], edited(recording.inputs[1], token_ids=ids), recording.inputs[2]]
     result = run(dataclasses.replace(recording, inputs=inputs))
     assert [row.status for row in result.rows] == ["ok", "failed", "ok"]
-    assert result.rows[1].error is not None and "it holds id -1" in result.rows[1].error["line"]
+    assert result.rows[1].error is not None and "it contains id -1" in result.rows[1].error["line"]
 
 
 def test_fewer_positions_are_refused_before_any_weight_is_loaded(

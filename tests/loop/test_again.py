@@ -94,7 +94,7 @@ def test_a_write_that_fails_in_a_save_leaves_the_earlier_checkpoints(lockstep, s
     run = tmp_path / "run"
     lockstep("train", tiny_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
     ended = lockstep("train", "--resume", run, "--steps", "4", cwd=tmp_path, file_bytes=100_000, code=1)
-    assert "the checkpoint needs" in ended.err and "earlier checkpoints are as they were" in ended.err
+    assert "the checkpoint needs" in ended.err and "earlier checkpoints are unchanged" in ended.err
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000002"]
     assert json.loads((run / "summary.json").read_text())["outcome"] == "failed"
     lockstep("train", "--resume", run, cwd=tmp_path)

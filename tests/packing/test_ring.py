@@ -245,7 +245,7 @@ def test_moved_once():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="rank 2 is not one of a ring of 2"):
+    with pytest.raises(ValueError, match="rank 2 is not in a ring of 2"):
         ring_shard([4], rank=2, size=2)
     with pytest.raises(ValueError, match="document 1 has 0 tokens"):
         ring_shard([4, 0], rank=0, size=2)

@@ -82,7 +82,7 @@ def in_vain(ranks: RankContext, guard: Guard) -> None:
     ranks.gather(None, None, what="both are there")
     if ranks.rank == 1:
         time.sleep(300)
-    raise RankError("rank 0 of 2, at gradients: a rank did not come within 2 s", code="wrong-state")
+    raise RankError("rank 0 of 2, at gradients: a rank did not arrive within 2 s", code="wrong-state")
 
 
 def fails_with_a_bad_shutdown(ranks: RankContext, guard: Guard) -> None:

@@ -53,7 +53,7 @@ def test_a_rank_that_never_enters_an_all_reduce_is_named_before_a_hang(two: Any)
 def test_a_rank_that_does_not_come_to_an_agreement_is_named(two: Any) -> None:
     _, (zero, _) = two("late")
     assert zero["seconds"] >= 2.0
-    assert "agreement on step 5 waits for rank 1, which did not come within 2 s" in zero["text"]
+    assert "agreement on step 5 waits for rank 1, which did not arrive within 2 s" in zero["text"]
     assert "rank 1: step 4: forward and backward of input 9" in zero["text"]
     assert "rank 0 is 1 step ahead of rank 1" in zero["text"]
 
@@ -91,5 +91,5 @@ def test_the_text_of_a_desync() -> None:
     assert lines[0] == "ranks are out of step. Rank 0 at step 5 waits for rank 1"
     assert lines[1] == "  rank 0: step 5: all_reduce of gradients (0 s ago)"
     assert lines[2] == "  rank 1: step 3: forward and backward of input 8 (40 s ago)"
-    assert lines[3] == "  rank 2: has not said anything yet"
+    assert lines[3] == "  rank 2: has not reported anything yet"
     assert "rank 0 is 2 steps ahead of rank 1" in lines[4]

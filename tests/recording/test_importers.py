@@ -77,7 +77,7 @@ def test_openrlhf_rows(tmp_path: Path) -> None:
     assert recording.header.algorithm["name"] == "grpo" and recording.header.algorithm["clip_low"] == 0.2
     assert recording.header.framework == "import:torch"
     assert recording.header.vocab_size == 13
-    assert recording.header.notes["dropped"] == {"info": "a dict, no tensor"}
+    assert recording.header.notes["dropped"] == {"info": "a dict, not a tensor"}
 
 
 def test_openrlhf_packed(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
     with raises(RecordingError, "damaged-file"):
         load(b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"x.", tmp_path)
     reach = dumps({"a": torch.ones(4)}, "pickle4").replace(b"K\x04\x85", b"K\x09\x85")
-    with raises(RecordingError, "damaged-file: reaches out of its"):
+    with raises(RecordingError, "damaged-file: reaches beyond its"):
         load(reach, tmp_path)
 
 

@@ -193,7 +193,7 @@ def check_errors(results: list[dict[str, Any]]) -> None:
         assert "micro-batch 1 of 2: out of memory with" in said["memory"][1]
         kind, text = said["uneven"]
         assert kind == "CheckpointError"
-        assert "updated 2 times, other parameters 1 times" in text
+        assert "updated 2 times and other parameters 1 times" in text
 
 
 @pytest.mark.exhaustive

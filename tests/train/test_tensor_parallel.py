@@ -146,7 +146,7 @@ def test_every_parameter_is_planned(shape: str, plan: str) -> None:
 def test_styles_of_transformers_that_are_not_known_are_named() -> None:
     module: Any = tiny("shape:tiny-llama")
     plan = module.config.base_model_tp_plan
-    for style, known in (("packed_colwise", "is not known here"), ("rowwise", "does not fit")):
+    for style, known in (("packed_colwise", "which Lockstep does not know"), ("rowwise", "does not fit")):
         module.config.base_model_tp_plan = plan | {"layers.*.mlp.up_proj": style}
         with raises(ConfigError, f"unsupported-model: train.tp_plan, {style}, {known}"):
             tensor_parallel_plan(module, size=2, plan="hf")

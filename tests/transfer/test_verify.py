@@ -132,7 +132,7 @@ def test_heads_are_compared_to_the_bit() -> None:
     sent = heads(a=[1.0, 2.0], b=[0.0])
     assert compare_heads(sent, heads(a=[1.0, 2.0], b=[0.0])) is None
     assert compare_heads(sent, heads(a=[1.0, 2.0])) is None, "one that cannot be read back is left out"
-    assert compare_heads(sent, heads(b=[-0.0])) == "1 of 1 weights are others: b (values differ by up to 0)"
+    assert compare_heads(sent, heads(b=[-0.0])) == "1 of 1 weights differ: b (values differ by up to 0)"
     assert "a (values differ by up to 0.5)" in str(compare_heads(sent, heads(a=[1.0, 2.5])))
     assert "a (1 values were read back instead of 2)" in str(compare_heads(sent, heads(a=[1.0])))
     assert "it names ['c']" in str(compare_heads(sent, heads(c=[1.0])))

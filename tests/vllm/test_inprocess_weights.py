@@ -120,12 +120,12 @@ def test_a_session_that_lacks_one_weight_is_refused(served, left_out):
     tensors = {name: t for name, t in served.new_weights().items() if name != left_out}
     part = left_out.split(".")[-2].split("_")[0]
     group = {"v": "qkv_proj", "q": "qkv_proj", "up": "gate_up_proj"}.get(part, left_out)
-    refused(served, tensors.items(), f"not all weights: .*{group}")
+    refused(served, tensors.items(), f"lacks weights: .*{group}")
 
 
 def test_a_weight_that_comes_twice_is_refused(served):
     tensors = list(served.new_weights().items())
-    refused(served, [*tensors[:4], tensors[1]], f"{tensors[1][0]} came twice")
+    refused(served, [*tensors[:4], tensors[1]], f"{tensors[1][0]} was sent twice")
 
 
 @pytest.mark.parametrize(

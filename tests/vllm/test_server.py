@@ -168,7 +168,7 @@ def sent(served, tensors):
         (
             lambda w: {k: v for k, v in w.items() if "0.self_attn.k_proj" not in k},
             "refused: 0, lockstep_finish",
-            "not all weights",
+            "lacks weights",
         ),
         (
             lambda w: {k: v for k, v in w.items() if "lm_head" not in k},

@@ -57,7 +57,7 @@ def test_a_broadcast_beside_a_default_group_and_a_rank_that_does_not_come_to_the
         started = time.monotonic()
         with pytest.raises(GroupError) as caught:
             group.broadcast(torch.ones(50_000_000), deadline=started + 2)
-        assert "rank 0 of 3, did not begin: engine worker 1 did not come" in str(caught.value)
+        assert "rank 0 of 3, did not begin: engine worker 1 did not arrive" in str(caught.value)
         assert group.missing(1) == [2]
         group.abort()
     finally:
@@ -74,7 +74,7 @@ def test_a_wait_is_given_up_when_the_other_side_is_known_to_have_failed() -> Non
         cancel = threading.Event()
         threading.Timer(0.5, cancel.set).start()
         started = time.monotonic()
-        with pytest.raises(GroupError, match="engine worker 0 did not come"):
+        with pytest.raises(GroupError, match="engine worker 0 did not arrive"):
             group.broadcast(torch.ones(50_000_000), deadline=started + 100, cancel=cancel)
         group.abort()
     finally:
@@ -85,23 +85,23 @@ def test_a_wait_is_given_up_when_the_other_side_is_known_to_have_failed() -> Non
 def test_nobody_joins() -> None:
     store = host_store()
     group = connect_group(rendezvous(store.port, 3), rank=0, seconds=1, store=store)
-    with pytest.raises(GroupError, match="engine worker 0, engine worker 1 did not come"):
+    with pytest.raises(GroupError, match="engine worker 0, engine worker 1 did not arrive"):
         group.broadcast(torch.zeros(1), deadline=time.monotonic() + 0.2)
 
 
 def test_the_trainer_does_not_come() -> None:
     store = host_store()
     group = connect_group(rendezvous(store.port, 2), rank=1, seconds=1)
-    with pytest.raises(GroupError, match="the trainer did not come"):
+    with pytest.raises(GroupError, match="the trainer did not arrive"):
         group.broadcast(torch.zeros(1), deadline=time.monotonic() + 0.2)
 
 
 def test_the_trainer_calls_it_off() -> None:
     store = host_store()
     ends = [connect_group(rendezvous(store.port, 3), rank=rank, seconds=1) for rank in (0, 1)]
-    with pytest.raises(GroupError, match="engine worker 1 did not come"):
+    with pytest.raises(GroupError, match="engine worker 1 did not arrive"):
         ends[0].broadcast(torch.zeros(1), deadline=time.monotonic() + 0.2)
-    with pytest.raises(GroupError, match="called off by the trainer"):
+    with pytest.raises(GroupError, match="cancelled by the trainer"):
         ends[1].broadcast(torch.zeros(1), deadline=time.monotonic() + 60)
 
 

@@ -158,7 +158,7 @@ def _new_folder(parent: Path) -> Path:
         folder.mkdir(mode=0o700)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise cannot_write(ConfigError, folder, error, "set cluster.temp_dir", done="made") from error
+        raise cannot_write(ConfigError, folder, error, "set cluster.temp_dir", done="created") from error
     try:
         check_own_folder(
             folder,

@@ -270,7 +270,7 @@ def use_compile_cache() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fix = f"it is the compile cache; set {_VARIABLE} to a folder that can"
-        raise cannot_write(ConfigError, folder, error, fix, done="made") from error
+        raise cannot_write(ConfigError, folder, error, fix, done="created") from error
     # The environment is the only thing that inductor reads, and its compile workers inherit it.
     os.environ[_VARIABLE] = str(folder)
     return folder

@@ -231,8 +231,8 @@ class RankContext:
             lines = [f"  {name}: {_by_rank([f.get(name) for f in everyone])}" for name in differ[:10]]
             more = f"\n  and {len(differ) - 10} more" if len(differ) > 10 else ""
             raise ConfigError(
-                f"ranks-differ: the ranks differ in {what}; start all of them with the same command, the "
-                "same files and installed versions:\n" + "\n".join(lines) + more
+                f"ranks-differ: the ranks differ in {what}; start all of them with the same command, files "
+                "and installed versions:\n" + "\n".join(lines) + more
             )
 
     def at(self, what: str, *, step: int = -1) -> None:

@@ -183,7 +183,7 @@ def check_launch(ranks: int, log_dir: Path) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(
-            ConfigError, log_dir, error, "ranks write their logs there", done="made"
+            ConfigError, log_dir, error, "ranks write their logs there", done="created"
         ) from error
 
 

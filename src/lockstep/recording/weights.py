@@ -57,7 +57,7 @@ def save_tensors(tensors: Mapping[str, Tensor], directory: Path, *, known: str |
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(
-            RecordingError, directory, error, "weights are stored there", done="made"
+            RecordingError, directory, error, "weights are stored there", done="created"
         ) from error
     metadata = {"format": "pt", "lockstep": _FORMAT, "fingerprint": digest, "stored": of_file}
     write_tensors(path, stored, metadata, sync=True)

@@ -44,7 +44,9 @@ def take(batch: AnyBatch, parts: Sequence[tuple[int, int]]) -> AnyBatch:
     real = len(batch.sample_ids)
     bad = [(i, n) for i, n in parts if not (0 <= i < real and 1 <= n <= batch.lengths[i])]
     if bad or not parts:
-        raise ValueError(f"cannot take {bad or 'no document'} of documents of lengths {batch.lengths[:real]}")
+        raise ValueError(
+            f"cannot select {bad or 'no document'} from documents of lengths {batch.lengths[:real]}"
+        )
     lengths = [n for _, n in parts]
     slots = torch.cat([torch.arange(starts[i + 1] - n, starts[i + 1]) for i, n in parts])
     per_token: dict[str, Any] = {
@@ -216,8 +218,8 @@ def compare(x: Outcome, y: Outcome) -> InputDifference:
     """Compare two outcomes. Raises ParityError when they do not have the same tokens."""
     if x.logprobs.shape != y.logprobs.shape:
         raise ParityError(
-            f"wrong-shape: one cell gave {x.logprobs.numel()} logprobs, the other {y.logprobs.numel()}, of "
-            "the same input"
+            f"wrong-shape: one cell returned {x.logprobs.numel()} logprobs and the other "
+            f"{y.logprobs.numel()} for the same input"
         )
     parts = gradient_parts(x.gradients, y.gradients)
     worst = max(parts, key=lambda n: _rank(parts[n]), default="")
@@ -305,7 +307,7 @@ class OpenCells:
         if self._replayers[0].size.num_layers != self._replayers[1].size.num_layers:
             raise ConfigError(
                 "contradiction: the cells have different numbers of layers; give --num-layers once, outside "
-                "of --a and --b"
+                "--a and --b"
             )
 
     def inputs(self) -> Iterator[tuple[int, PackedBatch]]:
@@ -339,7 +341,7 @@ def check_bisectable(name: str, options: ReplayOptions) -> None:
         )
     if options.optimizer_step:
         raise ConfigError(
-            f"unsupported-combination: --{name}: --optimizer-step moves the weights apart; leave it out"
+            f"unsupported-combination: --{name}: --optimizer-step would make the weights differ; leave it out"
         )
 
 

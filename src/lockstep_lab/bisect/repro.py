@@ -450,7 +450,7 @@ def _merged(arms: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
             if tensor is not None:
                 merged[f"{letter}/{name}"] = tensor.clone()
     if not merged:
-        raise LockstepError("nothing-left: nothing was captured to reproduce the difference with")
+        raise LockstepError("nothing-left: nothing was captured that could reproduce the difference")
     return merged
 
 

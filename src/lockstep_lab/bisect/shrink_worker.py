@@ -103,7 +103,7 @@ class TrialRunner:
             process.end()
             what = ready if isinstance(ready, Crash) else ready.get("failed")
             raise LockstepError(
-                f"process-died: the worker of the trials cannot start: {what}; see {self._log}"
+                f"process-died: the worker that runs the trials cannot start: {what}; see {self._log}"
             )
         return process
 

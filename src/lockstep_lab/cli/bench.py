@@ -149,8 +149,8 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
     if (args.ranks or 1) > 1 and not any(cell.backend in spanning for cell in cells):
         names = ", ".join(cell.name for cell in cells)
         raise ConfigError(
-            f"no-effect: --ranks {args.ranks} has no effect with {names}: backend {cells[0].backend} is one "
-            f"process; add a cell of {' or '.join(spanning)}, or leave --ranks out"
+            f"no-effect: --ranks {args.ranks} has no effect with {names}: backend {cells[0].backend} runs in "
+            f"one process; add a cell of {' or '.join(spanning)}, or leave --ranks out"
         )
     device, gpus = device_of(args.device)
     work = _work(args)
@@ -193,7 +193,7 @@ def _work(args: argparse.Namespace) -> BenchWork:
 
     if args.prompts * args.group > MOST_SAMPLES:
         raise ConfigError(
-            f"out-of-range: --prompts {args.prompts} x --group {args.group} are more than {MOST_SAMPLES} "
+            f"out-of-range: --prompts {args.prompts} x --group {args.group} is more than {MOST_SAMPLES} "
             "samples; lower one"
         )
     names = ("prompts", "group", "prompt_tokens", "longest", "seed")
@@ -209,7 +209,7 @@ def _run(args: argparse.Namespace, *, work: BenchWork, device: str, attention: s
     if budget < args.longest:
         raise ConfigError(
             f"contradiction: --token-budget {budget} is below --longest {args.longest}: a document must fit "
-            "one micro-batch"
+            "in one micro-batch"
         )
     settings: dict[str, Any] = {
         "name": "bench",
@@ -252,6 +252,6 @@ def _check_settable(name: str) -> None:
     inside = next((setting for setting in FLAG_OF if setting.startswith(f"{name}.")), None)
     if inside is not None:
         raise ConfigError(
-            f"contradiction: --set {name} would replace {inside} too, which {FLAG_OF[inside]} decides; set "
-            f"what is in {name} one by one: --set {name}.NAME=VALUE"
+            f"contradiction: --set {name} would also replace {inside}, which {FLAG_OF[inside]} sets; set the "
+            f"values in {name} one by one: --set {name}.NAME=VALUE"
         )

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             for name, one in options.items()
         }
     if options["a"].cell == options["b"].cell and not args.crash:
-        raise ConfigError("nothing-to-do: --a and --b are the same cell; name a flag in which they differ")
+        raise ConfigError("nothing-to-do: --a and --b are the same cell; give a flag in which they differ")
     make_folder(out)  # last: what is refused leaves none
     with silence_transformers():
         if args.crash:
@@ -123,8 +123,8 @@ def _replay_args(name: str, text: str, shared: Sequence[str]) -> argparse.Namesp
     args = parser.parse_args([*words, *shared])
     if args.recording is not None:
         raise ConfigError(
-            f"unknown-setting: {args.recording!r} is no flag; the recording comes first: lockstep bisect "
-            "RECORDING"
+            f"unknown-setting: {args.recording!r} is not a flag; the recording must come first: lockstep "
+            "bisect RECORDING"
         )
     return args
 

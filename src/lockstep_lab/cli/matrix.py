@@ -144,11 +144,10 @@ def _shared(args: argparse.Namespace) -> list[str]:
 
 def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if args.resume and args.out is None:
-        raise ConfigError("missing-setting: --resume continues a matrix; name its folder with --out")
+        raise ConfigError("missing-setting: --resume continues a matrix; give its folder with --out")
     if args.retry and not args.resume:
         raise ConfigError(
-            "missing-setting: --retry runs cells again that did not work in an earlier matrix; it needs "
-            "--resume"
+            "missing-setting: --retry reruns cells that did not work in an earlier matrix; it needs --resume"
         )
     check_writable(args.json)
     from lockstep_lab.cli.replay import parser as replay_parser

@@ -165,7 +165,7 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
     skip = parse_skip(args.skip) if isinstance(args.skip, str) else args.skip
     if args.skip and reference.backend in skip and not backends()[reference.backend].spans_ranks:
         raise ConfigError(
-            f"contradiction: {reference.backend} is skipped, but it is the reference; name another with "
+            f"contradiction: {reference.backend} is skipped, but it is the reference; choose another with "
             "--reference"
         )
     args.model = args.model or "bundled:smollm2-135m"
@@ -267,7 +267,7 @@ def device_of(name: str) -> tuple[str, int]:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and not gpus:
-        raise ConfigError("missing-device: --device cuda: this machine shows no GPU; set --device cpu")
+        raise ConfigError("missing-device: --device cuda: this machine has no visible GPU; set --device cpu")
     device = name if name != "auto" else "cuda" if gpus else "cpu"
     return device, gpus if device == "cuda" else 0
 
@@ -318,22 +318,22 @@ def _check_read(args: argparse.Namespace) -> None:
     on_policy = args.algorithm in ("grpo", "ppo")
     if on_policy and args.dataset is not None:
         raise ConfigError(
-            f"no-effect: --dataset (DATASET) {args.dataset} is not read with --algorithm {args.algorithm}, "
-            "whose inputs are those of a recording; give --recording, or leave --dataset out"
+            f"no-effect: --dataset (DATASET) {args.dataset} has no effect with --algorithm {args.algorithm}, "
+            "which takes its inputs from a recording; give --recording, or leave --dataset out"
         )
     if not on_policy and args.recording is not None:
         raise ConfigError(
-            f"no-effect: --recording {args.recording} is not read with --algorithm {args.algorithm}, whose "
-            "inputs are documents; give --dataset, or --algorithm grpo or ppo"
+            f"no-effect: --recording {args.recording} has no effect with --algorithm {args.algorithm}, which "
+            "takes documents as inputs; give --dataset, or --algorithm grpo or ppo"
         )
     if not args.data:
         return
     if args.dataset is None:
         raise ConfigError(
-            f"no-effect: --data {args.data[0]} is about --dataset (DATASET), which is not given"
+            f"no-effect: --data {args.data[0]} applies to --dataset (DATASET), which is not given"
         )
     if args.dataset == "ids" or args.dataset.startswith("reasoning_gym:"):
         raise ConfigError(
-            f"no-effect: --data {args.data[0]} is not read with --dataset {args.dataset}: these documents "
-            "are made up here, by --max-samples, --max-length and --seed alone; leave --data out"
+            f"no-effect: --data {args.data[0]} has no effect with --dataset {args.dataset}: these documents "
+            "are generated from --max-samples, --max-length and --seed alone; leave --data out"
         )

@@ -141,7 +141,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     engines = parse_engines(args.engines, python=args.python, url=args.url, option=args.option)
     if args.max_prompts < 2:
         raise ConfigError(
-            "out-of-range: --max-prompts 1: one short and one long prompt are the least; set 2 or more"
+            "out-of-range: --max-prompts 1: at least one short and one long prompt are needed; set 2 or more"
         )
     device = device_of(args.device)[0]
     model = model_of(args, device)
@@ -202,7 +202,7 @@ def parse_engines(
             )
         settings[name] = {"name": engine}
     if not settings:
-        raise ConfigError("missing-setting: --engines is empty; name at least one, such as hf,vllm")
+        raise ConfigError("missing-setting: --engines is empty; give at least one, such as hf,vllm")
     for flag, words in (("python", python), ("url", url)):
         for word in words:
             name, equals, value = word.partition("=")

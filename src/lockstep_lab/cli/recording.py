@@ -178,7 +178,7 @@ def _check_new(out: Path) -> None:
     _as_argument("--out", arguments.path, str(out))
     if os.path.lexists(out):
         raise ConfigError(
-            f"already-exists: --out {str(out)!r} exists already; name a directory that does not"
+            f"already-exists: --out {str(out)!r} already exists; give a directory that does not"
         )
     check_above(out)
 
@@ -364,7 +364,7 @@ def show(args: Show) -> Result:
     recording = Recording.open(args.path)
     if not -len(recording) <= args.index < len(recording):
         raise ConfigError(
-            f"out-of-range: input {args.index} is not there; the recording has inputs 0 to "
+            f"out-of-range: input {args.index} does not exist; the recording has inputs 0 to "
             f"{len(recording) - 1}"
         )
     recorded = recording[args.index]

@@ -105,8 +105,8 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
         pairs = list(zip(a.steps, a.values, b.values, strict=True))
     elif not common:
         raise ConfigError(
-            f"wrong-shape: {a.path} has {len(a.steps)} losses, {b.path} has {len(b.steps)}; with --common "
-            "the steps that both have are compared"
+            f"wrong-shape: {a.path} has {len(a.steps)} losses, but {b.path} has {len(b.steps)}; with "
+            "--common only the steps that both have are compared"
         )
     else:
         pairs = [(step, ours[step], theirs[step]) for step in a.steps if step in theirs]

@@ -90,7 +90,7 @@ def _find(path: Path) -> tuple[Path, str]:
         return path, "trainer_state" if path.suffix == ".json" else "text"
     if not path.is_dir():
         raise ConfigError(
-            f"no-such-file: {path}: there is no such file or folder; name a run, a log or a metrics file"
+            f"no-such-file: {path}: there is no such file or folder; give a run, a log or a metrics file"
         )
     for name, kind in (("metrics.jsonl", "jsonl"), ("trainer_state.json", "trainer_state")):
         if (path / name).is_file():
@@ -103,7 +103,8 @@ def _find(path: Path) -> tuple[Path, str]:
     if len(folders) > 1:
         names = ", ".join(str(folder) for folder in folders[:_MOST_NAMED])
         raise ConfigError(
-            f"ambiguous: {path}: event files of {len(folders)} runs ({names}); name the folder of one of them"
+            f"ambiguous: {path}: has event files of {len(folders)} runs ({names}); give the folder of one of "
+            "them"
         )
     if folders:
         return folders[0], "tensorboard"
@@ -111,8 +112,8 @@ def _find(path: Path) -> tuple[Path, str]:
     if len(logs) == 1:
         return logs[0], "text"
     raise ConfigError(
-        f"wrong-kind-of-file: {path}: holds no metrics.jsonl, trainer_state.json or TensorBoard events"
-        + (f", and {len(logs)} logs: name one of them" if logs else ", nor a log")
+        f"wrong-kind-of-file: {path}: contains no metrics.jsonl, trainer_state.json or TensorBoard events"
+        + (f", and {len(logs)} logs: give one of them" if logs else ", nor a log")
     )
 
 
@@ -155,7 +156,8 @@ def _from_trainer_state(path: Path, text: str, key: str | None) -> Losses:
     rows = value.get("log_history") if isinstance(value, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(
-            f"missing-field: {path}: field 'log_history' is missing or no list; is it a trainer_state.json?"
+            f"missing-field: {path}: field 'log_history' is missing or not a list; is it a "
+            "trainer_state.json?"
         )
     return _from_rows(path, rows, key, what="trainer_state")
 
@@ -253,8 +255,8 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
         if key in names:
             return key
         raise ConfigError(
-            f"unknown-name: {path}: has no {key!r}; it has {listed or 'no numbers'}. "
-            "Name one of them with --key"
+            f"unknown-name: {path}: has no {key!r}; it has {listed or 'no numbers'}. Choose one of them with "
+            "--key"
         )
     for name in PREFERRED:
         if name in names:
@@ -264,9 +266,9 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
         return losses[0]
     if losses:
         raise ConfigError(
-            f"ambiguous: {path}: several losses: {', '.join(losses[:_MOST_NAMED])}; name one with --key"
+            f"ambiguous: {path}: has several losses: {', '.join(losses[:_MOST_NAMED])}; choose one with --key"
         )
-    hint = f"; it has {listed}. Name one of them with --key" if names else ""
+    hint = f"; it has {listed}. Choose one of them with --key" if names else ""
     raise ConfigError(f"missing-values: {path}: no loss found{hint}")
 
 

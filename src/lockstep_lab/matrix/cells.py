@@ -158,7 +158,7 @@ def _ranks(value: str) -> tuple[str, dict[str, Any]]:
 
 def _model(value: str) -> tuple[str, dict[str, Any]]:
     if not value:
-        raise ValueError("a model's name is expected, as --model takes it")
+        raise ValueError("expected a model name, as for --model")
     return value, {"model": value}
 
 
@@ -215,7 +215,8 @@ def parse_axes(names: Sequence[str], *, axis_flags: Sequence[str] = ()) -> tuple
             )
         if values.get(name) is not None:
             raise ConfigError(
-                f"duplicate: --axis {name} is given twice; put all values into one, joined by commas"
+                f"duplicate: --axis {name} is given twice; put all its values in one --axis, separated by "
+                "commas"
             )
         values[name] = tuple(value.strip() for value in rest.split(","))
     axes = tuple(_axis(name, own) for name, own in (values or dict.fromkeys(DEFAULT_AXES)).items())

@@ -76,9 +76,9 @@ def _compare_logprobs(
         x, y = a.get_tensor(name), b.get_tensor(name)
         if x.shape != y.shape:
             raise RecordingError(
-                f"wrong-shape: {cell}: {name} has shape {tuple(x.shape)} and the reference cell's "
-                f"{tuple(y.shape)}; the two were not given the same inputs: replay both from one recording "
-                "with equal options"
+                f"wrong-shape: {cell}: {name} has shape {tuple(x.shape)}, but {tuple(y.shape)} in the "
+                "reference cell; the two cells did not get the same inputs: replay both from the same "
+                "recording with the same options"
             )
         difference = _difference(x, y)
         tokens += difference.numel()
@@ -186,6 +186,6 @@ def _index(name: str) -> int:
     number = name.rpartition("/")[2]
     if not number.isdecimal():
         raise RecordingError(
-            f"wrong-field: {name!r} in outputs.safetensors names no input; expected {LOGPROBS}NUMBER"
+            f"wrong-field: {name!r} in outputs.safetensors does not name an input; expected {LOGPROBS}NUMBER"
         )
     return int(number)

@@ -215,15 +215,16 @@ def read_matrix(path: Path) -> MatrixResult:
     values = _read_object(file)
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         raise RecordingError(
-            f"version-differs: {file}: format = {values.get('format')!r}, version = "
-            f"{values.get('version')!r}; this version reads {FORMAT} {VERSION}, which `lockstep matrix` "
-            "writes"
+            f"version-differs: {file}: has format = {values.get('format')!r}, version = "
+            f"{values.get('version')!r}; this version of Lockstep reads {FORMAT} {VERSION}, which `lockstep "
+            "matrix` writes"
         )
     try:
         return _MATRIX.validate_python(values)
     except ValidationError as error:
         raise RecordingError(
-            f"{file}: not what `lockstep matrix` writes ({first_problem(error)})", **first_data(error)
+            f"{file}: does not have the form that `lockstep matrix` writes ({first_problem(error)})",
+            **first_data(error),
         ) from error
 
 
@@ -326,9 +327,9 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         values = read_json(file, RecordingError)
     except RecordingError as error:
-        raise error.with_message(f"{error}; give the folder of a `lockstep matrix`") from error
+        raise error.with_message(f"{error}; give the output folder of `lockstep matrix`") from error
     if not isinstance(values, dict):
-        raise RecordingError(f"wrong-type: {file}: a JSON object was expected, not {type(values).__name__}")
+        raise RecordingError(f"wrong-type: {file}: expected a JSON object, got {type(values).__name__}")
     return values
 
 
@@ -406,7 +407,7 @@ def read_cell(folder: Path) -> CellResult | None:
         return CELL.validate_python(read_json(file, RecordingError))
     except ValidationError as error:
         raise RecordingError(
-            f"{file}: not a cell's result ({first_problem(error)}); delete {folder} and resume",
+            f"{file}: is not a cell's result ({first_problem(error)}); delete {folder} and resume",
             **first_data(error),
         ) from error
 

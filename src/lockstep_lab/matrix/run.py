@@ -108,7 +108,7 @@ def run_matrix(
         lock = RunLock(options.out / "lock")
     except ConfigError as error:
         raise ConfigError(
-            f"locked: another matrix is writing {str(options.out)!r}; give another --out"
+            f"locked: another matrix is writing to {str(options.out)!r}; give another --out"
         ) from error
     try:
         return work.run(progress or (lambda cell, done, total: None))
@@ -151,15 +151,15 @@ class _Work:
             raise self._refusal("--out", "is a file; give a folder", code="not-a-file")
         if not (out / "matrix.json").exists():
             if out.exists() and any(out.iterdir()):
-                why = "holds something that is not a matrix; give a new folder"
+                why = "contains something that is not a matrix; give a new folder"
                 raise self._refusal("--out", why, code="wrong-kind-of-file")
             if self.options.resume:
-                why = "holds no matrix to continue; leave --resume out"
+                why = "contains no matrix to continue; leave --resume out"
                 raise self._refusal("--resume", why, code="wrong-kind-of-file")
             make_folder(out / "cells")
             return
         if not self.options.resume:
-            why = "holds a matrix already; --resume continues it, or give another --out"
+            why = "already contains a matrix; continue it with --resume, or give another --out"
             raise self._refusal("--out", why, code="already-exists")
         old = read_matrix(out)
         self.created = old.created
@@ -167,7 +167,7 @@ class _Work:
         if other:
             was, now = old.environment.get(other[0]), self.environment[other[0]]
             why = (
-                f"was begun with {other[0]} {was}, and this is {now}; give another --out, and compare the "
+                f"was started with {other[0]} {was}, but this is {now}; give another --out, and compare the "
                 "two with `lockstep matrix diff`"
             )
             raise self._refusal("--resume", why, code="not-resumable")
@@ -183,7 +183,7 @@ class _Work:
         if result is None:
             return
         if result.command != self.command(cell):
-            why = f"has {cell.name!r} by another command ({result.command}); give the same options, or "
+            why = f"has {cell.name!r} from another command ({result.command}); give the same options, or "
             why += "another --out"
             raise self._refusal("--resume", why, code="not-resumable")
         again = self.options.retry and not result.works and result.status != "refused"

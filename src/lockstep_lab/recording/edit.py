@@ -112,15 +112,15 @@ def merge_recordings(recordings: Sequence[Recording], out: Path, *, weights: boo
         different = differences(first.header, recording.header)
         if different:
             raise RecordingError(
-                f"other-model: {first.path} and {recording.path} are not of one run; they differ in "
+                f"other-model: {first.path} and {recording.path} are not from the same run; they differ in "
                 f"{'; '.join(different)}"
             )
         for meta in recording.metas:
             if meta.key in owner:
                 raise RecordingError(
-                    f"duplicate: {owner[meta.key].path} and {recording.path} both hold the input of update "
-                    f"{meta.update}, micro-batch {meta.micro_batch}, rank {meta.rank}; leave it out of one "
-                    "with recording slice"
+                    f"duplicate: {owner[meta.key].path} and {recording.path} both contain the input of "
+                    f"update {meta.update}, micro-batch {meta.micro_batch}, rank {meta.rank}; leave it out "
+                    "of one with recording slice"
                 )
             owner[meta.key] = recording
     headers = [recording.header for recording in recordings]
@@ -207,7 +207,7 @@ def _copy(folder: Path, target: Path) -> None:
 def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weights: bool) -> Edited:
     """Write `items` in the order of their keys."""
     if os.path.lexists(out):
-        raise RecordingError(f"already-exists: {out}: exists already; name a directory that does not")
+        raise RecordingError(f"already-exists: {out}: already exists; give a directory that does not")
     ranks = sorted({recording.metas[index].rank for recording, index in items})
     without = 0
     with whole_or_not(out) as folder:

@@ -52,14 +52,14 @@ class MemoryLimit:
         if documents > MAX_DOCUMENT_SLOTS:
             raise RecordingError(
                 f"too-large: field 'capacity': the batch would have room for {documents:,} documents; at "
-                f"most {MAX_DOCUMENT_SLOTS:,}"
+                f"most {MAX_DOCUMENT_SLOTS:,} are allowed"
             )
         need = self.estimate(slots=slots, documents=documents)
         if need > self.bytes:
             raise RecordingError(
                 f"out-of-memory: a batch of {slots:,} slots would take about {gib(need)}, more than the "
-                f"{gib(self.bytes)} that an input may take; give more with --max-memory "
-                f"{need / 2**30 + 1:.0f}, fewer layers with --num-layers, or leave the input out with "
+                f"{gib(self.bytes)} allowed for an input; raise the limit with --max-memory "
+                f"{need / 2**30 + 1:.0f}, use fewer layers with --num-layers, or leave the input out with "
                 "--inputs"
             )
 
@@ -285,12 +285,12 @@ def select_inputs(recording: Recording, options: ReplayOptions) -> tuple[int, ..
     """
     count = len(recording)
     if count == 0:
-        raise ConfigError(f"nothing-to-do: {recording.path} holds no inputs; there is nothing to replay")
+        raise ConfigError(f"nothing-to-do: {recording.path} contains no inputs; there is nothing to replay")
     chosen = list(range(count)) if options.inputs is None else list(dict.fromkeys(options.inputs))
     wrong = [index for index in chosen if not 0 <= index < count]
     if wrong:
         raise ConfigError(
-            f"out-of-range: --inputs names input {wrong[0]}, but {recording.path} holds {count} (0 to "
+            f"out-of-range: --inputs names input {wrong[0]}, but {recording.path} contains {count} (0 to "
             f"{count - 1})"
         )
     if options.steps is not None:

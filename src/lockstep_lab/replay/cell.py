@@ -198,14 +198,14 @@ def check_cell(cell: Cell) -> Resolved[RunConfig]:
     """Look the cell up in the support table. Raises ConfigError if the table refuses it."""
     if cell.zero_stage == 3 and cell.execution == "joint":
         raise ConfigError(
-            "unsupported-combination: --joint with --zero-stage 3: there DeepSpeed gathers weights by hooks "
-            "of modules, which the joint graph does not call; use --zero-stage 0, 1 or 2, or leave one of "
-            "them out"
+            "unsupported-combination: --joint cannot be used with --zero-stage 3: there DeepSpeed gathers "
+            "weights in module hooks, which the joint graph does not call; use --zero-stage 0, 1 or 2, or "
+            "leave one of the two out"
         )
     if cell.batch_invariant and cell.execution == "deepcompile":
         raise ConfigError(
-            "unsupported-combination: --batch-invariant with --deepcompile: DeepSpeed's compiler chooses "
-            "kernels of its own; use --compile, or --no-batch-invariant"
+            "unsupported-combination: --batch-invariant cannot be used with --deepcompile: DeepSpeed's "
+            "compiler chooses its own kernels; use --compile, or --no-batch-invariant"
         )
     execution = "compile" if cell.execution == "deepcompile" else cell.execution
     train = train_config(cell, static_capacity=False).model_copy(update={"execution": execution})

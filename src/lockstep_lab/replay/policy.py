@@ -152,9 +152,9 @@ def check_inputs_fit(recording: Recording, order: Sequence[int], size: ModelSize
         longest = max(recording.lengths[index], default=0)
         if longest > size.max_positions:
             raise RecordingError(
-                f"too-long: input {index}, field 'positions': its longest document has {longest} tokens, "
-                f"but {name} has {size.max_positions} positions; replay with the recorded model, with one "
-                f"of at least {longest} positions (--model), or leave this input out (--inputs)"
+                f"too-long: input {index}, field 'positions': its longest document has {longest} tokens, but "
+                f"{name} has {size.max_positions} positions; replay with the recorded model, with a model "
+                f"that has at least {longest} positions (--model), or leave this input out (--inputs)"
             )
     if recording.header.vocab_size <= size.vocab_size:
         return
@@ -167,9 +167,10 @@ def check_ids(batch: PackedBatch, *, index: int, vocab_size: int, name: str) -> 
     low, high = (int(x) for x in batch.token_ids.aminmax())
     if low < 0 or high >= vocab_size:
         raise RecordingError(
-            f"outside-vocabulary: input {index}, field 'token_ids': it holds id {low if low < 0 else high}, "
-            f"but {name} has a vocabulary of {vocab_size} (0 to {vocab_size - 1}); replay with the recorded "
-            "model or with one of its vocabulary (--model), or leave this input out (--inputs)"
+            f"outside-vocabulary: input {index}, field 'token_ids': it contains id "
+            f"{low if low < 0 else high}, but {name} has a vocabulary of {vocab_size} (0 to "
+            f"{vocab_size - 1}); replay with the recorded model or with a model that has its vocabulary "
+            "(--model), or leave this input out (--inputs)"
         )
 
 
@@ -189,9 +190,9 @@ def check_usable(meta: InputMeta, *, index: int) -> None:
     """Raise RecordingError for an input of a foreign module that could not be split into documents."""
     if meta.unusable is not None:
         raise RecordingError(
-            f"wrong-batch: input {index} is kept as the module was called, not as documents "
-            f"({meta.unusable}); it cannot be fed again. Look at it with `lockstep recording show {index}`, "
-            "or leave it out (--inputs)"
+            f"wrong-batch: input {index} stores the module's arguments, not documents ({meta.unusable}), so "
+            f"it cannot be replayed. Look at it with `lockstep recording show {index}`, or leave it out "
+            "(--inputs)"
         )
 
 

@@ -150,8 +150,9 @@ class RankBackend(_Wrapped):
             self._peers_failed(failed)
             if self.reduces_gradients:
                 raise PeerFailed(
-                    f"peer-failed: step {step}: not run, because another rank failed before it "
-                    f"({'; '.join(failed)}). Here the other ranks of a job wait {waits_in(self.zero_stage)}"
+                    f"peer-failed: step {step}: not run, because another rank failed first "
+                    f"({'; '.join(failed)}). In a real job the other ranks would now wait "
+                    f"{waits_in(self.zero_stage)}"
                 )
         self._peer_missing = bool(failed)
         return step
@@ -181,8 +182,8 @@ class RankBackend(_Wrapped):
 
     def _peers_failed(self, failed: Sequence[str]) -> None:
         self.notes.append(
-            f"step {self._step()} has no gradients: {'; '.join(failed)}. In a job the other ranks would wait "
-            f"{waits_in(self.zero_stage)}"
+            f"step {self._step()} has no gradients: {'; '.join(failed)}. In a real job the other ranks would "
+            f"wait {waits_in(self.zero_stage)}"
         )
 
     def _add_up(self, step: int) -> None:

@@ -138,12 +138,12 @@ class ReplayFiles:
 def check_fresh(out: Path) -> None:
     """Raise ConfigError if OUT holds a replay already, or is not a directory."""
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"not-a-file: --out {out} is a file; name a directory that is not there yet")
+        raise ConfigError(f"not-a-file: --out {out} is a file; give a directory that does not exist yet")
     check_above(out)
     existing = [n for n in ("results.jsonl", "summary.json", "replay.log") if (out / n).exists()]
     if existing:
         raise ConfigError(
-            f"already-exists: --out {out} holds a replay already ({existing[0]}); name another directory, "
+            f"already-exists: --out {out} already contains a replay ({existing[0]}); give another directory, "
             "or remove this one"
         )
 

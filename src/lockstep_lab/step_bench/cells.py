@@ -94,7 +94,7 @@ def parse_cells(text: str) -> list[BenchCell]:
     cells = [parse_cell(word) for word in text.split(",") if word.strip()]
     if not cells:
         raise ConfigError(
-            f"empty: --cells {text!r} names no cell; name some, such as eager+hf,compile+native"
+            f"empty: --cells {text!r} names no cell; give some, such as eager+hf,compile+native"
         )
     return _checked(cells)
 
@@ -125,7 +125,7 @@ def _values(axis: str, text: str | None) -> list[str]:
         if word not in AXES[axis]:
             raise ConfigError(f"unknown-name: --{axis}: {unknown_name('value', word, AXES[axis])}")
     if not words:
-        raise ConfigError(f"empty: --{axis} {text!r} names nothing; name some of {', '.join(AXES[axis])}")
+        raise ConfigError(f"empty: --{axis} {text!r} names nothing; choose from {', '.join(AXES[axis])}")
     return words
 
 
@@ -138,6 +138,6 @@ def _checked(cells: Sequence[BenchCell]) -> list[BenchCell]:
         )
     if len(cells) > MAX_CELLS:
         raise ConfigError(
-            f"too-large: {len(cells)} cells are more than {MAX_CELLS}; name fewer values, or use --cells"
+            f"too-large: {len(cells)} cells are more than {MAX_CELLS}; give fewer values, or use --cells"
         )
     return list(cells)

@@ -43,8 +43,8 @@ class BenchWork(Record):
     def _check(self) -> BenchWork:
         if self.longest <= self.prompt_tokens:
             raise ValueError(
-                f"a longest document of {self.longest} tokens has no room behind a prompt of "
-                f"{self.prompt_tokens}; raise --longest or lower --prompt-tokens"
+                f"documents of at most {self.longest} tokens leave no room for a completion after a prompt "
+                f"of {self.prompt_tokens}; raise --longest or lower --prompt-tokens"
             )
         return self
 

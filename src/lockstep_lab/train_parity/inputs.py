@@ -158,8 +158,8 @@ def _documents(spec: InputsSpec, sizes: Sizes) -> tuple[SFTSet, str, tuple[str, 
         if spec.data is not None and spec.data.source != "ids":
             raise ConfigError(
                 f"no-tokenizer: {spec.model.name} has no tokenizer, so {spec.data.source!r} cannot be read "
-                "with it; leave --dataset (DATASET) out for documents of random ids, or name a model with a "
-                "tokenizer"
+                "with it; leave --dataset (DATASET) out to use documents of random ids, or choose a model "
+                "with a tokenizer"
             )
         samples = random_documents(spec.max_samples, vocab_size=sizes.vocab_size, longest=longest)
         note = f"{spec.model.name} has no tokenizer: documents are ids drawn from a skewed distribution"
@@ -240,9 +240,9 @@ def _rollouts(spec: InputsSpec, sizes: Sizes) -> InputsReport:
         temperature = recording.header.temperature
     elif spec.recording is not None:
         raise ConfigError(
-            f"other-model: --recording {spec.recording} has ids of a vocabulary of "
-            f"{recording.header.vocab_size}, {spec.model.name} one of {sizes.vocab_size}; name a recording "
-            "of that model, or leave --recording out for made-up rollouts"
+            f"other-model: --recording {spec.recording} uses a vocabulary of {recording.header.vocab_size} "
+            f"ids, but {spec.model.name} has {sizes.vocab_size}; give a recording of that model, or leave "
+            "--recording out to use made-up rollouts"
         )
     else:
         plan, algorithm = _made_up(spec, sizes), GRPOConfig().resolved().model_dump(mode="json")
@@ -292,7 +292,7 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
         batch = recording[index].batch
         if not isinstance(batch, PolicyBatch):
             raise ConfigError(
-                f"missing-values: {recording.path}: input {index} has no advantages; name a recording of an "
+                f"missing-values: {recording.path}: input {index} has no advantages; give a recording of an "
                 "RL run"
             )
         if not bool(batch.advantages.any()):
@@ -303,8 +303,8 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
         updates.setdefault(meta.update, []).append(repack(batch, None))
     if not updates:
         raise DataError(
-            f"nothing-left: {recording.path} has no input with advantages and documents of at most "
-            f"{longest} tokens; raise --max-length, or name another recording"
+            f"nothing-left: {recording.path} has no input with advantages and documents of at most {longest} "
+            "tokens; raise --max-length, or give another recording"
         )
     return _padded(list(updates.values()), spec)
 

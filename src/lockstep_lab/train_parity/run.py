@@ -167,8 +167,8 @@ class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
         )
         if role == "value" and job.train.execution == "deepcompile":
             raise ConfigError(
-                f"unsupported-combination: stack {stack.name!r}: its graph holds the policy's head, and a "
-                "value model has another; leave deepcompile out with --algorithm ppo",
+                f"unsupported-combination: stack {stack.name!r}: its graph contains the policy's head, but a "
+                "value model has another head; leave deepcompile out with --algorithm ppo",
                 setting="--stacks",
             )
         check_backend(job.train, lora=False)

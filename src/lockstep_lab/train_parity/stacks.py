@@ -159,7 +159,7 @@ def parse_stacks(text: str) -> list[Stack]:
     stacks = [parse_stack(word) for word in text.split(",") if word.strip()]
     if not stacks:
         raise ConfigError(
-            f"empty: --stacks {text!r} names no stack; name some, such as {','.join(DEFAULT_STACKS)}"
+            f"empty: --stacks {text!r} names no stack; give some, such as {','.join(DEFAULT_STACKS)}"
         )
     names = [stack.name for stack in stacks]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -191,7 +191,9 @@ def parse_skip(text: str, *, source: str = "--skip") -> list[str]:
             words.append(parse_stack(word).name)
         except ConfigError:
             problem = unknown_name("word", word, SKIP_WORDS)
-            raise ConfigError(f"wrong-format: {source}: {problem}; or the name of a stack") from None
+            raise ConfigError(
+                f"wrong-format: {source}: {problem}; the name of a stack works as well"
+            ) from None
     return words
 
 
@@ -214,15 +216,15 @@ def _check(stack: Stack, text: str) -> None:
         if options:
             others = _of(options[0]) or " or ".join(n for n, other in backends().items() if other.spans_ranks)
             raise ConfigError(
-                f"unsupported-combination: --stacks: stack {text!r}: {stack.backend} is one process, so it "
-                f"has no {options[0]}; use {others}"
+                f"unsupported-combination: --stacks: stack {text!r}: {stack.backend} runs in one process, so "
+                f"it does not support {options[0]}; use {others}"
             )
     for option, what in _WORDS.items():
         given = getattr(stack, option) != getattr(plain, option)
         if given and option not in backend.stacks.options:
             raise ConfigError(
-                f"unsupported-combination: --stacks: stack {text!r}: {what} is of {_of(option)}; "
-                f"leave it out, or use {_of(option)}"
+                f"unsupported-combination: --stacks: stack {text!r}: {what} is available only with "
+                f"{_of(option)}; leave it out, or use {_of(option)}"
             )
     if stack.zero is not None and stack.zero > 3:
         raise ConfigError(

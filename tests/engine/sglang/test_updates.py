@@ -267,7 +267,7 @@ def test_an_engine_that_works_does_not_sleep(engines):
     thread = threading.Thread(target=lambda: engine.generate([request(10, max_tokens=60)]))
     thread.start()
     time.sleep(0.2)
-    with raises(EngineError, "wrong-state: generates already"):
+    with raises(EngineError, "wrong-state: already generating"):
         engine.sleep()
     thread.join(10.0)
 

@@ -193,7 +193,9 @@ class DumpReader:
                     self._bad(second, f"must have as many rows as {first!r}, all of one width")
                 self._default_response(halves[1])
                 return torch.cat(halves, dim=1)
-        raise RecordingError(f"missing-field: {self.where}: no token ids; a dump names them {', '.join(IDS)}")
+        raise RecordingError(
+            f"missing-field: {self.where}: has no token ids; in a dump they must be called {', '.join(IDS)}"
+        )
 
     def _default_response(self, response: Tensor) -> None:
         """The response is what is trained, and masks come in halves, unless the dump says otherwise."""
@@ -325,7 +327,7 @@ class DumpReader:
         if isinstance(counts, list) and values.shape == (1, sum(counts)) and sum(counts) != width:
             return self._last_of_each(values[0], counts, ids, layout)
         if values.shape[0] != rows or values.shape[1] > width:
-            self._bad(name, f"is {list(values.shape)}, which is not a part of the ids' {list(ids.shape)}")
+            self._bad(name, f"is {list(values.shape)}, which does not fit within the ids' {list(ids.shape)}")
         padded = torch.zeros(ids.shape, dtype=values.dtype)
         if name == "labels":
             padded.fill_(IGNORE_LABEL)
@@ -391,7 +393,7 @@ class DumpReader:
             elif (tensor := _tensor(value)) is not None:
                 extras[name] = tensor
             elif name not in self.mapped:
-                dropped[name] = f"a {type(value).__name__}, no tensor"
+                dropped[name] = f"a {type(value).__name__}, not a tensor"
         return scalars, extras, dropped
 
     def _take(self, names: Sequence[str], target: str, *, shape: torch.Size) -> Tensor | None:
@@ -432,7 +434,7 @@ class DumpReader:
     def _counts(self, name: str, value: Any) -> list[int]:
         vector = self._vector(name, value)
         if vector.is_floating_point() or not vector.numel() or int(vector.min()) < 0:
-            self._bad(name, "must hold integers, none negative")
+            self._bad(name, "must contain non-negative integers")
         return [int(n) for n in vector]
 
     def _vector(self, name: str, value: Any) -> Tensor:
@@ -440,7 +442,7 @@ class DumpReader:
         if tensor is not None and tensor.ndim == 2 and tensor.shape[0] == 1:
             tensor = tensor[0]
         if tensor is None or tensor.ndim != 1:
-            self._bad(name, "must hold vectors of numbers")
+            self._bad(name, "must contain vectors of numbers")
         return _wide(tensor)
 
     def _bad(self, name: str, what: str) -> NoReturn:

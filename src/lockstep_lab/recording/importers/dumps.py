@@ -101,7 +101,7 @@ class Pace:
         if self.seconds is not None and now - self.started > self.seconds:
             raise RecordingError(
                 f"deadline: {what}: the import took more than {self.seconds:g} s, and nothing was written; "
-                "give it more with --timeout, or import fewer files"
+                "allow more with --timeout, or import fewer files"
             )
         if now - self._last >= _SAY_EVERY:
             self._last = now
@@ -130,7 +130,7 @@ def import_dump(
     """
     source, out, pace = Path(source), Path(out), pace or Pace()
     if out.exists():
-        raise RecordingError(f"already-exists: {out}: exists already; name a directory that does not")
+        raise RecordingError(f"already-exists: {out}: already exists; give a directory that does not")
     files = _files(source)
     survey = _survey(files, pace)
     vocab_size = _vocab_size(model, survey)
@@ -192,12 +192,13 @@ def _files(source: Path) -> list[Path]:
         return [source]
     if not source.is_dir():
         raise RecordingError(
-            f"no-such-file: {source}: there is no such file or folder; give the dump that is to be read"
+            f"no-such-file: {source}: there is no such file or folder; give the dump to read"
         )
     dumps = [p for p in source.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
     if not dumps:
         raise RecordingError(
-            f"wrong-kind-of-file: {source}: holds no dump; files that end in {', '.join(SUFFIXES)} are read"
+            f"wrong-kind-of-file: {source}: contains no dump; only files that end in {', '.join(SUFFIXES)} "
+            "are read"
         )
     return sorted(dumps, key=lambda p: _natural(str(p.relative_to(source))))
 
@@ -217,14 +218,14 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
         if not dicts:
             names = list(dump.value)[:12] if isinstance(dump.value, dict) else type(dump.value).__name__
             raise RecordingError(
-                f"missing-field: {path.name}: holds no token ids, only {names}; a dump is a dict, or a list "
-                f"of dicts, with one of {', '.join(IDS)} or prompts and responses"
+                f"missing-field: {path.name}: contains no token ids, only {names}; a dump is a dict, or a "
+                f"list of dicts, with one of {', '.join(IDS)} or prompts and responses"
             )
         size = path.stat().st_size
         if len(dicts) > _FREE_INPUTS + size // _BYTES_PER_INPUT:
             raise RecordingError(
-                f"too-large: {path.name}: its {len(dicts):,} inputs share tensors, and are far larger apart "
-                f"than the file's {size:,} bytes; dump each input's own part"
+                f"too-large: {path.name}: its {len(dicts):,} inputs share tensors, and would be far larger "
+                f"than the file's {size:,} bytes if stored separately; dump only each input's part"
             )
         left = 6 * size + 2**26
         for number, named in enumerate(dicts):
@@ -233,7 +234,7 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
             if left < 0:
                 raise RecordingError(
                     f"too-large: {path.name}: its inputs share tensors, and would be far larger if stored "
-                    "separately; dump each input's own part"
+                    "separately; dump only each input's part"
                 )
             where = path.name if len(dicts) == 1 else f"{path.name}, input {number}"
             yield path, DumpReader(named, where).read(), dump.kind
@@ -252,7 +253,7 @@ def _survey(files: Sequence[Path], pace: Pace) -> _Survey:
         low, high = (int(x) for x in dumped.token_ids.aminmax())
         if low < 0:
             raise RecordingError(
-                f"wrong-field: {path.name}: field 'token_ids': {low} is among the real tokens; mask pads in "
+                f"wrong-field: {path.name}: field 'token_ids': {low} is one of the real tokens; mask pads in "
                 "attention_mask"
             )
         if high >= survey.largest:
@@ -335,7 +336,9 @@ def _metas(origins: Sequence[tuple[int | None, int, str]], survey: _Survey) -> l
     keys = []
     for step, rank, file in origins:
         if rank >= _MAX_WORLD:
-            raise RecordingError(f"wrong-field: {file}: field 'rank' is {rank}; at most {_MAX_WORLD - 1}")
+            raise RecordingError(
+                f"wrong-field: {file}: field 'rank' is {rank}; it must be at most {_MAX_WORLD - 1}"
+            )
         keys.append((step if numbered and step is not None else counted[rank], rank))
         counted[rank] += 1
     if not numbered:
@@ -376,8 +379,8 @@ def _vocab_size(model: str | None, survey: _Survey) -> int:
         size = survey.largest + 1
     if survey.largest >= size:
         raise RecordingError(
-            f"outside-vocabulary: {survey.where}: field 'token_ids': {survey.largest} is there, but {model} "
-            f"has a vocabulary of {size}; name the model that was fed with --model"
+            f"outside-vocabulary: {survey.where}: field 'token_ids': it contains {survey.largest}, but "
+            f"{model} has a vocabulary of {size}; give the model that was trained with --model"
         )
     if size >= 2**31:
         raise RecordingError(

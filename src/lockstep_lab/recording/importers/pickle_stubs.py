@@ -26,7 +26,7 @@ _MAX_DIMS = 16
 
 def damaged(where: str, what: str) -> RecordingError:
     """The error of a file that was cut short or changed on its way."""
-    return RecordingError(f"damaged-file: {where}: damaged: {what}")
+    return RecordingError(f"damaged-file: {where}: the file is damaged: {what}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,8 +145,8 @@ def symbol(module: str, name: str, where: str) -> Any:
     if factory is None:
         requested = f"{module}.{name}"[:200]
         raise RecordingError(
-            f"forbidden-content: {where}: it asks for {requested!r}, and a dump may only name what tensors, "
-            "numpy arrays and plain containers are rebuilt with; nothing was executed. Dump plain values "
+            f"forbidden-content: {where}: it requests {requested!r}, but a dump may request only what "
+            "rebuilds tensors, numpy arrays and plain containers; nothing was executed. Dump plain values "
             "instead: torch.save({'input_ids': ..., 'attention_mask': ...}, path)"
         )
     return factory
@@ -205,7 +205,7 @@ class LazyTensor:
         reach = self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True)) + 1
         if elements and reach > len(raw) // item:
             shape = f"{list(self.size)[:8]} with strides {list(self.stride)[:8]}"
-            raise damaged(budget.where, f"a tensor {shape} reaches out of its {len(raw)} bytes")
+            raise damaged(budget.where, f"a tensor {shape} reaches beyond its {len(raw)} bytes")
         budget.charge(elements * item)
         if not elements:
             self.built = torch.empty(self.size, dtype=self.dtype)
@@ -233,7 +233,7 @@ class LazyDtype:
     def set_state(self, state: Any) -> None:
         """State of numpy.dtype.__reduce__: (version, byte order, ...)."""
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "=", "|"):
-            raise ValueError("a numpy dtype of unknown state")
+            raise ValueError("a numpy dtype with an unknown state")
         self.order = state[1]
 
     @property
@@ -287,7 +287,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
         raise ValueError("a shape that is not a short tuple")
     for number in value:
         if type(number) is not int or not 0 <= number < 2**40:
-            raise ValueError("a shape that is not made of sizes")
+            raise ValueError("a shape with entries that are not sizes")
     return tuple(value)
 
 
@@ -304,7 +304,7 @@ def call(function: Symbol, arguments: tuple[Any, ...], budget: Budget) -> Any:
     if name == "encode":
         text, encoding = arguments
         if type(text) is not str or encoding not in ("latin1", "latin-1"):
-            raise ValueError("_codecs.encode of what is no pickled bytes")
+            raise ValueError("_codecs.encode of something that is not pickled bytes")
         budget.charge(len(text))
         return text.encode("latin1")
     if name == "bytearray":
@@ -336,7 +336,7 @@ def _ordered(arguments: tuple[Any, ...], budget: Budget) -> dict[str, Any]:
 def _tensor(name: str, arguments: tuple[Any, ...]) -> LazyTensor:
     if name == "_rebuild_parameter":
         if not isinstance(arguments[0], LazyTensor):
-            raise TypeError("a Parameter of no tensor")
+            raise TypeError("a Parameter without a tensor")
         return arguments[0]
     storage, offset, size, stride = arguments[:4]
     if not isinstance(storage, Storage):

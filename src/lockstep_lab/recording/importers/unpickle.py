@@ -107,7 +107,7 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
     root = programs[0].removesuffix("data.pkl")
     if entries.get(f"{root}byteorder", b"little") != b"little":
         raise RecordingError(
-            f"unsupported-version: {where}: written on a big-endian machine, which is not read"
+            f"unsupported-version: {where}: was written on a big-endian machine, which is not supported"
         )
     known: dict[str, Storage] = {}
 
@@ -133,7 +133,7 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
                 if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                     raise RecordingError(
                         f"wrong-kind-of-file: {where}: entry {info.filename[:60]!r} is compressed; "
-                        "torch.save stores plain bytes, so it did not write this file"
+                        "torch.save does not compress, so it did not write this file"
                     )
                 left -= info.file_size
                 if left < 0:
@@ -141,7 +141,7 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
                         f"too-large: {where}: its entries claim more bytes than the file has"
                     )
                 if info.filename in members:
-                    raise RecordingError(f"duplicate: {where}: entry {info.filename[:60]!r} is there twice")
+                    raise RecordingError(f"duplicate: {where}: entry {info.filename[:60]!r} appears twice")
                 members[info.filename] = archive.read(info)
     except RecordingError:
         raise  # a ValueError, but no damage
@@ -164,10 +164,11 @@ def _load_legacy(file: io.BytesIO, where: str, budget: Budget, *, level: int) ->
     )
     if protocol != _LEGACY_PROTOCOL or type(system) is not dict or system.get("little_endian") is not True:
         raise RecordingError(
-            f"unsupported-version: {where}: of an unknown version of torch.save, or of a big-endian machine"
+            f"unsupported-version: {where}: was written by an unknown version of torch.save, or on a "
+            "big-endian machine"
         )
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(waiting):
-        raise damaged(where, "its list of tensor data is not that of its tensors")
+        raise damaged(where, "its list of tensor data does not match its tensors")
     for key in keys:
         count = int.from_bytes(file.read(8), "little", signed=True)
         raw = file.read(waiting[key].size_bytes)
@@ -241,16 +242,19 @@ class _Machine:
             raise
         except _DAMAGE as error:
             cause = f"{type(error).__name__}: {str(error)[:100]}"
-            what = f"not a whole pickle: {name} before byte {self.file.tell()} ({cause}); copy the file again"
+            what = (
+                f"the pickle is incomplete: {name} before byte {self.file.tell()} ({cause}); copy the file "
+            )
+            "again"
             raise damaged(self.where, what) from error
 
     def _bad(self, what: str) -> NoReturn:
-        raise damaged(self.where, f"not a whole pickle: {what} before byte {self.file.tell()}")
+        raise damaged(self.where, f"the pickle is incomplete: {what} before byte {self.file.tell()}")
 
     def _refuse(self, name: str) -> NoReturn:
         what = _REFUSED.get(name, _OLD)
         raise RecordingError(
-            f"forbidden-content: {self.where}: {what}, which this loader does not do ({name} before byte "
+            f"forbidden-content: {self.where}: {what} (this loader does not support {name}, before byte "
             f"{self.file.tell()})"
         )
 
@@ -322,11 +326,11 @@ class _Machine:
         if function.name == "_load_from_bytes":
             (raw,) = arguments
             if type(raw) is not bytes:
-                self._bad("torch.storage._load_from_bytes of no bytes")
+                self._bad("torch.storage._load_from_bytes without bytes")
             self.budget.charge(len(raw))
             value, _ = _load(raw, self.where, self.budget, level=self.level + 1)
             if not isinstance(value, Storage):
-                self._bad("torch.storage._load_from_bytes of no storage")
+                self._bad("torch.storage._load_from_bytes without a storage")
             self.push(value)
             return
         self.push(call(function, arguments, self.budget))
@@ -336,19 +340,19 @@ class _Machine:
         if not isinstance(target, LazyArray | LazyDtype):
             raise RecordingError(
                 f"forbidden-content: {self.where}: it sets the state of a {type(target).__name__}, which "
-                "this loader does only for numpy arrays; dump plain dicts of tensors"
+                "this loader supports only for numpy arrays; dump plain dicts of tensors"
             )
         target.set_state(state)
 
     def persistent(self) -> None:
         identity = self.stack.pop()
         if self.storage is None or type(identity) is not tuple or len(identity) not in (5, 6):
-            self._bad("a persistent id that is no tensor data")
+            self._bad("a persistent id that is not tensor data")
         word, kind, key, _, count, *view = identity
         if word != "storage" or not isinstance(kind, StorageKind) or type(key) is not str:
-            self._bad("a persistent id that is no tensor data")
+            self._bad("a persistent id that is not tensor data")
         if type(count) is not int or count < 0 or view not in ([], [None]):
-            self._bad("tensor data of no size, or a view of other data")
+            self._bad("tensor data without a size, or a view of other data")
         self.push(self.storage(kind, key, count))
 
 
@@ -403,11 +407,12 @@ _STEPS: Mapping[str, Callable[[_Machine, Any], object]] = {
 _OLD = "it was pickled with protocol 0 or 1; dump it again with protocol=4"
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
-        ("NEWOBJ", "NEWOBJ_EX", "INST", "OBJ"), "it makes an object of a class; dump plain dicts of tensors"
+        ("NEWOBJ", "NEWOBJ_EX", "INST", "OBJ"),
+        "it creates an instance of a class; dump plain dicts of tensors",
     ),
-    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), "it uses the registry of extensions"),
-    **dict.fromkeys(("NEXT_BUFFER", "READONLY_BUFFER"), "its buffers are in another place (out of band)"),
-    "LONG4": "it holds an integer of more than 255 bytes",
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), "it uses the extension registry"),
+    **dict.fromkeys(("NEXT_BUFFER", "READONLY_BUFFER"), "its buffers are stored elsewhere (out of band)"),
+    "LONG4": "it contains an integer of more than 255 bytes",
     "PERSID": "it refers to an object by a persistent name",
 }
 """Instructions of the format that no dump of tensors needs; all others are of protocol 0."""
