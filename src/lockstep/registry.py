@@ -47,9 +47,7 @@ def require_members(value: Any, names: Iterable[str], *, what: str) -> None:
     """Raise ConfigError unless `value`, a class or an instance, has every attribute in `names`."""
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
-        raise ConfigError(
-            f"wrong-part: {what} lacks {', '.join(missing)}; docs/how-to/extend.md lists what it must have"
-        )
+        raise ConfigError(f"wrong-part: {what} lacks {', '.join(missing)}; see docs/how-to/extend.md")
 
 
 def require_call(value: Any, *given: str, what: str, named: Sequence[str] = ()) -> None:
@@ -76,7 +74,7 @@ def require_call(value: Any, *given: str, what: str, named: Sequence[str] = ()) 
         call = ", ".join([*given, *(f"{name}=..." for name in named)])
         raise ConfigError(
             f"wrong-part: {what} is called with ({call}), which its signature {signature} does not accept: "
-            f"{error}; docs/how-to/extend.md lists the signatures"
+            f"{error}; see docs/how-to/extend.md"
         ) from error
 
 

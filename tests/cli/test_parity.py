@@ -116,7 +116,7 @@ def test_an_environment_that_cannot_be_right(environ, problem):
         (["--stacks", "fsdp2:tpp2"], "unknown option 'tpp2'"),
         (["--skip", "everything"], "--skip: unknown word 'everything'"),
         (["--reference", "fsdp"], "unknown train backend"),
-        (["--data", "max_length=5"], "applies to --dataset"),
+        (["--data", "max_length=5"], "needs --dataset"),
         (
             ["--dataset", "ids", "--data", "max_length=5"],
             "--data max_length=5 has no effect with --dataset ids",

@@ -94,8 +94,8 @@ def test_a_class_that_lacks_methods_is_one_error(monkeypatch: pytest.MonkeyPatch
         is_external(EngineConfig(name=name))
     assert str(caught.value) == (
         "engine.name = 'their_engine:Theirs' lacks submit, continue_, finished, abort, sleep, wake, "
-        "stats, close, begin_update, receive, finish_update, fail_update, read_back, memory, describe; "
-        "docs/how-to/extend.md lists what it must have"
+        "stats, close, begin_update, receive, finish_update, fail_update, read_back, memory, describe; see "
+        "docs/how-to/extend.md"
     )
     with raises(ConfigError, "wrong-part"):
         del Half.external

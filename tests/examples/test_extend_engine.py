@@ -75,7 +75,7 @@ def test_a_copy_takes_weights_over() -> None:
         (
             "class Half:\n    external = False\n    def generate(self): ...\n",
             "engine.name = 'half_an_engine:Half' lacks submit, continue_, finished, abort, sleep, wake, "
-            "stats, close, update_weights; docs/how-to/extend.md",
+            "stats, close, update_weights; see docs/how-to/extend.md",
         ),
         (
             "class Half:\n    external = True\n",

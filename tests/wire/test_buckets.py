@@ -119,7 +119,7 @@ def test_heads_are_the_first_64_values() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (spec("w", "float32", (3,), 96, 12), "would end at byte 108 of a bucket of 100"),
+        (spec("w", "float32", (3,), 96, 12), "ends at byte 108 of a bucket of 100"),
         (spec("w", "float32", (3,), 0, 16), "does not fit 16 bytes"),
         (spec("w", "float32", (1,), 4, 4), "at offset 4"),
         (spec("w", "float33", (1,), 0, 4), "'float33' is not a dtype"),

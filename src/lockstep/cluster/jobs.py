@@ -206,8 +206,7 @@ class Jobs:
         if not found:
             there = ", ".join(f"{job.id} ({job.run_dir})" for job in jobs[-5:]) or "none"
             raise DataError(
-                f"unknown-name: {name[:200]}: there is no such job at {self.address}; its newest jobs: "
-                f"{there}"
+                f"unknown-name: {name[:200]}: there is no such job at {self.address}; the newest: {there}"
             )
         return found[-1]
 
@@ -220,9 +219,7 @@ class Jobs:
         """
         job = self.find(name)
         if not job.lives:
-            raise DataError(
-                f"wrong-state: {job.id}: there is nothing to stop, because the job is {job.state}"
-            )
+            raise DataError(f"wrong-state: {job.id}: the job is {job.state}; there is nothing to stop")
         self._ask("stop_job", job.id)
         say(f"asked {job.id} to save and end after its step")
         return self.wait(job.id, seconds=seconds)

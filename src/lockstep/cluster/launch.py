@@ -205,9 +205,7 @@ def _address_of(head: Child, reader: int, *, folder: Path) -> str:
             elif head.wait(0.1) is not None or time.monotonic() > deadline:
                 lines = (folder / _LOG).read_text(errors="replace").splitlines()[-8:]
                 why = "ended" if head.poll() is not None else f"printed no address within {START_SECONDS:g} s"
-                raise ClusterError(
-                    f"process-died: Ray did not start on this machine: it {why}: " + "\n".join(lines)
-                )
+                raise ClusterError(f"process-died: Ray did not start here: it {why}: " + "\n".join(lines))
     return match[1].decode()
 
 

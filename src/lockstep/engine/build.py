@@ -62,15 +62,14 @@ def make_engine(
     if not factory.external:
         if model is None:
             raise ConfigError(
-                f"missing-argument: engine {config.name!r} samples with the trainer's modules, but no model "
-                "was passed"
+                f"missing-argument: engine {config.name!r} uses the trainer's modules, but got no model"
             )
         admit_decoding(config.name, model)
         return _together(config, lambda _: make(0, model=model), external=False)
     if spec is None:
         raise ConfigError(
             f"missing-argument: engine {config.name!r} has its own weights and needs an EngineSpec of the "
-            "model, which was not passed"
+            "model, but got none"
         )
     if config.max_model_len is not None:
         spec = dataclasses.replace(spec, max_model_len=config.max_model_len)
@@ -473,7 +472,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         if dirty and not self._running:  # a replica that restarts while it generates gets its weights there
             raise EngineError(
                 f"wrong-state: replicas {dirty} of {len(self.engines)} do not have the trained weights: no "
-                "update was pushed, or the last one did not finish; push the weights before calling generate"
+                "update was pushed, or the last one did not finish; push the weights before generate"
             )
 
     @property

@@ -169,7 +169,7 @@ class EmbeddedEngine(ModelEngine):
         elif update.shared_module is not self._model.module:
             raise EngineError(
                 f"other-model: engine {self.name} reads the Parameters of the module it was built with, but "
-                "the update names another module; build the engine with the trainer's model, or send tensors"
+                "the update names another; build the engine with the trainer's model, or send tensors"
             )
         self._weights_changed()
         self._policy_version = update.policy_version
@@ -221,8 +221,8 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
         twin = first_name.setdefault(id(parameter), name)
         if twin != name and not torch.equal(new[twin], tensor):
             raise EngineError(
-                f"values-differ: engine {engine}: {twin!r} and {name!r} are one tied weight, but the update "
-                "contains two values for it"
+                f"values-differ: engine {engine}: {twin!r} and {name!r} are tied, but the update contains "
+                "two values for them"
             )
     with torch.no_grad():
         for name, tensor in new.items():

@@ -233,8 +233,7 @@ def checked_options(
         if name in own:
             raise ConfigError(
                 f"contradiction: engine.options.{written} = {value!r} would override what Lockstep sets "
-                f"itself ({name} = {own[name]!r}); leave it out, and use the settings under [engine] and "
-                "[model]"
+                f"itself ({name} = {own[name]!r}); leave it out and use [engine] and [model] instead"
             )
         if name in checked:
             raise ConfigError(

@@ -462,9 +462,8 @@ class ReceivingEngine(ModelEngine):
     def _require_clean(self) -> None:
         if self.dirty:
             raise EngineError(
-                f"wrong-state: engine {self.name} is dirty: it has no complete version of the policy (it was "
-                "never updated, its last update failed, or its server was restarted); send it a full update "
-                "first"
+                f"wrong-state: engine {self.name} is dirty: it has no complete policy (it was never updated, "
+                "its last update failed, or its server was restarted); send it a full update first"
             )
 
     def _require_ready(self) -> None:

@@ -476,8 +476,7 @@ class GraphCompiler:
             raise unknown("compiler of joint graphs", name, COMPILERS, at="compiler: ")
         if options and name != "inductor":
             raise ConfigError(
-                f"unknown-setting: compiler {name!r} takes no options, but got {sorted(options)}; set "
-                "'inductor'"
+                f"unknown-setting: compiler {name!r} takes no options, got {sorted(options)}; set 'inductor'"
             )
         self.name, self._options = name, dict(options or {})
 

@@ -184,9 +184,7 @@ def _activation(name: str, part: Any) -> str:
     config = part.config
     act = getattr(config, "hidden_activation", None) or config.hidden_act
     if act not in parts.ACTIVATIONS:
-        raise _refused(
-            name, part, f"its activation {act!r} is not one of {', '.join(sorted(parts.ACTIVATIONS))}"
-        )
+        raise _refused(name, part, f"activation {act!r} is not one of {', '.join(sorted(parts.ACTIVATIONS))}")
     return parts.ACTIVATIONS[act]
 
 

@@ -105,9 +105,7 @@ def pack(
         )
     lengths = [len(sample) for sample in samples]
     if 0 in lengths:
-        raise DataError(
-            f"empty: sample {samples[lengths.index(0)].sample_id} is empty; drop it before packing"
-        )
+        raise DataError(f"empty: sample {samples[lengths.index(0)].sample_id} is empty; drop it first")
     if bucket is None:
         bucket = Bucket(tokens=sum(lengths), documents=len(samples), max_seqlen=max(lengths))
     else:

@@ -292,9 +292,7 @@ def decode_object(data: bytes, kind: Any, *, sender: int) -> Any:
         # strict, as for the sender: a peer's "1" must not become the number 1.
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
-        raise RankError(
-            f"bad-reply: rank {sender} sent something that is not {_name(kind)}: {_short(error)}"
-        ) from error
+        raise RankError(f"bad-reply: rank {sender} did not send {_name(kind)}: {_short(error)}") from error
 
 
 @functools.lru_cache(maxsize=128)

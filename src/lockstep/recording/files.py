@@ -91,8 +91,7 @@ def write_signed_json(path: Path, value: Mapping[str, Any]) -> None:
     before, _, after = text.rpartition(_ZEROS)
     if _ZEROS in before:
         raise RecordingError(
-            f"contradiction: {path}: a value contains 64 zeros, which are reserved for the checksum; write "
-            "something else"
+            f"contradiction: {path}: a value contains 64 zeros, reserved for the checksum; change it"
         )
     with file_errors(path, RecordingError, "write"):
         write_atomic(path, before + digest + after)
@@ -125,8 +124,7 @@ class TensorFile:
             if size < 8 or length > min(size - 8, JSON_BYTES):
                 raise self._broken(
                     f"its header would be {length:,} bytes long, in a file of {size:,} bytes; it is "
-                    "truncated or not a safetensors file (no other format is read, neither pickle nor "
-                    "torch.save)"
+                    "truncated or not a safetensors file (pickle and torch.save files are never read)"
                 )
             raw = file.read(length)
         header = parse_json(raw, f"{path}: header", RecordingError)
@@ -165,9 +163,7 @@ class TensorFile:
         if math.prod(n for n in shape if n) >= 2**48:  # an empty tensor may still have absurd strides
             raise self._broken(f"tensor {name!r}: shape {shape[:8]} is too large")
         if offsets[1] - offsets[0] != nbytes:
-            raise self._broken(
-                f"tensor {name!r}: {dtype} of shape {shape} does not fit data_offsets {offsets}"
-            )
+            raise self._broken(f"tensor {name!r}: {dtype} {shape} does not fit data_offsets {offsets}")
         return TensorSpan(dtype=dtype, shape=tuple(shape), start=data + offsets[0], nbytes=nbytes)
 
     def stamp(self) -> tuple[int, int, int]:

@@ -143,9 +143,7 @@ def find_recording(path: Path | str | None) -> Path:
         if os.path.lexists(candidate / HEADER):
             return candidate
     if not start.exists():
-        raise RecordingError(
-            f"no-such-file: {start}: does not exist; give a recording, or a run directory that has one"
-        )
+        raise RecordingError(f"no-such-file: {start}: does not exist; give a recording or a run with one")
     raise RecordingError(
         f"wrong-kind-of-file: {start}: has no {HEADER}, nor has its folder recordings; give a recording, or "
         "record one with lockstep train --record"

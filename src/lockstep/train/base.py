@@ -356,8 +356,7 @@ def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -
             f"not-batch-invariant: train.batch_invariant = true, but {type(module).__name__} was not "
             "converted, or uses an attention kernel other than varlen "
             f"({base.config._attn_implementation!r}), or runs under train.execution = {config.execution!r}; "
-            "load it with attention 'varlen' and call lockstep.invariant.convert on it before the backend "
-            "is created"
+            "load it with attention 'varlen' and call lockstep.invariant.convert before creating the backend"
         )
     return contract
 
@@ -505,8 +504,7 @@ def require_same_batches(
         listed = ", ".join(f"rank {r}: {n} with {t} slots" for r, (n, t, _) in enumerate(summaries))
         raise TrainError(
             f"ranks-differ: the ranks did not get the same micro-batches ({listed}); every rank must get all "
-            "micro-batches of a step, in the same order: check that data, seed and config are the same "
-            "everywhere"
+            "of them in the same order: check that data, seed and config are the same everywhere"
         )
 
 

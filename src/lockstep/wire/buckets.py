@@ -102,8 +102,7 @@ def view(data: Tensor, spec: TensorSpec) -> Tensor:
         )
     if spec.offset + spec.num_bytes > data.numel():
         raise WireError(
-            f"{spec.name} would end at byte {spec.offset + spec.num_bytes} of a bucket of {data.numel()} "
-            "bytes"
+            f"{spec.name} ends at byte {spec.offset + spec.num_bytes} of a bucket of {data.numel()} bytes"
         )
     return data[spec.offset : spec.offset + spec.num_bytes].view(dtype).view(spec.shape)
 

@@ -118,9 +118,7 @@ class Group:
             # not the host.
             while not self._work.is_completed():
                 if late():
-                    raise GroupError(
-                        f"{self._at(number)} did not finish in time, although every rank had joined it"
-                    )
+                    raise GroupError(f"{self._at(number)} did not finish in time, although every rank joined")
                 time.sleep(_POLL_SECONDS)
             self._work.wait()
         except RuntimeError as error:

@@ -44,9 +44,7 @@ def take(batch: AnyBatch, parts: Sequence[tuple[int, int]]) -> AnyBatch:
     real = len(batch.sample_ids)
     bad = [(i, n) for i, n in parts if not (0 <= i < real and 1 <= n <= batch.lengths[i])]
     if bad or not parts:
-        raise ValueError(
-            f"cannot select {bad or 'no document'} from documents of lengths {batch.lengths[:real]}"
-        )
+        raise ValueError(f"cannot select {bad or 'no document'} from lengths {batch.lengths[:real]}")
     lengths = [n for _, n in parts]
     slots = torch.cat([torch.arange(starts[i + 1] - n, starts[i + 1]) for i, n in parts])
     per_token: dict[str, Any] = {

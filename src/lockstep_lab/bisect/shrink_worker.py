@@ -102,9 +102,7 @@ class TrialRunner:
         if isinstance(ready, Crash) or "ready" not in ready:
             process.end()
             what = ready if isinstance(ready, Crash) else ready.get("failed")
-            raise LockstepError(
-                f"process-died: the worker that runs the trials cannot start: {what}; see {self._log}"
-            )
+            raise LockstepError(f"process-died: the trial worker cannot start: {what}; see {self._log}")
         return process
 
     def _answer(self, process: JobProcess, job: Message, seconds: float) -> Message | Crash:

@@ -146,9 +146,7 @@ def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if args.resume and args.out is None:
         raise ConfigError("missing-setting: --resume continues a matrix; give its folder with --out")
     if args.retry and not args.resume:
-        raise ConfigError(
-            "missing-setting: --retry reruns cells that did not work in an earlier matrix; it needs --resume"
-        )
+        raise ConfigError("missing-setting: --retry reruns cells that did not work before; it needs --resume")
     check_writable(args.json)
     from lockstep_lab.cli.replay import parser as replay_parser
 

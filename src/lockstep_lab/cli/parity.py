@@ -319,19 +319,17 @@ def _check_read(args: argparse.Namespace) -> None:
     if on_policy and args.dataset is not None:
         raise ConfigError(
             f"no-effect: --dataset (DATASET) {args.dataset} has no effect with --algorithm {args.algorithm}, "
-            "which takes its inputs from a recording; give --recording, or leave --dataset out"
+            "which reads a recording; give --recording, or leave --dataset out"
         )
     if not on_policy and args.recording is not None:
         raise ConfigError(
             f"no-effect: --recording {args.recording} has no effect with --algorithm {args.algorithm}, which "
-            "takes documents as inputs; give --dataset, or --algorithm grpo or ppo"
+            "reads documents; give --dataset, or --algorithm grpo or ppo"
         )
     if not args.data:
         return
     if args.dataset is None:
-        raise ConfigError(
-            f"no-effect: --data {args.data[0]} applies to --dataset (DATASET), which is not given"
-        )
+        raise ConfigError(f"no-effect: --data {args.data[0]} needs --dataset (DATASET), which is not given")
     if args.dataset == "ids" or args.dataset.startswith("reasoning_gym:"):
         raise ConfigError(
             f"no-effect: --data {args.data[0]} has no effect with --dataset {args.dataset}: these documents "

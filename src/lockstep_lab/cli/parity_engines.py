@@ -141,7 +141,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     engines = parse_engines(args.engines, python=args.python, url=args.url, option=args.option)
     if args.max_prompts < 2:
         raise ConfigError(
-            "out-of-range: --max-prompts 1: at least one short and one long prompt are needed; set 2 or more"
+            "out-of-range: --max-prompts 1: a short and a long prompt are needed; set 2 or more"
         )
     device = device_of(args.device)[0]
     model = model_of(args, device)

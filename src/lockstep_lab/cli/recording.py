@@ -177,9 +177,7 @@ def _check_new(out: Path) -> None:
     """Raises ConfigError: a recording cannot be made there."""
     _as_argument("--out", arguments.path, str(out))
     if os.path.lexists(out):
-        raise ConfigError(
-            f"already-exists: --out {str(out)!r} already exists; give a directory that does not"
-        )
+        raise ConfigError(f"already-exists: --out {str(out)!r} already exists; give a new directory")
     check_above(out)
 
 

@@ -45,8 +45,7 @@ def read_data(name: str | None, *, model: str) -> DataConfig:
         data = getattr(run, "data", None)
         if not isinstance(data, DataConfig):
             raise ConfigError(
-                f"missing-setting: --data {name}: the recipe has no [data]; give a recipe that has one, or a "
-                "file"
+                f"missing-setting: --data {name}: the recipe has no [data]; give one that has it, or a file"
             )
         return data
     return check({"source": name}, DataConfig, origin="--data")

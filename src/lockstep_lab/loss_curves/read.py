@@ -103,8 +103,7 @@ def _find(path: Path) -> tuple[Path, str]:
     if len(folders) > 1:
         names = ", ".join(str(folder) for folder in folders[:_MOST_NAMED])
         raise ConfigError(
-            f"ambiguous: {path}: has event files of {len(folders)} runs ({names}); give the folder of one of "
-            "them"
+            f"ambiguous: {path}: has event files of {len(folders)} runs ({names}); give the folder of one"
         )
     if folders:
         return folders[0], "tensorboard"
@@ -255,8 +254,7 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
         if key in names:
             return key
         raise ConfigError(
-            f"unknown-name: {path}: has no {key!r}; it has {listed or 'no numbers'}. Choose one of them with "
-            "--key"
+            f"unknown-name: {path}: has no {key!r}; it has {listed or 'no numbers'}. Choose one with --key"
         )
     for name in PREFERRED:
         if name in names:
@@ -268,7 +266,7 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
         raise ConfigError(
             f"ambiguous: {path}: has several losses: {', '.join(losses[:_MOST_NAMED])}; choose one with --key"
         )
-    hint = f"; it has {listed}. Choose one of them with --key" if names else ""
+    hint = f"; it has {listed}. Choose one with --key" if names else ""
     raise ConfigError(f"missing-values: {path}: no loss found{hint}")
 
 

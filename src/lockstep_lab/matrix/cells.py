@@ -215,8 +215,7 @@ def parse_axes(names: Sequence[str], *, axis_flags: Sequence[str] = ()) -> tuple
             )
         if values.get(name) is not None:
             raise ConfigError(
-                f"duplicate: --axis {name} is given twice; put all its values in one --axis, separated by "
-                "commas"
+                f"duplicate: --axis {name} is given twice; put all values in one --axis, separated by commas"
             )
         values[name] = tuple(value.strip() for value in rest.split(","))
     axes = tuple(_axis(name, own) for name, own in (values or dict.fromkeys(DEFAULT_AXES)).items())

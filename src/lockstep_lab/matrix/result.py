@@ -215,9 +215,9 @@ def read_matrix(path: Path) -> MatrixResult:
     values = _read_object(file)
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         raise RecordingError(
-            f"version-differs: {file}: has format = {values.get('format')!r}, version = "
-            f"{values.get('version')!r}; this version of Lockstep reads {FORMAT} {VERSION}, which `lockstep "
-            "matrix` writes"
+            f"version-differs: {file}: format = {values.get('format')!r}, version = "
+            f"{values.get('version')!r}; this Lockstep reads {FORMAT} {VERSION}, which `lockstep matrix` "
+            "writes"
         )
     try:
         return _MATRIX.validate_python(values)

@@ -107,9 +107,7 @@ def run_matrix(
     try:
         lock = RunLock(options.out / "lock")
     except ConfigError as error:
-        raise ConfigError(
-            f"locked: another matrix is writing to {str(options.out)!r}; give another --out"
-        ) from error
+        raise ConfigError(f"locked: another matrix uses {str(options.out)!r}; give another --out") from error
     try:
         return work.run(progress or (lambda cell, done, total: None))
     finally:

@@ -207,7 +207,7 @@ def _copy(folder: Path, target: Path) -> None:
 def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weights: bool) -> Edited:
     """Write `items` in the order of their keys."""
     if os.path.lexists(out):
-        raise RecordingError(f"already-exists: {out}: already exists; give a directory that does not")
+        raise RecordingError(f"already-exists: {out}: already exists; give a new directory")
     ranks = sorted({recording.metas[index].rank for recording, index in items})
     without = 0
     with whole_or_not(out) as folder:

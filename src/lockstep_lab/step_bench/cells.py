@@ -93,9 +93,7 @@ def parse_cells(text: str) -> list[BenchCell]:
     """Parse cells joined by commas, each once, in the order given. Raises ConfigError."""
     cells = [parse_cell(word) for word in text.split(",") if word.strip()]
     if not cells:
-        raise ConfigError(
-            f"empty: --cells {text!r} names no cell; give some, such as eager+hf,compile+native"
-        )
+        raise ConfigError(f"empty: --cells {text!r} names no cell; give some like eager+hf,compile+native")
     return _checked(cells)
 
 

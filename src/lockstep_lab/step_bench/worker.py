@@ -273,9 +273,7 @@ class Cell(Worker[BenchJob]):
             if turn is None or turn > self.steps_taken:
                 return turn
             if time.monotonic() > until:
-                raise LockstepError(
-                    f"deadline: this cell did not get its turn within {self.job.patience:g} s"
-                )
+                raise LockstepError(f"deadline: the cell got no turn within {self.job.patience:g} s")
             time.sleep(_POLL_SECONDS)
 
     def _wait(self) -> float:

@@ -256,8 +256,7 @@ def check_stack(
             check_tensor_parallel_size(text, stack.tp)
         if stack.tp > 1 and text is None:
             raise ConfigError(
-                f"unknown-name: the config of {model.name} cannot be read, so it is unknown whether tp "
-                "divides its heads"
+                f"unknown-name: the config of {model.name} cannot be read, so tp cannot be checked"
             )
         if stack.ring > 1 and text is not None:
             _check_ring(text)

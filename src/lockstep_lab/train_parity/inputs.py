@@ -292,8 +292,7 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
         batch = recording[index].batch
         if not isinstance(batch, PolicyBatch):
             raise ConfigError(
-                f"missing-values: {recording.path}: input {index} has no advantages; give a recording of an "
-                "RL run"
+                f"missing-values: {recording.path}: input {index} has no advantages; give one of an RL run"
             )
         if not bool(batch.advantages.any()):
             continue

@@ -191,9 +191,7 @@ def parse_skip(text: str, *, source: str = "--skip") -> list[str]:
             words.append(parse_stack(word).name)
         except ConfigError:
             problem = unknown_name("word", word, SKIP_WORDS)
-            raise ConfigError(
-                f"wrong-format: {source}: {problem}; the name of a stack works as well"
-            ) from None
+            raise ConfigError(f"wrong-format: {source}: {problem}; a stack's name works as well") from None
     return words
 
 

@@ -174,9 +174,7 @@ class _Flow:
             raise EngineError(printable(str(value["error"])), code="refused")
         job = self._open.pop(str(value.get("id")), None)
         if job is None:
-            raise BadReply(
-                f"wrong-result: {what} sent a sample that was not requested: {ascii(value.get('id'))[:80]}"
-            )
+            raise BadReply(f"wrong-result: {what} sent an unrequested sample: {ascii(value.get('id'))[:80]}")
         self.watch.news()
         self._engine.ended(job, self._engine._local_server.read(job, value))
 

@@ -285,7 +285,7 @@ class Weights:
         self._check(about)
         if bucket["index"] != self._next:
             raise EngineError(
-                f"out-of-order: bucket {bucket['index']} arrived, but bucket {self._next} was expected"
+                f"out-of-order: bucket {bucket['index']} arrived instead of bucket {self._next}"
             )
         try:
             with torch.no_grad():
@@ -309,9 +309,7 @@ class Weights:
             )
         first = self._first.setdefault(id(parameter), name)
         if first != name and not torch.equal(parameter, tensor.to(parameter)):
-            raise EngineError(
-                f"values-differ: {first} and {name} are one tied weight, but arrived with two values"
-            )
+            raise EngineError(f"values-differ: {first} and {name} are tied, but arrived with two values")
         # In place: CUDA graphs and compiled layers have captured the Parameter's address.
         parameter.copy_(tensor)
         self._received.add(name)

@@ -382,8 +382,7 @@ class RemoteEngine(ReceivingEngine):
     def finish_update(self, session: UpdateSession) -> None:
         if self._open_session() != session:
             raise EngineError(
-                f"wrong-state: engine {self.name}: finish_update was called for a session that is not the "
-                "open one"
+                f"wrong-state: engine {self.name}: finish_update was called for a session that is not open"
             )
         seconds_left(session, self._config)
         self._driver.finish(session)

@@ -319,8 +319,7 @@ class Exchange(ABC, Generic[Answer]):
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= MAX_REPLY_BYTES):
             size = ascii(length)[1:41]
             raise BadReply(
-                f"too-large: {self.what}: Content-Length is {size}, but at most {MAX_REPLY_BYTES} bytes are "
-                "read"
+                f"too-large: {self.what}: Content-Length is {size}; at most {MAX_REPLY_BYTES} bytes are read"
             )
         return Head(
             status=int(tail[:3]),

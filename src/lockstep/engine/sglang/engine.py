@@ -147,9 +147,7 @@ class _Flow:
             elif event is not None:
                 self._ended_badly(key, event)
             elif left := self._waves.pop(key, None):
-                raise BadReply(
-                    f"wrong-result: engine {NAME} ended its reply with {len(left)} samples missing"
-                )
+                raise BadReply(f"wrong-result: engine {NAME} ended its reply without {len(left)} samples")
         if self._open:
             self.watch.check(len(self._open))
 

@@ -119,9 +119,7 @@ def _own_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
             "missing-device: engine.batch_invariant = true needs a GPU: SGLang's kernels for it need CUDA"
         )
     if spec.device == "cpu" and config.offload:
-        raise ConfigError(
-            "missing-device: engine.offload = true needs a GPU: SGLang can release only CUDA memory"
-        )
+        raise ConfigError("missing-device: engine.offload = true needs a GPU: SGLang frees only CUDA memory")
     arguments: dict[str, Any] = {
         "model_path": str(spec.folder),
         "skip_tokenizer_init": True,
@@ -257,8 +255,7 @@ class SGLangPackage:
             if file.is_file() and (match := re.search(r"= *['\"](\d+\.\d+[^'\"]*)['\"]", file.read_text())):
                 return match[1]
         raise ConfigError(
-            f"unsupported-version: {self.folder} does not state its SGLang version; install a released "
-            "version"
+            f"unsupported-version: {self.folder} does not state its SGLang version; install a release"
         )
 
     @cached_property
@@ -400,9 +397,7 @@ def read_event(text: bytes, what: str) -> dict[str, Any]:
     try:
         event = from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise BadReply(
-            f"not-json: {what} sent an event that is not JSON ({error}): {text[:200]!r}"
-        ) from error
+        raise BadReply(f"not-json: {what} sent a non-JSON event ({error}): {text[:200]!r}") from error
     if not isinstance(event, dict):
         raise BadReply(f"wrong-type: {what} sent an event that is not an object: {text[:200]!r}")
     if "error" in event:
@@ -502,9 +497,7 @@ class Partial:
     def _check_meta(self, meta: Mapping[str, Any], weight_version: str | None) -> None:
         prompt = len(self.job.request.prompt_token_ids)
         if whole(meta["prompt_tokens"], "prompt_tokens") != prompt:
-            raise ValueError(
-                f"the server read a prompt of {meta['prompt_tokens']} tokens, but the request had {prompt}"
-            )
+            raise ValueError(f"the server read a prompt of {meta['prompt_tokens']} tokens, not {prompt}")
         if weight_version is not None and meta["weight_version"] != weight_version:
             raise EngineError(
                 f"values-differ: engine sglang sampled with weights {meta['weight_version']!a} instead of "
@@ -549,7 +542,5 @@ def _kind(reason: Any) -> str | None:
         raise ValueError(f"finish_reason has an unknown type, {ascii(kind)[:80]}")
     matched = reason.get("matched")
     if matched is not None and type(matched) not in (int, str):
-        raise ValueError(
-            f"finish_reason matched {ascii(matched)[:80]}, which is neither a token id nor a string"
-        )
+        raise ValueError(f"finish_reason matched {ascii(matched)[:80]}, neither a token id nor a string")
     return str(kind)

@@ -128,9 +128,7 @@ class Expected:
             with torch.device("meta"):
                 module = AutoModelForCausalLM.from_config(config)
         except (OSError, ValueError) as error:
-            raise EngineError(
-                f"damaged-file: the weights of the model in {folder} cannot be listed: {error}"
-            ) from error
+            raise EngineError(f"damaged-file: the weights in {folder} cannot be listed: {error}") from error
         self.shapes = {
             name: tuple(weight.shape) for name, weight in module.named_parameters(remove_duplicate=False)
         }

@@ -171,8 +171,7 @@ def check_version(version: str, *, where: str) -> None:
     if match is None or not OLDEST <= (int(match[1]), int(match[2])) < BELOW:
         raise EngineError(
             f"unsupported-version: {where} has vLLM {version}; Lockstep supports servers of vLLM "
-            f"{_dotted(OLDEST)} up to, but not including, {_dotted(BELOW)}; install one of those versions "
-            "there"
+            f"{_dotted(OLDEST)} up to, but not including, {_dotted(BELOW)}; install one of those there"
         )
 
 
@@ -254,9 +253,7 @@ class VLLMDriver(ServerDriver):
                 "finite?"
             )
         if prompt_tokens != prompt:
-            raise EngineError(
-                f"wrong-result: engine vllm read {prompt_tokens} prompt tokens, but the request had {prompt}"
-            )
+            raise EngineError(f"wrong-result: engine vllm read {prompt_tokens} prompt tokens, not {prompt}")
         if reason not in ("stop", "length", "abort"):
             raise EngineError(
                 f"wrong-result: engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}"
@@ -510,9 +507,7 @@ def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where:
     if last.status == 403:
         raise _start_with(where, "has its token route disabled", "--enable-scale-out")
     if last.status == 404:
-        raise EngineError(
-            f"unsupported-version: {where} has no /inference/v1/generate, which vLLM has had since 0.26"
-        )
+        raise EngineError(f"unsupported-version: {where} has no /inference/v1/generate, added in vLLM 0.26")
     if last.status != 200:
         what = f"a smaller vocabulary: it refuses token id {spec.vocab_size - 1} ({last.error_text()})"
     elif beyond.status == 200:

@@ -414,8 +414,7 @@ def claim(owner: object, environment: dict[str, str]) -> None:
     global _owner, _import_environment
     if _owner is not None:
         raise EngineError(
-            f"wrong-state: this process already has an open engine {NAME}; close it first, or set "
-            "engine.python"
+            f"wrong-state: this process already has an open engine {NAME}; close it, or set engine.python"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if _import_environment is None:

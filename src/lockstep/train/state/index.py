@@ -101,7 +101,7 @@ def read_index(directory: Path) -> StateIndex:
     size, mesh, backend = state.get("world_size"), state.get("mesh"), state.get("backend")
     if not is_count(size) or not 1 <= size <= _MAX_RANKS:
         raise CheckpointError(
-            f"wrong-field: {path}: field 'world_size' is {size!r}, not a number from 1 to {_MAX_RANKS}"
+            f"wrong-field: {path}: field 'world_size' is {size!r}, not in [1, {_MAX_RANKS}]"
         )
     if not isinstance(mesh, dict) or not all(is_count(length) for length in mesh.values()):
         raise CheckpointError(f"wrong-field: {path}: field 'mesh' is {mesh!r}, which is not a mesh")

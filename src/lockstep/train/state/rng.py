@@ -122,14 +122,11 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
         if name.startswith(_CUDA):
             continue
         if name not in state or state[name].dtype != tensor.dtype:
-            raise CheckpointError(
-                f"wrong-type: {path}: the state of generator {name!r} is missing or has the wrong type"
-            )
+            raise CheckpointError(f"wrong-type: {path}: generator {name!r} has no valid state")
         if not name.endswith("_gauss") and state[name].shape != tensor.shape:
             raise CheckpointError(
                 f"wrong-shape: {path}: generator {name!r} has a state of shape {list(state[name].shape)}, "
-                f"but here it is {list(tensor.shape)}; the checkpoint was made with another version of torch "
-                "or numpy"
+                f"not {list(tensor.shape)}; the checkpoint was made with another version of torch or numpy"
             )
     for name, tensor in state.items():
         # Seed and offset of Philox, 8 bytes each.

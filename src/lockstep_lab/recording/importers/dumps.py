@@ -130,7 +130,7 @@ def import_dump(
     """
     source, out, pace = Path(source), Path(out), pace or Pace()
     if out.exists():
-        raise RecordingError(f"already-exists: {out}: already exists; give a directory that does not")
+        raise RecordingError(f"already-exists: {out}: already exists; give a new directory")
     files = _files(source)
     survey = _survey(files, pace)
     vocab_size = _vocab_size(model, survey)
@@ -191,14 +191,11 @@ def _files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     if not source.is_dir():
-        raise RecordingError(
-            f"no-such-file: {source}: there is no such file or folder; give the dump to read"
-        )
+        raise RecordingError(f"no-such-file: {source}: there is no such file or folder; give a dump to read")
     dumps = [p for p in source.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
     if not dumps:
         raise RecordingError(
-            f"wrong-kind-of-file: {source}: contains no dump; only files that end in {', '.join(SUFFIXES)} "
-            "are read"
+            f"wrong-kind-of-file: {source}: contains no dump; files must end in {', '.join(SUFFIXES)}"
         )
     return sorted(dumps, key=lambda p: _natural(str(p.relative_to(source))))
 
@@ -336,9 +333,7 @@ def _metas(origins: Sequence[tuple[int | None, int, str]], survey: _Survey) -> l
     keys = []
     for step, rank, file in origins:
         if rank >= _MAX_WORLD:
-            raise RecordingError(
-                f"wrong-field: {file}: field 'rank' is {rank}; it must be at most {_MAX_WORLD - 1}"
-            )
+            raise RecordingError(f"wrong-field: {file}: field 'rank' is {rank}, more than {_MAX_WORLD - 1}")
         keys.append((step if numbered and step is not None else counted[rank], rank))
         counted[rank] += 1
     if not numbered:

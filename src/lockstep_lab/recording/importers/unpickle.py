@@ -106,9 +106,7 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
         raise damaged(where, what)
     root = programs[0].removesuffix("data.pkl")
     if entries.get(f"{root}byteorder", b"little") != b"little":
-        raise RecordingError(
-            f"unsupported-version: {where}: was written on a big-endian machine, which is not supported"
-        )
+        raise RecordingError(f"unsupported-version: {where}: big-endian files are not supported")
     known: dict[str, Storage] = {}
 
     def storage(kind: StorageKind, key: str, count: int) -> Storage:
