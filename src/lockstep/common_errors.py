@@ -54,7 +54,7 @@ def cannot_write(
         done: what cannot be done to it: "written", "created".
     """
     reason = getattr(cause, "strerror", None) or cause
-    return error(f"cannot-write: {path}: cannot be {done} ({reason}); {fix}")
+    return error(f"cannot-write: {path} cannot be {done} ({reason}); {fix}")
 
 
 def already_exists(what: str, fix: str) -> ConfigError:
@@ -80,7 +80,7 @@ def hash_differs(
 
 def leads_out(error: type[LockstepError], link: object, folder: object, /, **fields: Any) -> LockstepError:
     """A link in a folder of ours that leads, or may lead, to another place."""
-    text = f"{link}: is a link that points outside {folder}; put the file or folder itself there"
+    text = f"{link} is a link that points outside {folder}; put the file or folder itself there"
     return error(f"leads-out-of-folder: {text}", **fields)
 
 

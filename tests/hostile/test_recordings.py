@@ -314,7 +314,7 @@ def test_missing_renamed_swapped_and_foreign_files_are_noticed(valid, tmp_path):
         (
             lambda: (valid / "rank-0001").rename(tmp_path / "x"),
             lambda: (tmp_path / "x").rename(valid / "rank-0001"),
-            "rank-0001: is missing",
+            "rank-0001 is missing",
         ),
         (
             lambda: (valid / "rank-0000/notes.txt").write_text(""),

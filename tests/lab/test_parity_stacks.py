@@ -68,7 +68,7 @@ def test_a_stack_by_name(text: str, name: str, stem: str, settings: dict[str, ob
         ("", "unknown train backend ''"),
         ("fsdp2:", "unknown option ''"),
         ("fsdp2:tp", "unknown option 'tp'"),
-        ("fsdp2:zero4", "zeroN is of deepspeed"),
+        ("fsdp2:zero4", "zeroN is available only with deepspeed"),
         ("deepspeed:zero4", "there is no ZeRO stage 4"),
         ("fsdp2:offlaod", "did you mean 'offload'? Known: compile, deepcompile, joint, offload"),
         ("fsdp2:tp2+tp4", "tp is given twice"),

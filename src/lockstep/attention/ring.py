@@ -83,8 +83,8 @@ def ring_attention(
         )
     if shard.index.device != q.device:
         raise ModelError(
-            f"missing-device: the ring's shard is on {shard.index.device}, q on {q.device}; move it: "
-            "shard.to()"
+            f"missing-device: the ring's shard is on {shard.index.device}, but q is on {q.device}; move the "
+            "shard with shard.to()"
         )
     if q.device.type == "cpu":
         enable_cpu_reference()

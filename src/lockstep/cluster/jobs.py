@@ -319,7 +319,7 @@ def _files_of(path: Path) -> list[Path]:
             for each in folders:
                 if (link := Path(name, each)).is_symlink():
                     raise ConfigError(
-                        f"leads-out-of-folder: {link}: is a link to a folder, and such links are not sent; "
+                        f"leads-out-of-folder: {link} is a link to a folder, and such links are not sent; "
                         "put the folder itself there, or include it by its real path",
                         setting="--include",
                     )

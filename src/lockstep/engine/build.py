@@ -472,7 +472,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         if dirty and not self._running:  # a replica that restarts while it generates gets its weights there
             raise EngineError(
                 f"wrong-state: replicas {dirty} of {len(self.engines)} do not have the trained weights: no "
-                "update was pushed, or the last one did not finish; push the weights before generate"
+                "update was pushed, or the last one did not finish; push the weights before calling generate"
             )
 
     @property

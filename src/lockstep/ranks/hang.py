@@ -157,7 +157,7 @@ def find_records(run: Path) -> Path:
     files += run.glob("rank-*.flight")
     if not files:
         raise DataError(
-            f"wrong-kind-of-file: {run}: contains no flight records (logs/flight/rank-0.flight); give the "
+            f"wrong-kind-of-file: {run} contains no flight records (logs/flight/rank-0.flight); give the "
             "folder of a run that this version of lockstep started"
         )
     return max(files, key=lambda path: path.lstat().st_mtime).parent
@@ -174,7 +174,7 @@ def examine(folder: Path, *, stacks: bool = True) -> HangReport:
     """
     ranks = rank_states(folder, stacks=stacks)
     if not ranks:
-        raise DataError(f"wrong-kind-of-file: {folder}: contains no flight records")
+        raise DataError(f"wrong-kind-of-file: {folder} contains no flight records")
     return diagnose(ranks)
 
 

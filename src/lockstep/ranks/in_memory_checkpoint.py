@@ -180,9 +180,9 @@ def check_ours(folder: Path) -> None:
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
         return
     raise CheckpointError(
-        f"not-ours: {folder}: is not the private folder that this run created for its copies, because other "
-        "users may be able to write to it. Continue from the last checkpoint, with cluster.copy_dir set to "
-        "a folder that other users cannot write to"
+        f"not-ours: {folder} is no longer private to this run: other users may be able to write to it. "
+        "Continue from the last checkpoint, with cluster.copy_dir set to a folder that other users cannot "
+        "write to"
     )
 
 

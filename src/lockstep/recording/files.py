@@ -65,7 +65,7 @@ def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
     raw = read_plain(path, RecordingError, root=root)
     value = parse_json(raw, str(path), RecordingError)
     if not isinstance(value, dict):
-        raise RecordingError(f"wrong-type: {path}: contains a JSON {type(value).__name__}, not an object")
+        raise RecordingError(f"wrong-type: {path} contains a JSON {type(value).__name__}, not an object")
     digest = value.pop("sha256", None)
     if not isinstance(digest, str) or not _HEX.fullmatch(digest) or raw.count(digest.encode()) != 1:
         raise RecordingError(f"missing-field: {path}: field sha256 is missing or not 64 hexadecimal digits")
@@ -148,7 +148,7 @@ class TensorFile:
 
     def _span(self, name: str, value: Any, data: int) -> TensorSpan:
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-            raise self._broken(f"tensor {name!r}: must have dtype, shape and data_offsets, and nothing else")
+            raise self._broken(f"tensor {name!r} must have dtype, shape and data_offsets, and nothing else")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._broken(
@@ -158,7 +158,7 @@ class TensorFile:
             if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
                 raise self._broken(f"tensor {name!r}: {what} must be a list of non-negative whole numbers")
         if len(offsets) != 2 or len(shape) > 64:
-            raise self._broken(f"tensor {name!r}: needs 2 data_offsets and at most 64 dimensions")
+            raise self._broken(f"tensor {name!r} needs 2 data_offsets and at most 64 dimensions")
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
         if math.prod(n for n in shape if n) >= 2**48:  # an empty tensor may still have absurd strides
             raise self._broken(f"tensor {name!r}: shape {shape[:8]} is too large")
@@ -193,7 +193,7 @@ class TensorFile:
                 span = self.tensors[name]
                 nbytes = count * span.itemsize
                 if first < 0 or count < 0 or first * span.itemsize + nbytes > span.nbytes:
-                    raise self._broken(f"tensor {name!r}: has no entries {first} to {first + count}")
+                    raise self._broken(f"tensor {name!r} has no entries {first} to {first + count}")
                 data = bytearray(nbytes)
                 file.seek(span.start + first * span.itemsize)
                 if nbytes and file.readinto(data) != nbytes:

@@ -184,7 +184,7 @@ class _Layout:
         documents = len(batch.sample_ids)
         if not 0 < documents <= len(batch.lengths) or min(batch.lengths) < 1:
             raise RecordingError(
-                f"empty: {where}: needs at least one document, and no empty ones; got {documents} sample_ids "
+                f"empty: {where} needs at least one document, and no empty ones; got {documents} sample_ids "
                 f"and lengths {batch.lengths[:20]}"
             )
         return cls(tuple(map(int, batch.lengths[:documents])), tuple(map(int, batch.lengths[documents:])))

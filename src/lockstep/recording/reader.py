@@ -81,7 +81,7 @@ class Recording:
         recording = cls(root, entry, {rank: read_rank(root, rank) for rank in entry.ranks})
         if not recording.metas:
             raise RecordingError(
-                f"nothing-left: {root}: contains no inputs; the run ended before its first step was fed to "
+                f"nothing-left: {root} contains no inputs; the run ended before its first step was fed to "
                 "the policy"
             )
         return recording
@@ -143,9 +143,9 @@ def find_recording(path: Path | str | None) -> Path:
         if os.path.lexists(candidate / HEADER):
             return candidate
     if not start.exists():
-        raise RecordingError(f"no-such-file: {start}: does not exist; give a recording or a run with one")
+        raise RecordingError(f"no-such-file: {start} does not exist; give a recording or a run with one")
     raise RecordingError(
-        f"wrong-kind-of-file: {start}: has no {HEADER}, nor has its folder recordings; give a recording, or "
+        f"wrong-kind-of-file: neither {start} nor its folder recordings has a {HEADER}; give a recording, or "
         "record one with lockstep train --record"
     )
 

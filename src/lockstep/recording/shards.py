@@ -213,7 +213,7 @@ def read_rank(root: Path, rank: int) -> RankFiles:
     folder = rank_folder(root, rank)
     if not folder.is_dir() or not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(root)):
         raise RecordingError(
-            f"incomplete: {folder}: is missing, or is a link that points outside the recording; "
+            f"incomplete: {folder} is missing, or is a link that points outside the recording; "
             f"recording.json's field ranks names rank {rank}"
         )
     files: dict[str, dict[int, Path]] = {"shard": {}, "open": {}}
@@ -224,7 +224,7 @@ def read_rank(root: Path, rank: int) -> RankFiles:
             files[match[1]][int(match[2])] = folder / name
         elif name != INDEX:
             raise RecordingError(
-                f"wrong-kind-of-file: {folder / name}: is not a file of a recording; move it elsewhere"
+                f"wrong-kind-of-file: {folder / name} is not a file of a recording; move it elsewhere"
             )
     if not names:  # the writer died between making the folder and the index
         return RankFiles(index=empty_index(rank), shards=(), open=(), ignored=())
@@ -257,7 +257,7 @@ def _select(index: IndexEntry, files: dict[str, dict[int, Path]], *, root: Path,
         shard = Shard(folder / file_name("shard", number), root, rank=index.rank)
         if shard.sha256 != row.sha256 or len(shard.entries) != row.inputs:
             raise RecordingError(
-                f"mixed-files: {shard.path}: is not the file that {folder / INDEX} lists ({row.inputs} "
+                f"mixed-files: {shard.path} is not the file that {folder / INDEX} lists ({row.inputs} "
                 f"inputs, sha256 {row.sha256[:12]}...); it was renamed or replaced"
             )
         shards.append((number, shard))
@@ -273,7 +273,7 @@ def _select(index: IndexEntry, files: dict[str, dict[int, Path]], *, root: Path,
             )
     if len(unlisted) > 1:
         raise RecordingError(
-            f"incomplete: {folder / INDEX}: lists too few shards; the file is older than the others"
+            f"incomplete: {folder / INDEX} lists too few shards; the file is older than the others"
         )
     shards += [(n, Shard(folder / file_name("shard", n), root, rank=index.rank)) for n in unlisted]
     return RankFiles(

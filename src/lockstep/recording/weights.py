@@ -111,7 +111,7 @@ def verified(directory: Path, *, weights: str | None, known: dict[Path, str] | N
     of_module = file.metadata.get("fingerprint", None if _only_adapters(file) else of_file)
     if weights is not None and of_module is not None and of_module != weights:
         raise RecordingError(
-            f"hash-differs: {file.path}: contains the weights {printable(of_module[:80])}, but the input was "
+            f"hash-differs: {file.path} contains the weights {printable(of_module[:80])}, but the input was "
             f"recorded with {printable(weights[:80])}; the file is damaged or belongs to another run"
         )
 
@@ -222,7 +222,7 @@ def _check(
     """Names, shapes and dtypes. Raises RecordingError."""
     if only_adapters and not targets:
         raise RecordingError(
-            f"other-model: {file.path}: contains LoRA adapters, but the model has none; load it with the "
+            f"other-model: {file.path} contains LoRA adapters, but the model has none; load it with the "
             "model.lora of the recording"
         )
     missing = sorted(targets.keys() - file.tensors.keys())

@@ -234,16 +234,16 @@ class RecordingWriter:
         has_index, has_root = os.path.lexists(index), os.path.lexists(root)
         if resume_at is None and (has_index or (first and has_root)):
             raise RecordingError(
-                f"already-exists: {self.directory}: already contains a recording; record into another "
+                f"already-exists: {self.directory} already contains a recording; record into another "
                 "directory, or remove the recording first"
             )
         names = self._visible()
         if names and not has_index:
-            raise _incomplete(f"{index}: is missing, but {', '.join(names[:3])} are beside it")
+            raise _incomplete(f"{index} is missing, but {', '.join(names[:3])} are beside it")
         if first and has_root and resume_at and not names:
-            raise _incomplete(f"{index}: is missing, but {root} names its rank")
+            raise _incomplete(f"{index} is missing, but {root} names its rank")
         if first and has_index and not has_root:
-            raise _incomplete(f"{root}: is missing, but {index} is there")
+            raise _incomplete(f"{root} is missing, but {index} is there")
         with file_errors(self._folder, RecordingError, "write"):
             self._folder.mkdir(parents=True, exist_ok=True)
         if first:
@@ -276,7 +276,7 @@ class RecordingWriter:
             )
         for folder in (rank_folder(self.directory, rank) for rank in old.ranks if resume_at):
             if folder != self._folder and not folder.exists():
-                raise _incomplete(f"{folder}: is missing, but {self.directory / HEADER} names its rank")
+                raise _incomplete(f"{folder} is missing, but {self.directory / HEADER} names its rank")
         for rank in set(old.ranks) - set(self._ranks):
             _drop(self.directory, rank, resume_at, closed=True)
         self._ranks = sorted({*old.ranks, *self._ranks})

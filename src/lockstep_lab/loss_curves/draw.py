@@ -68,7 +68,7 @@ def write_png(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
             figure.savefig(path, dpi=110, format="png")
         except OSError as error:
             raise ConfigError(
-                f"cannot-write: {path}: cannot be written ({error.strerror}); choose another file"
+                f"cannot-write: {path} cannot be written ({error.strerror}); choose another file"
             ) from error
 
 

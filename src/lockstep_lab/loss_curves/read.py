@@ -103,7 +103,7 @@ def _find(path: Path) -> tuple[Path, str]:
     if len(folders) > 1:
         names = ", ".join(str(folder) for folder in folders[:_MOST_NAMED])
         raise ConfigError(
-            f"ambiguous: {path}: has event files of {len(folders)} runs ({names}); give the folder of one"
+            f"ambiguous: {path} has event files of {len(folders)} runs ({names}); give the folder of one"
         )
     if folders:
         return folders[0], "tensorboard"
@@ -111,7 +111,7 @@ def _find(path: Path) -> tuple[Path, str]:
     if len(logs) == 1:
         return logs[0], "text"
     raise ConfigError(
-        f"wrong-kind-of-file: {path}: contains no metrics.jsonl, trainer_state.json or TensorBoard events"
+        f"wrong-kind-of-file: {path} contains no metrics.jsonl, trainer_state.json or TensorBoard events"
         + (f", and {len(logs)} logs: give one of them" if logs else ", nor a log")
     )
 
@@ -254,7 +254,7 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
         if key in names:
             return key
         raise ConfigError(
-            f"unknown-name: {path}: has no {key!r}; it has {listed or 'no numbers'}. Choose one with --key"
+            f"unknown-name: {path} has no {key!r}; it has {listed or 'no numbers'}. Choose one with --key"
         )
     for name in PREFERRED:
         if name in names:
@@ -264,7 +264,7 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
         return losses[0]
     if losses:
         raise ConfigError(
-            f"ambiguous: {path}: has several losses: {', '.join(losses[:_MOST_NAMED])}; choose one with --key"
+            f"ambiguous: {path} has several losses: {', '.join(losses[:_MOST_NAMED])}; choose one with --key"
         )
     hint = f"; it has {listed}. Choose one with --key" if names else ""
     raise ConfigError(f"missing-values: {path}: no loss found{hint}")

@@ -223,7 +223,7 @@ def read_matrix(path: Path) -> MatrixResult:
         return _MATRIX.validate_python(values)
     except ValidationError as error:
         raise RecordingError(
-            f"{file}: does not have the form that `lockstep matrix` writes ({first_problem(error)})",
+            f"{file} does not have the form that `lockstep matrix` writes ({first_problem(error)})",
             **first_data(error),
         ) from error
 
@@ -407,7 +407,7 @@ def read_cell(folder: Path) -> CellResult | None:
         return CELL.validate_python(read_json(file, RecordingError))
     except ValidationError as error:
         raise RecordingError(
-            f"{file}: is not a cell's result ({first_problem(error)}); delete {folder} and resume",
+            f"{file} is not a cell's result ({first_problem(error)}); delete {folder} and resume",
             **first_data(error),
         ) from error
 

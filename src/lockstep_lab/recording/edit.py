@@ -49,7 +49,7 @@ class Selection:
         outside = [index for index in candidates if not 0 <= index < count]
         if outside or self.every < 1:
             raise RecordingError(
-                f"{recording.path}: has inputs 0 to {count - 1}, not {outside[:5]}"
+                f"{recording.path} has inputs 0 to {count - 1}, not {outside[:5]}"
                 if outside
                 else f"every = {self.every} must be at least 1",
                 code="out-of-range",
@@ -207,7 +207,7 @@ def _copy(folder: Path, target: Path) -> None:
 def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weights: bool) -> Edited:
     """Write `items` in the order of their keys."""
     if os.path.lexists(out):
-        raise RecordingError(f"already-exists: {out}: already exists; give a new directory")
+        raise RecordingError(f"already-exists: {out} already exists; give a new directory")
     ranks = sorted({recording.metas[index].rank for recording, index in items})
     without = 0
     with whole_or_not(out) as folder:
@@ -244,6 +244,6 @@ def whole_or_not(out: Path) -> Iterator[Path]:
     except BrokenPipeError:
         raise  # from a terminal or pipe that shows progress, not from the folder
     except OSError as error:
-        raise RecordingError(f"cannot-write: {out}: cannot be written ({error.strerror or error})") from error
+        raise RecordingError(f"cannot-write: {out} cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -113,7 +113,7 @@ def make_folder(folder: Path, name: str = "--out") -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot-write: {name} {folder}: cannot be created ({error.strerror}); choose another"
+            f"cannot-write: {name} {folder} cannot be created ({error.strerror}); choose another"
         ) from error
 
 

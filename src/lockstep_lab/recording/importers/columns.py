@@ -194,7 +194,7 @@ class DumpReader:
                 self._default_response(halves[1])
                 return torch.cat(halves, dim=1)
         raise RecordingError(
-            f"missing-field: {self.where}: has no token ids; in a dump they must be called {', '.join(IDS)}"
+            f"missing-field: {self.where} has no token ids; in a dump they must be called {', '.join(IDS)}"
         )
 
     def _default_response(self, response: Tensor) -> None:

@@ -130,7 +130,7 @@ def import_dump(
     """
     source, out, pace = Path(source), Path(out), pace or Pace()
     if out.exists():
-        raise RecordingError(f"already-exists: {out}: already exists; give a new directory")
+        raise RecordingError(f"already-exists: {out} already exists; give a new directory")
     files = _files(source)
     survey = _survey(files, pace)
     vocab_size = _vocab_size(model, survey)
@@ -195,7 +195,7 @@ def _files(source: Path) -> list[Path]:
     dumps = [p for p in source.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
     if not dumps:
         raise RecordingError(
-            f"wrong-kind-of-file: {source}: contains no dump; files must end in {', '.join(SUFFIXES)}"
+            f"wrong-kind-of-file: {source} contains no dump; files must end in {', '.join(SUFFIXES)}"
         )
     return sorted(dumps, key=lambda p: _natural(str(p.relative_to(source))))
 
@@ -215,7 +215,7 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
         if not dicts:
             names = list(dump.value)[:12] if isinstance(dump.value, dict) else type(dump.value).__name__
             raise RecordingError(
-                f"missing-field: {path.name}: contains no token ids, only {names}; a dump is a dict, or a "
+                f"missing-field: {path.name} contains no token ids, only {names}; a dump is a dict, or a "
                 f"list of dicts, with one of {', '.join(IDS)} or prompts and responses"
             )
         size = path.stat().st_size

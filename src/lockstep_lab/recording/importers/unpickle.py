@@ -162,7 +162,7 @@ def _load_legacy(file: io.BytesIO, where: str, budget: Budget, *, level: int) ->
     )
     if protocol != _LEGACY_PROTOCOL or type(system) is not dict or system.get("little_endian") is not True:
         raise RecordingError(
-            f"unsupported-version: {where}: was written by an unknown version of torch.save, or on a "
+            f"unsupported-version: {where} was written by an unknown version of torch.save, or on a "
             "big-endian machine"
         )
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(waiting):
