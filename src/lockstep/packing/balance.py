@@ -49,7 +49,7 @@ def balance(
     for index, length in enumerate(lengths):
         if not 0 < length <= token_budget:
             raise DataError(
-                f"too-long: document {index} has {length} tokens, but a micro-batch holds 1 to "
+                f"too-long: document {index} has {length} tokens, but a micro-batch takes 1 to "
                 f"train.token_budget = {token_budget}; raise train.token_budget or drop the document"
             )
     if not lengths:

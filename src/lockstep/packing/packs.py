@@ -385,8 +385,8 @@ def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
         pair = [ids[i] for i in unit if i < len(ids)]
         if len(pair) < 2 or pair[0] % 2 or pair[1] != pair[0] + 1:
             raise DataError(
-                f"wrong-pairs: sample_ids {pair} are not a preference pair: the chosen answer of pair p is "
-                "sample 2p, and the rejected one, sample 2p + 1, comes right after it"
+                f"wrong-pairs: sample_ids {pair} are not a preference pair: the chosen answer of pair p must "
+                "be sample 2p, and the rejected one sample 2p + 1, right after it"
             )
     return units
 

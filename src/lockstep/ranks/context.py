@@ -373,7 +373,7 @@ def init_ranks(
     environ = os.environ
     rank, world_size, local_rank = (_number(environ, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not 0 <= rank < world_size:
-        raise ConfigError(f"wrong-environment: RANK = {rank} is not one of WORLD_SIZE = {world_size} ranks")
+        raise ConfigError(f"wrong-environment: RANK = {rank} is out of range for WORLD_SIZE = {world_size}")
     if FLIGHT_DIR in environ:
         record(Path(environ[FLIGHT_DIR]), rank=rank, world_size=world_size)
     where, backend, description = _placement(device, local_rank, world_size, environ)

@@ -72,7 +72,7 @@ def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
     if hashlib.sha256(raw.replace(digest.encode(), _ZEROS.encode())).hexdigest() != digest:
         raise RecordingError(
             f"hash-differs: {path}: field sha256 does not match the rest of the file; the file is damaged or "
-            "was edited by hand"
+            "was edited"
         )
     return value
 
@@ -141,7 +141,9 @@ class TensorFile:
                 raise self._broken(f"tensor {name!r}: data_offsets overlap or leave a gap")
             end += span.nbytes
         if end != size:
-            raise self._broken(f"its tensors end at byte {end:,}, the file at byte {size:,}; it is truncated")
+            raise self._broken(
+                f"its tensors end at byte {end:,}, but the file ends at byte {size:,}; it is truncated"
+            )
 
     def _broken(self, what: str) -> RecordingError:
         return RecordingError(f"damaged-file: {self.path}: {what}")

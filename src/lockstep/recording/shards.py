@@ -50,7 +50,7 @@ def check_version(format: object, version: object, where: str) -> None:
         )
     if str(version) != str(VERSION) or isinstance(version, bool):
         raise RecordingError(
-            f"version-differs: {where}: field version is {str(version)[:40]!r}, this Lockstep reads "
+            f"version-differs: {where}: field version is {str(version)[:40]!r}, but this Lockstep reads "
             f"{VERSION}; use the Lockstep that wrote it"
         )
 

@@ -352,8 +352,8 @@ class BucketTransfer:
         else:
             raise EngineError(
                 "wrong-state: a restarted engine cannot get its weights back now: they are sharded over the "
-                "ranks, and gathering them needs all ranks, which are not all sampling. Resume the run from "
-                "its last checkpoint"
+                "ranks, and gathering them takes all ranks, but not all of them are sampling. Resume the "
+                "run from its last checkpoint"
             )
 
     def _gather_again(self, target: InferenceEngine | None, ranks: RankContext) -> bool:

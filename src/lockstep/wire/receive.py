@@ -306,7 +306,7 @@ class Receiver:
             return unpack(self._opened(handle), specs)
         if transport == "collective":
             return unpack(self._broadcast(handle, int(bucket["num_bytes"]), deadline), specs)
-        raise WireError(f"a worker cannot receive by {transport!r}, only by ipc, collective and disk")
+        raise WireError(f"a worker cannot receive weights by {transport!r}, only by ipc, collective and disk")
 
     def close(self) -> None:
         """Release the trainer's memory, the group and the buffer."""

@@ -200,7 +200,7 @@ def _from_tensorboard(path: Path, key: str | None) -> Losses:
 
     files = [path] if path.is_file() else sorted(path.glob("*tfevents*"))
     if sum(file.stat().st_size for file in files) > MOST_BYTES:
-        raise ConfigError(f"too-large: {path}: its event files have more than {MOST_BYTES / 2**20:,.0f} MiB")
+        raise ConfigError(f"too-large: {path}: its event files are larger than {MOST_BYTES / 2**20:,.0f} MiB")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     events = accumulators.EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     try:

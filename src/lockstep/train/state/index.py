@@ -91,8 +91,8 @@ def read_index(directory: Path) -> StateIndex:
     version = state.get("version")
     if not is_count(version) or version not in (1, VERSION):
         raise CheckpointError(
-            f"version-differs: {path}: field 'version' is {version!r}, this Lockstep reads 1 and {VERSION}; "
-            f"use the version of Lockstep that wrote it ({state.get('versions')})"
+            f"version-differs: {path}: field 'version' is {version!r}, but this Lockstep reads 1 and "
+            f"{VERSION}; use the version of Lockstep that wrote it ({state.get('versions')})"
         )
     if not isinstance(state.get("progress"), dict):
         raise CheckpointError(f"missing-field: {path}: field 'progress' is missing")
@@ -106,7 +106,7 @@ def read_index(directory: Path) -> StateIndex:
     if not isinstance(mesh, dict) or not all(is_count(length) for length in mesh.values()):
         raise CheckpointError(f"wrong-field: {path}: field 'mesh' is {mesh!r}, which is not a mesh")
     if not isinstance(backend, str):
-        raise CheckpointError(f"wrong-field: {path}: field 'backend' is {backend!r}, not a text")
+        raise CheckpointError(f"wrong-field: {path}: field 'backend' is {backend!r}, not a string")
     files = _files(path, state)
     for rank in range(1, size):
         files |= _files_of_rank(directory, state, rank)

@@ -375,7 +375,7 @@ def _vocab_size(model: str | None, survey: _Survey) -> int:
     if survey.largest >= size:
         raise RecordingError(
             f"outside-vocabulary: {survey.where}: field 'token_ids': it contains {survey.largest}, but "
-            f"{model} has a vocabulary of {size}; give the model that was trained with --model"
+            f"{model} has a vocabulary of {size}; name the trained model with --model"
         )
     if size >= 2**31:
         raise RecordingError(
