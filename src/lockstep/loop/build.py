@@ -111,7 +111,8 @@ class Builder:
             raise ConfigError(
                 f"contradiction: eval.before = {config.eval.before}, eval.every = {config.eval.every}, "
                 f"eval.after = {config.eval.after}, but {str(run.dir.path)!r} was started without an "
-                "evaluation, so no prompts are held out of its training; turn them off, or start a new run"
+                "evaluation, so no prompts are held out from its training; turn evaluations off, or start "
+                "a new run"
             )
         return Builder(
             config,
@@ -165,10 +166,11 @@ class Builder:
             self.own_environment = type(own).__qualname__
         then = self.manifest.get("environment", self.own_environment)
         if then != self.own_environment:
-            names = [name or "that of the config" for name in (then, self.own_environment)]
+            names = [name or "of the config" for name in (then, self.own_environment)]
             raise ConfigError(
-                f"values-differ: the run was started with the environment {names[0]} and would go on with "
-                f"{names[1]}; resume it with the same one: train_online(run, resume=..., environment=...)"
+                f"values-differ: the run was started with the environment {names[0]}, but is being resumed "
+                f"with {names[1]}; resume it with the original environment: train_online(run, resume=..., "
+                "environment=...)"
             )
         with self.ranks.fail_together("loading model and data"):
             check_devices(config.cluster, self._machine.device, ranks=self.ranks)
@@ -183,19 +185,20 @@ class Builder:
                 return SingleTurn(of_config, prompts=prompts, held_out=held_out)
             if rewards:
                 raise ConfigError(
-                    "contradiction: rewards and environment are both given, and an environment has its own "
-                    "score; leave rewards out"
+                    "contradiction: both rewards and environment are given, but an environment computes "
+                    "its own scores; leave rewards out"
                 )
             if evaluates(config) and not len(own.held_out(config.eval.num_prompts)):
                 raise ConfigError(
                     f"nothing-to-do: eval.before = {config.eval.before}, eval.every = {config.eval.every}, "
-                    f"eval.after = {config.eval.after}, but held_out of {type(own).__name__} returns no "
-                    "task; return some there, or turn the evaluations off"
+                    f"eval.after = {config.eval.after}, but held_out of {type(own).__name__} returned no "
+                    "tasks; return some tasks from it, or turn evaluations off"
                 )
             if config.reward_model is not None:
                 raise ConfigError(
-                    f"no-effect: reward_model.name = {config.reward_model.name!r} scores the samples of the "
-                    "environment of the config, not of your own; leave it out, or score in your environment"
+                    f"no-effect: reward_model.name = {config.reward_model.name!r} only scores samples of "
+                    "the config's environment, not of a custom one; leave it out, or compute scores in "
+                    "your environment"
                 )
         return own
 
@@ -344,7 +347,7 @@ def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
         return []
     return [
         f"eval.num_prompts = {config.eval.num_prompts} would be more than half of data.source: {held_out} "
-        "rows are held out (set eval_data.source or eval.num_prompts for others)"
+        "rows are held out instead (to change that, set eval_data.source or eval.num_prompts)"
     ]
 
 
@@ -474,8 +477,8 @@ def _bitwise_check(
                 raise ConfigError(
                     "unsupported-combination: train.reuse_rollout_logprobs = true with engine.name = "
                     f"{run.engine.name!r} and batch-invariance "
-                    f"{'on' if resolved.batch_invariant else 'off'}: nothing promises that the engine's "
-                    "logprobs are the trainer's; leave it out, or set engine.name = 'native' and "
+                    f"{'on' if resolved.batch_invariant else 'off'}: the engine's logprobs are not "
+                    "guaranteed to equal the trainer's; leave it out, or set engine.name = 'native' and "
                     "train.batch_invariant = true"
                 )
         ranks.require_same(

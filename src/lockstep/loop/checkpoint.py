@@ -226,9 +226,9 @@ class CheckpointManager:
             if self._ranks.any(stalled, what="looking whether a checkpoint still grows"):
                 self._saving = None
                 raise CheckpointError(
-                    f"deadline: {saving.path} was not saved: nothing was written for {_STALLED_SECONDS:.0f} "
-                    f"s, {size} bytes in all; the disk of {self.directory} does not answer. Earlier "
-                    "checkpoints are as they were",
+                    f"deadline: {saving.path} was not saved: {size} bytes were written, then nothing for "
+                    f"{_STALLED_SECONDS:.0f} s; the disk of {self.directory} does not respond. Earlier "
+                    "checkpoints are unchanged",
                     path=saving.path,
                 )
         return self._commit(saving)
@@ -262,7 +262,8 @@ class CheckpointManager:
                 return entry.path, entry.damage
         steps = sorted(entry.step for entry in entries)
         raise CheckpointError(
-            f"no-such-file: no checkpoint of step {step} in {self.directory}; there are {steps or 'none'}",
+            f"no-such-file: {self.directory} has no checkpoint of step {step}; available steps: "
+            f"{steps or 'none'}",
             name=str(step),
             steps=steps,
         )
@@ -396,7 +397,7 @@ class CheckpointManager:
         if unseen := sorted(hashes.keys() - records.keys()):
             raise CheckpointError(
                 f"no-such-file: {folder}: rank 0 does not see {unseen[:3]}, which other ranks have written; "
-                "is run_dir a file system that shows files late?"
+                "is run_dir on a file system where new files become visible late?"
             )
         metric = saving.metric if saving.metric is not None and math.isfinite(saving.metric) else None
         complete = {
@@ -486,23 +487,23 @@ class CheckpointManager:
             with contextlib.suppress(CheckpointError):
                 self._verify(other)
                 return (
-                    f"checkpoint {path} is damaged: {damage}. The newest undamaged one is {other}; to go on "
-                    f"from it, add --checkpoint {step}"
+                    f"checkpoint {path} is damaged: {damage}. The newest undamaged one is {other}; to "
+                    f"continue from it, add --checkpoint {step}"
                 )
         return f"checkpoint {path} is damaged: {damage}. There is no undamaged one in {self.directory}"
 
     def _disk_error(self, path: Path, error: OSError) -> CheckpointError:
         if not is_out_of_space(error):
             return CheckpointError(
-                f"cannot-write: {path} could not be saved: {error}; earlier checkpoints are as they were"
+                f"cannot-write: {path} could not be saved: {error}; earlier checkpoints are unchanged"
             )
         good = [e.path for e in self._entries() if e.damage is None]
         sizes = [sum(r["bytes"] for r in _read_complete(p)["files"].values()) for p in good]
-        needed = f"needs about {sizes[-1]} bytes" if sizes else "is the run's first"
+        needed = f"needs about {sizes[-1]} bytes" if sizes else "is the run's first checkpoint"
         free = shutil.disk_usage(self.directory).free
         return CheckpointError(
-            f"no-space: {path} could not be saved: {error}. It {needed}, {self.directory} has {free} bytes "
-            "free; free some space or lower checkpoint.keep_last; earlier checkpoints are as they were",
+            f"no-space: {path} could not be saved: {error}. It {needed}, and {self.directory} has {free} "
+            "bytes free; free some space or lower checkpoint.keep_last. Earlier checkpoints are unchanged",
             free=free,
         )
 

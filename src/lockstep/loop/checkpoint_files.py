@@ -79,15 +79,15 @@ def algorithm_notes(now: Mapping[str, Any] | None, then: Mapping[str, Any]) -> I
     if before is None:  # begun before 2026-11-22, when these two were corrected
         if now["name"] == "rloo" or now["kl"]["coef"] > 0:
             yield (
-                "the run was started by a version in which rloo had a ratio per token and KL other "
-                "estimators and bounds (CHANGELOG.md): from here on its loss may be another one"
+                "the run was started by an older version, in which rloo had a ratio per token and KL had "
+                "different estimators and bounds (CHANGELOG.md); its loss may differ from now on"
             )
         return
     for key, value in now.items():
         old = before.get(key) if isinstance(before, Mapping) else None
         if old != value:
             yield (
-                f"the run was started with algorithm.{key} = {printable(str(old))} and goes on with {value}"
+                f"the run was started with algorithm.{key} = {printable(str(old))} and continues with {value}"
             )
 
 
@@ -161,7 +161,7 @@ def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
 
 def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any]) -> None:
     if step is not None and step != complete["step"]:
-        what = f"{COMPLETE} is of step {complete['step']}, {source} of step {step!r:.40}"
+        what = f"{COMPLETE} belongs to step {complete['step']}, but {source} to step {step!r:.40}"
         raise _mixed_files(path, "step", what)
 
 
@@ -178,14 +178,16 @@ def _check_state(
     for own in (STATE, *lists, *index.files, *(() if role else (RUN_STATE,))):
         name = f"{folder}{own}"
         if name not in listed:
-            raise _wrong_field(path / COMPLETE, "files", f"lacks {name!r}, which the state needs", file=name)
+            raise _wrong_field(
+                path / COMPLETE, "files", f"does not list {name!r}, which the state needs", file=name
+            )
         record = index.files.get(own)
         if record is not None and asdict(record) != listed[name]:
-            what = f"{COMPLETE} and {folder}{STATE} differ in what {name!r} must be"
+            what = f"{COMPLETE} and {folder}{STATE} disagree on the size or hash of {name!r}"
             raise _mixed_files(path, name, what)
     recorded, steps = complete.get("optimizer_steps"), index.progress.get("step")
     if role is None and recorded not in (None, steps):  # checkpoints of earlier versions do not have it
-        what = f"{COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}"
+        what = f"{COMPLETE} records {recorded} optimizer steps, but {STATE} records {steps!r:.40}"
         raise _mixed_files(path, "optimizer steps", what)
 
 
@@ -199,7 +201,7 @@ def read_run_state(path: Path) -> dict[str, Any]:
     value = read_json(path / RUN_STATE)
     if not isinstance(value, dict):
         file = path / RUN_STATE
-        raise damaged(CheckpointError, file, "it holds no run state", path=file)
+        raise damaged(CheckpointError, file, "it contains no run state", path=file)
     return {name: _with_nan(each) for name, each in value.items()}
 
 
@@ -247,7 +249,9 @@ def _read_complete(path: Path) -> dict[str, Any]:
     file = path / COMPLETE
     value: Any = read_json(file)
     if not isinstance(value, dict):
-        raise CheckpointError(f"damaged-file: {file} holds no JSON object; it is damaged", path=file)
+        raise CheckpointError(
+            f"damaged-file: {file} does not contain a JSON object; it is damaged", path=file
+        )
     # Absent from checkpoints of earlier versions.
     value.setdefault("optimizer_steps", None)
     fields = {
@@ -259,7 +263,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
     }
     for name, good in fields.items():
         if not good:
-            raise _wrong_field(file, name, "is missing or of the wrong type; it is damaged")
+            raise _wrong_field(file, name, "is missing or has the wrong type; the file is damaged")
     for name, record in value["files"].items():
         read_record(file, name, record)
         if printable(name) != name or not name:
@@ -280,4 +284,6 @@ def _wrong_field(path: Path, name: str, why: str, /, **fields: Any) -> Checkpoin
 
 
 def _mixed_files(folder: Path, name: str, what: str) -> CheckpointError:
-    return CheckpointError(f"mixed-files: {folder}: {what}; files of two checkpoints are mixed", name=name)
+    return CheckpointError(
+        f"mixed-files: {folder}: {what}; the folder mixes files from two checkpoints", name=name
+    )

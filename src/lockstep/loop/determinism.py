@@ -73,7 +73,7 @@ def prepare_cublas() -> None:
     value = os.environ.setdefault(CUBLAS, _CUBLAS_VALUES[1])
     if value not in _CUBLAS_VALUES:
         raise ConfigError(
-            f"wrong-environment: {CUBLAS} = {value!r}: under train.deterministic = true torch accepts "
+            f"wrong-environment: {CUBLAS} = {value!r}: with train.deterministic = true torch only accepts "
             f"{' or '.join(_CUBLAS_VALUES)}; set one of them, or unset the variable",
             name=CUBLAS,
             value=value,
@@ -180,10 +180,12 @@ def batch_invariance_lines(result: BatchInvariance | None, contract: KernelContr
         return [f"train.batch_invariant is off: {result.refused}"]
     if contract is None:
         return [
-            "batch-invariant forward; the engine shares no kernel contract: logprob_gap is measured and need "
-            "not be 0"
+            "the forward is batch-invariant, but the engine shares no kernel contract, so logprob_gap is "
+            "measured and need not be 0"
         ]
-    return [f"trainer and engine keep kernel contract {contract.hash[:12]}: logprob_gap must be exactly 0"]
+    return [
+        f"trainer and engine share kernel contract {contract.hash[:12]}, so logprob_gap must be exactly 0"
+    ]
 
 
 def contract_change(before: Mapping[str, Any] | None, contract: KernelContract | None) -> list[str]:
@@ -196,14 +198,14 @@ def contract_change(before: Mapping[str, Any] | None, contract: KernelContract |
         return []
     if contract is None:
         return [
-            f"the run was started with kernel contract {str(before.get('hash'))[:12]} and goes on without "
-            "one: its logprob_gap was 0 and is only measured from here on"
+            f"the run was started with kernel contract {str(before.get('hash'))[:12]} and continues without "
+            "one; its logprob_gap was 0 and from now on is only measured"
         ]
     now = contract.as_json()
     other = [
         f"{k} {before.get(k)!r}, now {v!r}" for k, v in now.items() if k != "hash" and before.get(k) != v
     ]
     return [
-        f"the run was started with another kernel contract ({'; '.join(other)}): its numbers may differ from "
-        "those of a run that was not interrupted"
+        f"the run was started with a different kernel contract ({'; '.join(other)}), so its numbers may "
+        "differ from those of an uninterrupted run"
     ]

@@ -138,8 +138,8 @@ def _load(
         if len(documents) < n:
             raise DataError(
                 f"not-enough: batch_size = {n}, but only {len(documents)} {run.documents_name} of "
-                f"data.source = {config.source!r} are left ({documents.report}); lower batch_size, or give "
-                "more data",
+                f"data.source = {config.source!r} are left ({documents.report}); lower batch_size, or "
+                "provide more data",
                 setting="batch_size",
                 documents=len(documents),
             )

@@ -69,7 +69,7 @@ def max_model_len(run: GRPORun, *, max_positions: int) -> int:
     own = run.engine.max_model_len
     if own is not None and own < trained:
         raise ConfigError(
-            f"contradiction: engine.max_model_len = {own} is below data.max_prompt_tokens + "
+            f"contradiction: engine.max_model_len = {own} is less than data.max_prompt_tokens + "
             f"rollout.sampling.max_tokens = {trained}; raise it, or leave it out"
         )
     return min(own or run.longest_sequence, max_positions)

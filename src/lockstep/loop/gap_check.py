@@ -45,15 +45,15 @@ def gap_complaint(metrics: Mapping[str, float], *, dtype: str, temperature: floa
         f"{name} {metrics[f'logprob_gap_{name}']:.2g}" for name in ("mean", "p99", "max", "k3")
     )
     text = (
-        f"at the first step the engine's logprobs differ from the trainer's by {figures} nats, more than the "
-        f"{warn:.2g} that rounding in {dtype} explains"
+        f"at the first step the engine's logprobs differ from the trainer's by {figures} nats, more than "
+        f"the {warn:.2g} that {dtype} rounding can explain"
     )
     if mean <= stop:
-        return f"{text}; algorithm.rollout_correction bounds what this does to the loss"
+        return f"{text}; algorithm.rollout_correction limits the effect on the loss"
     raise EngineError(
-        f"values-differ: {text}: it does not hold the trainer's weights, or its logprobs are of another "
-        "kind (another temperature, truncated by top_p or top_k). Compare a few completions by "
-        "engine.name = 'hf'",
+        f"values-differ: {text}. Either the engine does not have the trainer's weights, or it computes its "
+        "logprobs differently (at another temperature, or after top_p or top_k truncation). Compare a few "
+        "completions with those of engine.name = 'hf'",
         name="logprob_gap_mean",
     )
 
@@ -81,18 +81,18 @@ def shared_contract(backend: TrainBackend, engine: SharesWeights, *, engine_name
     for side, found in ((f"{type(backend).__name__}", ours), (f"engine.name = {engine_name!r}", theirs)):
         if found is None:
             raise ConfigError(
-                f"wrong-part: train.batch_invariant = true, but {side} has no kernel contract (its "
-                "attribute `contract`): nothing says which kernels it computes with. Set engine.name = "
-                "'native' and a train backend of Lockstep, or train.batch_invariant = false",
+                f"wrong-part: train.batch_invariant = true, but {side} declares no kernel contract "
+                "(attribute `contract`), so its kernels are unknown. Set engine.name = 'native' and a "
+                "train backend of Lockstep, or train.batch_invariant = false",
                 name=side,
             )
     assert ours is not None and theirs is not None
     different = ours.difference(theirs)
     if different:
         raise ConfigError(
-            "kernels-differ: train.batch_invariant = true, but the kernel contracts of trainer (here) and "
-            f"engine (there) differ in {len(different)} field{'s' if len(different) > 1 else ''}: "
-            f"{'; '.join(different)}. Set these fields alike for both, or train.batch_invariant = false",
+            "kernels-differ: train.batch_invariant = true, but the kernel contracts of the trainer (here) "
+            f"and the engine (there) differ in {len(different)} field{'s' if len(different) > 1 else ''}: "
+            f"{'; '.join(different)}. Make these fields equal for both, or train.batch_invariant = false",
             different=different,
         )
     return ours
@@ -214,11 +214,11 @@ class BitwiseCheck:
         tokens = sum(int(b.loss_mask.sum()) for b in batches)
         return TrainError(
             f"values-differ: step {self._step}, {name}, position {position} (token {position - first - 1} "
-            f"of its completion, id {int(batch.labels[slot])}): the engine's logprob is {theirs!r}, the "
-            f"trainer's {ours!r}, at the same weights; {count} of {tokens} compared tokens differ. Under "
-            f"train.batch_invariant = true both keep the kernel contract {self.contract.hash[:12]} and must "
-            "be bitwise equal. No weight was changed. Set train.batch_invariant = false to go on with a "
-            "gap, and report this with the run's manifest.json",
+            f"of its completion, id {int(batch.labels[slot])}): with the same weights, the engine's logprob "
+            f"is {theirs!r} and the trainer's is {ours!r}; {count} of {tokens} compared tokens differ. With "
+            f"train.batch_invariant = true both follow kernel contract {self.contract.hash[:12]}, so their "
+            "logprobs must be bitwise equal. No weights were changed. Set train.batch_invariant = false to "
+            "continue with a gap, and report this error with the run's manifest.json",
             step=self._step,
             name=name,
             position=position,

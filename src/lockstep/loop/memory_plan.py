@@ -330,8 +330,8 @@ def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize
         found = getattr(load_object(backend, what=what), "memory_parts", None)
     if found is None:
         raise ConfigError(
-            f"wrong-part: {what} has no attribute memory_parts, which says what training holds; add one "
-            "(docs/how-to/extend.md)",
+            f"wrong-part: {what} has no attribute memory_parts, which lists what training keeps in memory; "
+            "add one (docs/how-to/extend.md)",
             name="memory_parts",
         )
     return found

@@ -148,8 +148,8 @@ class PeerCheckpoints:
         there = self.folder.is_dir() or recovery() is not None
         if not all(self._ranks.gather(there, bool, what="looking for the folder of copies")):
             raise ConfigError(
-                f"no-such-file: cluster.peer_copy = true: {self.folder}, which the command made for the "
-                "copies, is not on the ranks' machine; start the run on the node that it trains on, or set "
+                f"no-such-file: cluster.peer_copy = true: the command created {self.folder} for the copies, "
+                "but it is not on the ranks' machine; start the run on the node that it trains on, or set "
                 "cluster.peer_copy = false"
             )
         try:
@@ -174,7 +174,7 @@ class PeerCheckpoints:
             raise ConfigError(
                 "no-space: cluster.peer_copy = true needs room for two copies of the train state in "
                 f"{self.folder.parent}: {error}. Enlarge it (mount -o remount,size=..., a container's "
-                "--shm-size), set cluster.copy_dir to a larger tmpfs, or cluster.peer_copy = false"
+                "--shm-size), set cluster.copy_dir to a larger tmpfs, or set cluster.peer_copy = false"
             ) from error
 
     def save(self, step: int, backend: Saved, run_state: Mapping[str, Any], *, busy: bool) -> None:
@@ -219,8 +219,8 @@ class PeerCheckpoints:
         needed = max(size, whole - size)
         if (free := shutil.disk_usage(self.folder).free) < needed:
             raise CheckpointError(
-                f"no-space: the first one has {size} bytes, and {free} are free where {needed} are needed "
-                "for the next or, after a death, for the parts of all ranks"
+                f"no-space: the first copy has {size} bytes, and {needed} bytes are needed for the next "
+                f"copy or, after a crash, for the parts of all ranks, but only {free} are free"
             )
 
     @property
@@ -356,8 +356,8 @@ class PeerCheckpointClient:
         free = self._room(until)
         if free < (needed := sum(sizes.values())):
             raise CheckpointError(
-                f"no-space: the copy of rank {self._rank} has {needed} bytes, and {free} are free in the "
-                f"memory of the next node ({self._next}); set cluster.copy_dir to a larger tmpfs",
+                f"no-space: the copy of rank {self._rank} has {needed} bytes, but only {free} are free in "
+                f"the memory of the next node ({self._next}); set cluster.copy_dir to a larger tmpfs",
                 free=free,
             )
         files = {}
@@ -377,10 +377,10 @@ class PeerCheckpointClient:
         with _Request(self._next, "PUT", name, until=until, length=size) as request:
             sha256 = copied(file, request, size)
             if sha256 is None:
-                raise CheckpointError(f"damaged-file: {name} became shorter while it was sent")
+                raise CheckpointError(f"damaged-file: {name} became shorter while it was being sent")
             there = request.json().get("sha256")
         if there != sha256:
-            what = f"{name}, as it came to the next node ({self._next}),"
+            what = f"{name}, as received by the next node ({self._next}),"
             raise hash_differs(CheckpointError, what, str(there)[:64], sha256, name=name)
         return sha256
 
@@ -409,7 +409,7 @@ class PeerCheckpointClient:
                 except CheckpointError as error:
                     failures.append(error)
             else:
-                why = "; ".join(map(str, failures)) or "no node has it"
+                why = "; ".join(map(str, failures)) or "no node has a copy"
                 raise CheckpointError(
                     f"the part of rank {part} of {path.name} is lost: {why}",
                     code=failures[-1].code if failures else "incomplete",
@@ -441,7 +441,7 @@ class PeerCheckpointClient:
                 request.answer()
                 sha256 = copied(request, target, file.bytes)
             if sha256 is None:
-                raise CheckpointError(f"damaged-file: {node}: {name} is too short, damaged", name=name)
+                raise CheckpointError(f"damaged-file: {node}: {name} is damaged: it is too short", name=name)
             if sha256 != file.sha256:
                 raise hash_differs(CheckpointError, f"{node}: {name}", sha256, file.sha256, name=name)
             partial.replace(path)
@@ -482,7 +482,8 @@ class _Request:
                 reasons = {401: "not-authenticated", 404: "incomplete", 507: "no-space"}
                 detail = printable(self.body().decode(errors="replace")[:300])
                 raise CheckpointError(
-                    f"node {self._node} refuses: {status} {detail}", code=reasons.get(status, "bad-reply")
+                    f"node {self._node} refused the request: {status} {detail}",
+                    code=reasons.get(status, "bad-reply"),
                 )
         return self._answer
 
@@ -502,7 +503,7 @@ class _Request:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise CheckpointError(f"bad-reply: node {self._node} answers no JSON") from error
+            raise CheckpointError(f"bad-reply: node {self._node} sent a response that is not JSON") from error
         return value if isinstance(value, dict) else {}
 
     @contextlib.contextmanager

@@ -87,8 +87,8 @@ class PeerCheckpointServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             raise CheckpointError(
-                "process-died: the peer checkpoint server of this node does not answer "
-                f"({error}); is the node out of memory? Set cluster.peer_copy = false",
+                f"process-died: the peer checkpoint server of this node does not respond ({error}); is the "
+                "node out of memory? Set cluster.peer_copy = false",
                 setting="cluster.peer_copy",
             ) from error
         if "error" in about:
@@ -102,7 +102,7 @@ class PeerCheckpointServer:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(seconds):
-                raise OSError(f"nothing within {seconds:g} s")
+                raise OSError(f"no output within {seconds:g} s")
         return self._process.stdout.readline()
 
     def close(self) -> None:
@@ -171,9 +171,9 @@ def _server(address: str, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTT
         return Server((address, 0), handler)
     except OSError as error:
         raise ConfigError(
-            f"unreachable: cluster.peer_copy = true: {address}, the node's address in the cluster, cannot be "
-            f"listened on ({error.strerror}); start the node's part of the cluster with an address of its "
-            "own, or set cluster.peer_copy = false"
+            f"unreachable: cluster.peer_copy = true: this node cannot listen on {address}, its address in "
+            f"the cluster ({error.strerror}); give the node its own address when you start its part of the "
+            "cluster, or set cluster.peer_copy = false"
         ) from error
 
 

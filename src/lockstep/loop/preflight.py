@@ -140,7 +140,7 @@ def _check_packages(run: RunConfig) -> None:
     for package, (setting, used, fix) in needed.items():
         if used and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"missing-package: {setting} needs the package {package}, which is not installed: {fix}",
+                f"missing-package: {setting} needs the package {package}, which is not installed; {fix}",
                 setting=setting,
             )
 
@@ -156,10 +156,10 @@ def check_model(name: str, *, setting: str = "model.name") -> None:
     check_no_lost_run(name, setting=setting)
     folder = Path(name).expanduser()
     if (folder.is_absolute() or name.startswith((".", "~"))) and not (folder / "config.json").is_file():
-        what = "holds no config.json" if folder.is_dir() else "does not exist"
+        what = "contains no config.json" if folder.is_dir() else "does not exist"
         raise ModelError(
-            f"wrong-kind-of-file: {setting} = {name!r}: this folder {what}; set a folder that holds a saved "
-            "model",
+            f"wrong-kind-of-file: {setting} = {name!r}: this folder {what}; name a folder that contains a "
+            "saved model",
             setting=setting,
         )
 
@@ -175,11 +175,13 @@ def check_no_lost_run(name: str, *, setting: str | None = None) -> None:
         return
     there = sorted(each.parent.name for each in folder.glob("*/config.toml"))
     near = [str(folder / each) for each in nearest(path.name, there)]
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"runs there: {', '.join(there[:10])}"
+    hint = (
+        f"did you mean {' or '.join(map(repr, near))}?" if near else f"existing runs: {', '.join(there[:10])}"
+    )
     raise ModelError(
         (f"{setting} = " if setting else "")
-        + f"{name!r}: there is no such run directory (looked from {str(Path.cwd())!r}); "
-        + (hint if there else "name a run directory, a model folder, or a model of the hub"),
+        + f"{name!r}: no such run directory (relative to {str(Path.cwd())!r}); "
+        + (hint if there else "name a run directory, a model folder or a hub model"),
         code="no-such-file",
         name=name,
     )
@@ -191,14 +193,14 @@ def _check_reward_models(run: GRPORun, config: RewardRoleConfig) -> None:
         check_model(name, setting=setting)
         if name.startswith(PREFIX):
             raise ModelError(
-                f"unsupported-combination: {setting} = {name!r}: a shape has no weights that score; name a "
-                "folder or a hub model, such as RUN_DIR/export of `lockstep train rm`",
+                f"unsupported-combination: {setting} = {name!r}: a shape has no trained weights to score "
+                "with; name a folder or a hub model, such as RUN_DIR/export of `lockstep train rm`",
                 setting=setting,
             )
     if run.data.source == "ids":
         raise ConfigError(
             f"unsupported-combination: reward_model.name = {config.name!r} with data.source = 'ids': a "
-            "reward model reads text, and these prompts have none; give prompts as text, or leave "
+            "reward model reads text, but these prompts are token ids; use prompts with text, or leave "
             "reward_model out"
         )
 
@@ -215,8 +217,8 @@ def _check_data(section: str, config: DataConfig, run: RunConfig) -> None:
         raise error.with_message(f"{section}: {error}") from error
     if config.generated and not run.online:
         raise ConfigError(
-            f"unsupported-combination: {section}.source = {config.source!r} has prompts only; "
-            f"{run.kind.upper()} needs a file, a folder or a hub set",
+            f"unsupported-combination: {section}.source = {config.source!r} provides only prompts; "
+            f"{run.kind.upper()} needs a file, a folder or a hub data set",
             setting=f"{section}.source",
         )
     if run.model.name.startswith(PREFIX) and config.source != "ids":
@@ -287,7 +289,8 @@ def check_attribute(target: str, *, what: str) -> None:
     if spec is None:
         raise ConfigError(
             f"missing-package: {what} needs the module {module!r}, which is not installed or not on the "
-            f"Python path (looked for {target!r}, also in {os.getcwd()!r})",
+            f"Python path (searched for {target!r}, also in {os.getcwd()!r}); install it, or add its folder "
+            "to PYTHONPATH",
             name=module,
         )
     if spec.origin is None or not spec.origin.endswith(".py"):
@@ -302,7 +305,9 @@ def check_attribute(target: str, *, what: str) -> None:
     if bound is not None and first not in bound and not inside:
         near = nearest(first, bound)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ConfigError(f"wrong-part: {what}: {spec.origin} defines no {first!r}{hint}", name=attribute)
+        raise ConfigError(
+            f"wrong-part: {what}: {spec.origin} does not define {first!r}{hint}", name=attribute
+        )
 
 
 def _find(module: str) -> importlib.machinery.ModuleSpec | None:
@@ -363,9 +368,10 @@ def _check_prompts(run: GRPORun, config: DataConfig) -> None:
         raise _too_few("rollout.prompts_per_step", needed, config, rows=rows)
     if after and rows <= after:
         raise ConfigError(
-            f"not-enough: data.size = {after} takes all {rows} rows of data.source = {config.source!r} to "
-            "train on, and evaluations are held out after them; lower data.size, set eval_data.source, or "
-            "turn evaluations off (eval.before = false, eval.after = false, eval.every = 0)",
+            f"not-enough: data.size = {after} uses all {rows} rows of data.source = {config.source!r} for "
+            "training, which leaves no rows to hold out for evaluations; lower data.size, set "
+            "eval_data.source, or turn evaluations off (eval.before = false, eval.after = false, "
+            "eval.every = 0)",
             rows=rows,
             held_out=0,
         )
@@ -375,15 +381,15 @@ def _check_documents(run: OfflineRun, config: DataConfig) -> None:
     """Check that a file has enough documents for a step; see `_check_prompts`."""
     found = load_rows(_raw(config, size=config.size or run.batch_size))
     count = sum(map(run.documents_of, found))
-    answers = "" if count == len(found) else f", which are {count} {run.documents_name}"
+    answers = "" if count == len(found) else f", i.e. {count} {run.documents_name}"
     if count < run.batch_size:
         raise _too_few("batch_size", run.batch_size, config, rows=len(found), answers=answers)
 
 
 def _too_few(setting: str, needed: int, config: DataConfig, *, rows: int, answers: str = "") -> ConfigError:
     return ConfigError(
-        f"not-enough: {setting} = {needed} is more than data.source = {config.source!r} has: {rows} "
-        f"rows{answers}; lower {setting}, or give more data",
+        f"not-enough: {setting} = {needed} exceeds the data: data.source = {config.source!r} has {rows} "
+        f"rows{answers}; lower {setting}, or provide more data",
         setting=setting,
         rows=rows,
         held_out=0,

@@ -247,10 +247,10 @@ def _per_token(scores: Any, lengths: Sequence[int], *, what: str) -> list[Tensor
     """Return the scores, after checking that each is [length] float32."""
     found = list(scores)
     if len(found) != len(lengths):
-        raise _wrong(what, f"{len(found)} tensors for {len(lengths)} documents or batches")
+        raise _wrong(what, f"it returned {len(found)} tensors for {len(lengths)} documents or batches")
     for index, (score, length) in enumerate(zip(found, lengths, strict=True)):
         if not isinstance(score, Tensor) or score.dtype != torch.float32 or score.shape != (length,):
-            raise _wrong(what, f"number {index} is no float32 tensor of {length}")
+            raise _wrong(what, f"result {index} is not a float32 tensor of shape [{length}]")
     return found
 
 

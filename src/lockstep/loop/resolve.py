@@ -369,7 +369,7 @@ def _axes_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     axes = manifest.get("axes", {})
     if not isinstance(axes, Mapping):
         raise ConfigError(
-            f"wrong-type: manifest.json: axes is a {type(axes).__name__} and no table of settings; restore "
+            f"wrong-type: manifest.json: axes is a {type(axes).__name__}, not a table of settings; restore "
             "the file from a copy of the run",
             setting="axes",
         )
@@ -411,9 +411,9 @@ def _device(named: str, ranks: RankContext) -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(
-            f"missing-device: train.device = {named!r}, but torch {torch.__version__} sees {count} "
-            "CUDA devices; set train.device = 'cpu', or install a CUDA build of torch and a driver "
-            "(`lockstep doctor` shows what it finds)"
+            f"missing-device: train.device = {named!r}, but torch {torch.__version__} sees {count} CUDA "
+            "devices; set train.device = 'cpu', or install a CUDA build of torch and a driver (`lockstep "
+            "doctor` shows the detected devices)"
         )
     return named
 
@@ -497,14 +497,18 @@ def choose_execution(
     if not tested:
         return Choice(value="eager", reason="no parity test has run with this combination compiled")
     if train.static_capacity is False:
-        return Choice(value="eager", reason="without static capacities every new length would compile again")
+        return Choice(
+            value="eager", reason="without static capacities every new length would need another compilation"
+        )
     saved = seconds_saved_per_step(run, parameters=parameters, ranks=ranks, value_parameters=value_parameters)
     needed = steps_to_pay(saved)
     pays = run.steps >= needed
     return Choice(
         value="compile" if pays else "eager",
-        reason=f"compiling takes about {COMPILE_SECONDS:.0f} s and saves at most {saved:.2g} s of a step, so "
-        f"it pays from {needed:,} steps on, and the run has {run.steps:,}",
+        reason=(
+            f"compiling takes about {COMPILE_SECONDS:.0f} s and saves at most {saved:.2g} s of a step, so "
+            f"it pays off from {needed:,} steps on, and the run has {run.steps:,}"
+        ),
     )
 
 
@@ -536,7 +540,7 @@ def choose_token_budget(
     if not device.startswith("cuda"):
         return Choice(value=usual, reason="" if usual == DEFAULT_TOKEN_BUDGET else "the longest document")
     if run.engine_has_own_memory:
-        return Choice(value=usual, reason=f"engine {run.engine_name} takes memory of its own")
+        return Choice(value=usual, reason=f"engine {run.engine_name} needs additional memory")
     parts = max(1, ranks // (run.train.tp * run.train.ring))
     needed = math.ceil(run.documents_per_update / parts) * longest
     sizes = [size for size in SIZES if size >= longest] or [longest]
@@ -547,5 +551,5 @@ def choose_token_budget(
         return Choice(value=usual, reason=f"there is no memory plan: {error}")
     fitting = [size for size in sizes if planned[size] * MARGIN <= total_bytes]
     chosen = max(fitting, default=sizes[0])
-    of = f"{gib(planned[chosen])} planned at the peak, of {gib(total_bytes)}"
-    return Choice(value=chosen, reason=of if fitting else f"{of}: the smallest, and it may not fit")
+    of = f"planned peak of {gib(planned[chosen])}, of {gib(total_bytes)}"
+    return Choice(value=chosen, reason=of if fitting else f"{of}: the smallest size, which may not fit")

@@ -129,10 +129,10 @@ class Calls:
                 else:
                     self._todo.put(call)
         if not call.done.wait(seconds):
-            late = TrainError(f"deadline: the process was busy for {seconds:g} s")
+            late = TrainError(f"deadline: the process stayed busy for {seconds:g} s")
             return packed(_failure(late))
         if (answer := call.answer) is None:
-            gone = TrainError("wrong-state: this call was done, and its answer is kept no more")
+            gone = TrainError("wrong-state: this call has finished, and its result is no longer kept")
             return packed(_failure(gone))
         return answer
 
@@ -307,7 +307,7 @@ class RoleHost:
 
 def _require(role: Role | None, name: str) -> Role:
     if role is None:
-        raise TrainError(f"wrong-state: role {name} is not in this process")
+        raise TrainError(f"wrong-state: this process does not have the role {name}")
     return role
 
 

@@ -238,16 +238,16 @@ class RoleWorker:
                     log.warning("the %s broke the connection at %s; asking again: %s", self.name, name, sign)
                     continue
                 raise TrainError(
-                    f"unreachable: the {self.name} runs but broke the connection {_TRIES} times, at {name}: "
-                    f"{sign}. {self._server.log_text()}",
+                    f"unreachable: the {self.name} is running but broke the connection {_TRIES} times, at "
+                    f"{name}: {sign}. {self._server.log_text()}",
                     roles=self.roles,
                 ) from sign
             except Timeout as sign:
                 self._server.ask_for_traceback()
                 setting = "remote_start_seconds" if name == "build" else "remote_seconds"
                 raise TrainError(
-                    f"deadline: the {self.name} did not answer within cluster.{setting} = {seconds:g}, at "
-                    f"{name}; raise it if the work is only slow. {self._server.log_text()}",
+                    f"deadline: the {self.name} did not answer within cluster.{setting} = {seconds:g} s, at "
+                    f"{name}; raise the setting if the work is merely slow. {self._server.log_text()}",
                     setting=f"cluster.{setting}",
                     roles=self.roles,
                 ) from sign
@@ -310,9 +310,9 @@ class RoleWorker:
         """Restart the process. Raises TrainError: trained weights died with it, or too many restarts."""
         lost = None
         if "value" in self.roles:
-            lost = "the value model's weights and optimizer since the last checkpoint are gone with it"
+            lost = "the value model's weights and optimizer since the last checkpoint are lost with it"
         elif alone and self._grouped:
-            lost = "it works together with the processes of other ranks and cannot restart alone"
+            lost = "it works in a group with the processes of other ranks, so it cannot restart alone"
         elif self.restarts >= self._config.remote_restarts:
             lost = f"it was already restarted {self.restarts} times (cluster.remote_restarts)"
         if lost is not None:
@@ -491,7 +491,7 @@ def _encode(value: Any, tensors: list[Tensor]) -> Any:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         encoded = {name: _encode(each, tensors) for name, each in fields.items()}
         return {"record": type(value).__name__, "fields": encoded}
-    raise TypeError(f"a {type(value).__name__} cannot be sent to remote roles")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be sent to remote roles")
 
 
 def _decode(encoded: Any, tensors: Sequence[Tensor]) -> Any:

@@ -220,13 +220,13 @@ def _check_token_ids(model: LoadedModel, policy: LoadedModel) -> None:
         own, theirs = model.tokenizer.get_vocab(), policy.tokenizer.get_vocab()
         if own != theirs:
             differing = sorted(t for t in own.keys() | theirs.keys() if own.get(t) != theirs.get(t))
-            problem = f"{len(differing)} tokens have other ids, such as {differing[0]!r}"
+            problem = f"{len(differing)} tokens have different ids, such as {differing[0]!r}"
     elif size < needed:
-        problem = f"its vocabulary has {size} ids, the policy's {needed}"
+        problem = f"its vocabulary has {size} ids, but the policy's has {needed}"
     if problem is not None:
         raise ConfigError(
             f"other-model: value.name = {model.name!r} reads token ids differently from the policy "
-            f"{policy.name!r}: {problem}. It is given the policy's ids: choose a model with the same "
+            f"{policy.name!r}: {problem}. It receives the policy's token ids; choose a model with the same "
             "tokenizer, or 'policy'"
         )
 
@@ -273,8 +273,9 @@ def build_reward_models(
     with ranks.fail_together("loading the reward model"):
         if policy.tokenizer is None:
             raise ConfigError(
-                f"no-tokenizer: reward_model.name = {run.reward_model.name!r} reads text, and the policy "
-                f"{policy.name!r} has no tokenizer to decode its samples; add the tokenizer's files to it"
+                f"no-tokenizer: reward_model.name = {run.reward_model.name!r} reads text, but the policy "
+                f"{policy.name!r} has no tokenizer to decode its samples; add the tokenizer's files to the "
+                "policy's folder"
             )
         models = RewardModels(run.reward_model, device=torch.device(resolved.device))
         if "reward_model" in run.offload:
@@ -301,9 +302,9 @@ def describe_reward_models(
         for name, before in (then if isinstance(then, dict) else {}).items():
             if now.get(name) != before:
                 raise ModelError(
-                    f"values-differ: reward model {name!r} has other weights than when "
-                    f"{str(directory.path)!r} was started, so the run cannot continue as it was; restore "
-                    "its files, or start a new run",
+                    f"values-differ: reward model {name!r} has changed since {str(directory.path)!r} was "
+                    "started, so the run would not continue exactly; restore the model's original files, "
+                    "or start a new run",
                     name=name,
                 )
     ranks.require_same(now, what="the weights of the reward models")
@@ -359,7 +360,7 @@ class Roles:
             state = read_json(directory / ALGORITHM)
             if not isinstance(state, dict) or not all(_is_number(value) for value in state.values()):
                 file = directory / ALGORITHM
-                raise damaged(CheckpointError, file, "it holds no numbers by name", path=file)
+                raise damaged(CheckpointError, file, "it is not a table of named numbers", path=file)
             self.algorithm.load_state(state)
         for role, backend in self.others.items():
             backend.load(directory / role, verified=verified)

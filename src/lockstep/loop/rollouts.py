@@ -201,9 +201,9 @@ class Rollouts:
             return None
         if sampled.aborted:
             raise EngineError(
-                f"unrequested-abort: step {step}: engine {self.engine.name!r} ended samples by abort, which "
-                "this run has not asked for; does another client use the server? Give the run an engine of "
-                "its own, and resume it"
+                f"unrequested-abort: step {step}: engine {self.engine.name!r} aborted samples although this "
+                "run did not request it; is another client using the server? Give the run its own engine, "
+                "and resume it"
             )
         return sampled
 

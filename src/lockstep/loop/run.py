@@ -235,7 +235,8 @@ class Run:
         cluster = self.config.cluster
         if self._saving.copies is None and cluster is not None and cluster.peer_copy:
             self.display.note(
-                "cluster.peer_copy restarts ranks of --ranks and --cluster; this run is one process"
+                "cluster.peer_copy can only restart ranks of --ranks and --cluster, but this run is one "
+                "process"
             )
         return self
 
@@ -263,7 +264,7 @@ class Run:
                     with self._saving.errors_noted_after(error):
                         part.close()
             if discards and self.dir.is_new:
-                self.display.note("nothing had begun: what was written there is removed")
+                self.display.note("no step had begun, so the files of this run are removed")
         if summary is not None and summary["outcome"] == "interrupted":
             raise Interrupted(summary) from error
 

@@ -88,8 +88,8 @@ class RunManifest:
         if data is not None and data != fingerprint:
             raise DataError(
                 f"values-differ: the training data changed since {str(self.dir.path)!r} was started "
-                f"(fingerprint {printable(str(data))}, now {fingerprint}), so the run cannot continue as it "
-                "was; restore data.source, or start a new run",
+                f"(fingerprint {printable(str(data))}, now {fingerprint}), so the run would not continue "
+                "exactly; restore the original data, or start a new run",
                 name="data",
             )
         now = manifest() | self._parallel_layout()
@@ -99,8 +99,8 @@ class RunManifest:
             if then.get(name) != now[name]:
                 before = printable(str(then.get(name)))
                 self.say(
-                    f"the run was started with {name} {before} and goes on with {now[name]}: its "
-                    "numbers may differ from those of a run that was not interrupted"
+                    f"the run was started with {name} {before} and continues with {now[name]}, so its "
+                    "numbers may differ from those of an uninterrupted run"
                 )
         for note in algorithm_notes(self._algorithm(), then):
             self.say(note)
@@ -119,9 +119,9 @@ class RunManifest:
         """Raise ConfigError if more steps are done than the run has. saved: the steps of its checkpoints."""
         if done > self.run.steps:
             steps = sorted(step for step in saved() if step <= self.run.steps)
-            earlier = f", or go back by --checkpoint STEP (there are {steps})" if steps else ""
+            earlier = f", or go back with --checkpoint STEP (available: {steps})" if steps else ""
             raise ConfigError(
-                f"nothing-to-do: steps = {self.run.steps}, but {done} steps are done in "
+                f"nothing-to-do: steps = {self.run.steps}, but {done} steps are already done in "
                 f"{str(self.dir.path)!r}; raise --steps{earlier}",
                 setting="steps",
             )

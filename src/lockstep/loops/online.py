@@ -218,7 +218,7 @@ class OnlineTrainer:
         if algorithm.needs_ref:
             if parts.ref is None:
                 raise ConfigError(
-                    "missing-argument: the algorithm has a KL term, but parts.ref is None; give it a Scorer"
+                    "missing-argument: the algorithm has a KL term, but parts.ref is None; set it to a Scorer"
                 )
             reference = Reference(
                 parts.ref,

@@ -74,15 +74,17 @@ class Sampler:
         """
         if reply and self.trajectory is None:
             raise EngineError(
-                f"wrong-state: {self.task.where or 'a task'}: the environment replies with {len(reply)} "
-                "tokens before the first turn, whose prompt is the task's own; await sample() first"
+                f"wrong-state: {self.task.where or 'a task'}: the environment passed a reply of "
+                f"{len(reply)} tokens before the first turn, which has only the task's prompt; await "
+                "sample() without a reply first"
             )
         room = self.left - len(reply)
         if room < 1:
             raise EngineError(
-                f"too-long: {self.task.where or 'a task'}: a reply of {len(reply)} tokens leaves no room for "
-                f"a turn, as {self.left} of rollout.sampling.max_tokens = {self.sampling.max_tokens} are "
-                "left; end the trajectory there (`sample.left` says what is left), or raise the setting"
+                f"too-long: {self.task.where or 'a task'}: a reply of {len(reply)} tokens leaves no room "
+                f"for a turn, because only {self.left} of rollout.sampling.max_tokens = "
+                f"{self.sampling.max_tokens} are left; end the trajectory there (check `sample.left`), or "
+                "raise the setting"
             )
         most = room if max_tokens is None else min(room, max_tokens)
         least = min(self.sampling.min_tokens, most)
@@ -316,14 +318,14 @@ class _Episode:
             if ended.value is None or ended.value is not self.sampler.trajectory:
                 raise EngineError(
                     f"wrong-result: {self._name}: the environment's run returned "
-                    f"{type(ended.value).__name__}, not the trajectory of its last `await sample(...)`; "
-                    "return that"
+                    f"{type(ended.value).__name__} instead of the trajectory of its last `await "
+                    "sample(...)`; return that trajectory"
                 ) from None
             return
         if not isinstance(awaited, Turn):
             raise EngineError(
-                f"wrong-result: {self._name}: the environment's run awaits {type(awaited).__name__}; it may "
-                "await sample(...) alone, so do other work in plain calls"
+                f"wrong-result: {self._name}: the environment's run awaited {type(awaited).__name__}, but "
+                "it may only await sample(...); do other work in plain calls"
             )
         self.turn = awaited
 
@@ -393,7 +395,9 @@ def run_episodes(
         _drop(engine, [one for group in episodes for one in group], submitted=bool(requests))
         raise
     if missing := sum(episode.turn is not None for group in episodes for episode in group):
-        raise EngineError(f"wrong-result: the engine ended without {missing} of the samples asked for")
+        raise EngineError(
+            f"wrong-result: the engine finished without returning {missing} of the requested samples"
+        )
     return [[episode.trajectory for episode in group] for group in episodes]
 
 
@@ -431,7 +435,7 @@ def _check(number: int, episode: _Episode, completion: Completion) -> None:
     before, turn = episode.sampler.trajectory, episode.turn
     if turn is None or completion.seed != episode.sampler.seed:
         raise EngineError(
-            f"wrong-result: request {number}: the engine returned other samples than the seeds asked for"
+            f"wrong-result: request {number}: the seeds of the returned samples are not the requested ones"
         )
     prompt = episode.sampler.task.token_ids if before is None else (*before.token_ids, *turn.reply)
     check_completion(number, prompt, completion)
@@ -442,10 +446,10 @@ def check_completion(index: int, prompt_token_ids: Sequence[int], completion: Co
     logprobs."""
     if completion.prompt_token_ids != tuple(prompt_token_ids):
         raise EngineError(
-            f"wrong-result: request {index}: the engine returned a completion of another prompt",
+            f"wrong-result: request {index}: the engine returned a completion for a different prompt",
         )
     if len(completion.logprobs) != len(completion.token_ids):
         raise EngineError(
-            f"wrong-result: request {index}: {len(completion.token_ids)} tokens but "
+            f"wrong-result: request {index}: the engine returned {len(completion.token_ids)} tokens but "
             f"{len(completion.logprobs)} logprobs",
         )

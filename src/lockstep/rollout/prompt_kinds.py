@@ -63,10 +63,10 @@ def _is_found(process: JobProcess, name: str, expression: str, prompt: Prompt) -
     except (TimeoutError, ProcessEnded) as error:
         where = prompt.where or f"row {prompt.index + 1}"
         raise ConfigError(
-            f"deadline: eval.kinds.{name} = {expression!r}: the search for it in the prompt of {where}, "
-            f"{len(prompt.text):,} characters, was stopped: {error}. It may take {CPU_SECONDS:g} s of "
-            "processor time, and a usual one takes microseconds; write the expression without a repetition "
-            "inside a repetition, such as (a+)+ or (a|b*)*"
+            f"deadline: eval.kinds.{name} = {expression!r}: matching it against the prompt of {where} "
+            f"({len(prompt.text):,} characters) was stopped: {error}. The limit is {CPU_SECONDS:g} s of CPU "
+            "time, and most expressions take microseconds; avoid nested repetitions such as (a+)+ or "
+            "(a|b*)*"
         ) from None
 
 

@@ -53,11 +53,13 @@ def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardIn
             instance: Any = value(**kwargs)
         except Exception as error:
             raise ConfigError(
-                f"wrong-part: reward {name!r}: cannot be made with kwargs = {dict(kwargs)}: "
-                f"{type(error).__name__}: {text_of(error)}"
+                f"wrong-part: reward {name!r}: its class cannot be instantiated with kwargs = "
+                f"{dict(kwargs)}: {type(error).__name__}: {text_of(error)}"
             ) from error
         if not callable(instance):
-            raise ConfigError(f"wrong-part: reward {name!r}: instances must be callable with one RewardInput")
+            raise ConfigError(
+                f"wrong-part: reward {name!r}: an instance must be callable with one RewardInput"
+            )
         return cast(Callable[[RewardInput], Any], instance)
     if not callable(value):
         raise ConfigError(f"wrong-part: reward {name!r} is {type(value).__name__}, not a function or a class")
@@ -65,9 +67,9 @@ def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardIn
         inspect.signature(value).bind(prompt="", completion="", row={}, **kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"wrong-part: reward {name!r} is called with keyword arguments prompt, completion, "
-            f"row{''.join(', ' + name for name in kwargs)}, which its signature {inspect.signature(value)} "
-            f"does not take: {error}"
+            f"wrong-part: reward {name!r} is called with the keyword arguments prompt, completion, "
+            f"row{''.join(', ' + name for name in kwargs)}, but its signature {inspect.signature(value)} "
+            f"does not accept them: {error}"
         ) from error
     return KeywordCall(value, dict(kwargs))
 
@@ -98,7 +100,9 @@ class ReadOnlyRow(dict[str, Any]):
     """A deep copy of a row for one call of a reward; writing to it is an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("a reward's row is read-only, as other rewards and steps see it; copy it: dict(row)")
+        raise TypeError(
+            "a reward's row is read-only, because other rewards and steps share it; copy it: dict(row)"
+        )
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
@@ -120,7 +124,9 @@ def score_of(value: Any) -> float | str:
         if isinstance(plain, int | float) and math.isfinite(number := float(plain)):
             if abs(number) <= LARGEST_REWARD:
                 return number
-            return f"returned {number:g}, which float32 cannot compute with ({LARGEST_REWARD:g} at most)"
+            return (
+                f"returned {number:g}, which is too large for float32 arithmetic (at most {LARGEST_REWARD:g})"
+            )
     except (Exception, GeneratorExit):  # a user's object, or an int beyond any float
         pass
     return f"returned {short_repr(value)} ({printable(type(value).__name__)}), not a finite number"
@@ -281,8 +287,8 @@ def seconds_together(count: int, timeout: float, concurrency: int) -> float:
 def blocked(count: int, limit: float) -> TimeoutError:
     """Return the error for calls that were not done after `limit` seconds, although each has a timeout."""
     return TimeoutError(
-        f"blocks the event loop: {count} calls were not done after {limit:g} s; await inside it, or make it "
-        "a plain function"
+        f"blocks the event loop: {count} calls did not finish within {limit:g} s; await inside the "
+        "function, or make it a plain function"
     )
 
 
@@ -355,8 +361,8 @@ def encoded(value: Any, where: str) -> Any:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return encoded(value.item(), where)
     raise DataError(
-        f"wrong-type: {where}: {value!r:.80} ({type(value).__name__}) cannot be written as JSON; make it a "
-        "number, a text or a list in the data, or leave the column out"
+        f"wrong-type: {where}: {value!r:.80} ({type(value).__name__}) cannot be written as JSON; change it "
+        "to a number, a string or a list in the data, or leave the column out"
     )
 
 
@@ -380,4 +386,6 @@ def decoded(value: Any, where: str) -> Any:
             return {decoded(key, where): decoded(item, where) for key, item in value[_ITEMS]}
         return _AS_TEXT[tag][2](value[tag])
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise DataError(f"wrong-row: {where}: {value!r:.80} is not what {tag} stands for: {error}") from error
+        raise DataError(
+            f"wrong-row: {where}: {value!r:.80} is not a valid value for the tag {tag}: {error}"
+        ) from error

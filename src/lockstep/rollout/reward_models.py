@@ -58,8 +58,8 @@ class RewardModels:
         """Return notes for the start of a run: which models read other tokens than the policy writes."""
         own = policy_tokenizer.get_vocab()
         return [
-            f"reward model {model.config.name}: its tokenizer is not the policy's, so completions are "
-            "decoded and encoded anew for it"
+            f"reward model {model.config.name}: its tokenizer differs from the policy's, so completions are "
+            "decoded and then encoded again for it"
             for model in self.models
             if model.tokenizer.get_vocab() != own
         ]
@@ -91,8 +91,8 @@ class RewardModels:
         """
         if taken := score.by_name.keys() & by_name.keys():
             raise ConfigError(
-                f"duplicate: a reward is named {min(taken)!r}, as the reward model's scores are; rename the "
-                "function"
+                f"duplicate: a reward function has the name {min(taken)!r}, which is reserved for the "
+                "reward model's scores; rename the function"
             )
         weights = {name: self.config.weight if name == MODEL else 0.0 for name in by_name}
         total = score.total + self.config.weight * by_name[MODEL]
@@ -123,8 +123,8 @@ class RewardModels:
         for score, sample in zip(scores, inputs, strict=True):
             if not math.isfinite(score):
                 raise RewardError(
-                    f"not-finite: {name} scored {_where(sample)} with {score}, which is not a number to "
-                    "learn from; set reward_model.dtype = 'float32', or choose another model"
+                    f"not-finite: {name} scored {_where(sample)} with {score}, which cannot be trained on; "
+                    "set reward_model.dtype = 'float32', or choose another model"
                 )
         return scores
 

@@ -122,7 +122,7 @@ class RewardWorker:
             # A process that broke the protocol once is not asked again: the next job gets a new one.
             if not isinstance(outcomes, list) or len(outcomes) != len(samples):
                 self._ended()
-                raise RewardFailure("its process replied something that is no reply to the job")
+                raise RewardFailure("its process sent an invalid reply to the job")
         return [_received(outcome) for outcome in outcomes]
 
     def _seed(self, sample: RewardInput) -> int:
@@ -206,7 +206,7 @@ def _received(outcome: Any) -> float | RewardFailure:
             if lines := str(outcome.get("traceback", "")):
                 failure.add_note("In the reward's process:\n" + printable_lines(lines))
             return failure
-    return RewardFailure("its process replied something else than a score")
+    return RewardFailure("its process replied with something other than a score")
 
 
 def _show(reader: int) -> None:
@@ -335,7 +335,7 @@ def _started(target: str, name: str, kwargs: Mapping[str, Any]) -> tuple[Worker 
     except ConfigError as error:
         return None, {"refused": str(error), "code": error.code}
     except BaseException as error:
-        return None, {"refused": f"reward {name!r}: its start {raised(error)}"}
+        return None, {"refused": f"reward {name!r}: starting it {raised(error)}"}
     return worker, {"asynchronous": worker.asynchronous}
 
 

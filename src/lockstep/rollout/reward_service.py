@@ -80,8 +80,8 @@ class RewardService:
             token = os.environ.get(token_env, "")
             if not token or not token.isascii() or not token.isprintable():
                 raise ConfigError(
-                    f"wrong-environment: reward 'http': token_env = {token_env!r} names a variable "
-                    "that is not set or is no token; set it, or leave token_env out",
+                    f"wrong-environment: reward 'http': token_env = {token_env!r} names a variable that is "
+                    "unset or does not hold a valid token; set the variable, or leave token_env out",
                     setting="rewards.token_env",
                 )
             hide(token)
@@ -169,9 +169,9 @@ class RewardService:
                 raise _Retriable(f"{url} did not answer within {seconds:g} s")
         if not 200 <= reply.status < 300:
             kind = _Retriable if reply.status in RETRIED_STATUS else RewardFailure
-            raise kind(f"{url} answered {reply.status}: {_preview(content)}")
+            raise kind(f"{url} answered with status {reply.status}: {_preview(content)}")
         if len(content) > limit:
-            raise RewardFailure(f"{url} answered more than {limit} bytes")
+            raise RewardFailure(f"{url} sent a response of more than {limit} bytes")
         return content
 
     def _connection(self, seconds: float) -> http.client.HTTPConnection:
@@ -249,25 +249,25 @@ def read_reply(body: bytes, request_id: str, count: int) -> list[float | RewardF
     try:
         reply = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RewardFailure(f"the service answered something that is not JSON: {_preview(body)}") from error
+        raise RewardFailure(f"the service sent a response that is not JSON: {_preview(body)}") from error
     if not isinstance(reply, dict) or "scores" not in reply:
-        raise RewardFailure(f"the service answered no object with 'scores': {_preview(body)}")
+        raise RewardFailure(f"the service's response is not an object with 'scores': {_preview(body)}")
     if reply.get("request_id") != request_id:
         raise RewardFailure(
-            f"the service answered request_id {short(repr(reply.get('request_id'))):.60} to request "
-            f"{request_id!r}; it must be given back as it was sent"
+            f"the service returned request_id {short(repr(reply.get('request_id'))):.60} for request "
+            f"{request_id!r}; it must return the id unchanged"
         )
     scores = reply["scores"]
     if not isinstance(scores, list) or len(scores) != count:
         found = f"{len(scores)} scores" if isinstance(scores, list) else f"scores = {short(repr(scores)):.60}"
-        raise RewardFailure(f"the service answered {found} for {count} samples; one for each is expected")
+        raise RewardFailure(f"the service returned {found} for {count} samples; return one score per sample")
     return [_score(score) for score in scores]
 
 
 def _score(score: Any) -> float | RewardFailure:
     match score:
         case {"error": str() as text}:
-            return RewardFailure(f"the service says {printable(short(text[:_LOOKED_AT]))!r}")
+            return RewardFailure(f"the service reported {printable(short(text[:_LOOKED_AT]))!r}")
         case bool():
             pass
         case int() | float():
@@ -275,8 +275,8 @@ def _score(score: Any) -> float | RewardFailure:
                 if math.isfinite(value := float(score)):
                     return value
     return RewardFailure(
-        f"the service answered the score {short(repr(score)):.60}; a finite number or {{'error': TEXT}} is "
-        "expected"
+        f"the service returned the score {short(repr(score)):.60}; return a finite number or {{'error': "
+        "TEXT}"
     )
 
 

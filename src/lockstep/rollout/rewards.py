@@ -67,8 +67,8 @@ def check_total(total: float, by_name: Mapping[str, float]) -> None:
     """Raises RewardError for a sum of weighted rewards that no step can compute with."""
     if not abs(total) <= LARGEST_REWARD:
         raise RewardError(
-            f"not-finite: the total reward is {total:g} (before weights: {dict(by_name)}), which float32 "
-            f"cannot compute with ({LARGEST_REWARD:g} at most); lower rewards.weight"
+            f"not-finite: the total reward is {total:g} (before weights: {dict(by_name)}), which is too "
+            f"large for float32 arithmetic (at most {LARGEST_REWARD:g}); lower rewards.weight"
         )
 
 
@@ -227,8 +227,8 @@ class RewardSet:
             self.counts[f"{name}/failed"] += 1
             return None
         raise RewardError(
-            f"reward-failed: reward {name!r} on {_name_row(sample)}: {problem}. Correct the reward or the "
-            "row, or set on_error = 'drop' to leave such rollouts out"
+            f"reward-failed: reward {name!r} on {_name_row(sample)}: {problem}. Fix the reward or the row, "
+            "or set on_error = 'drop' to drop such rollouts"
         ) from cause
 
     def _scorer(self, config: RewardConfig, name: str, search_paths: Sequence[Path]) -> Scorer:
@@ -322,8 +322,8 @@ def _answer_text(row: Mapping[str, Any]) -> str:
     """
     if "answer" not in row:
         raise ConfigError(
-            f"missing-column: reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set "
-            "data.answer_column"
+            "missing-column: reward 'math' needs a column 'answer'; the rows' columns are "
+            f"{', '.join(row)}. Set data.answer_column"
         )
     value = row["answer"]
     one = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -335,7 +335,7 @@ def _answer_text(row: Mapping[str, Any]) -> str:
     kind = f" ({type(value).__name__}{keys}), neither text nor a number"
     raise RewardFailure(
         f"the row's answer is {short_repr(value)}{', which is blank' if isinstance(one, str) else kind}; "
-        "write the answer into a column of its own and name it in data.answer_column"
+        "put the answer into a separate column and set data.answer_column to its name"
     )
 
 

@@ -40,7 +40,8 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
     """Raise ConfigError if rows cannot be written to `path`; leaves no trace."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"wrong-format: {flag} {str(path)!r}: rows are written as {' or '.join(SUFFIXES)}; choose one"
+            f"wrong-format: {flag} {str(path)!r}: the name must end in {' or '.join(SUFFIXES)}; choose one "
+            "of them"
         )
     check_writable(path, flag=flag)
     if path.suffix == ".parquet":
@@ -121,8 +122,8 @@ class RowFile:
                     os.ftruncate(self._fd, size)
                 raise DataError(
                     f"cannot-write: cannot write to {self._journal}: {error.strerror}; {len(self.done)} of "
-                    f"{self.expected} rows are kept. Make room, then run the same command again: it "
-                    "continues there"
+                    f"{self.expected} rows are saved. Free some space, then run the same command again to "
+                    "continue from there"
                 ) from error
             for key, line in lines:
                 self.done.add(key)
@@ -175,8 +176,8 @@ class RowFile:
         if meta is None:
             if os.fstat(self._fd).st_size or (self._journal != self.path and self.path.exists()):
                 raise ConfigError(
-                    f"already-exists: --out {str(self.path)!r} exists, and {meta_path(self.path).name} does "
-                    "not, which would say what it is made from; choose another file, or start over with "
+                    f"already-exists: --out {str(self.path)!r} exists, but {meta_path(self.path).name}, "
+                    "which describes how it was made, does not; choose another file, or start over with "
                     "--overwrite"
                 )
             self._write_meta(complete=False)
@@ -204,11 +205,12 @@ class RowFile:
             for name in dict.fromkeys([*old, *new])
             if old.get(name) != new.get(name) and not _covers(may_differ, name)
         ]
-        lines = [f"  {name}: the file has {old.get(name)!r}, now {new.get(name)!r}" for name in changed]
+        lines = [f"  {name}: {old.get(name)!r} in the file, now {new.get(name)!r}" for name in changed]
         if lines:
             raise ConfigError(
-                f"contradiction: --out {str(self.path)!r} was made with other settings or data; go on with "
-                "the same ones, choose another file, or start over with --overwrite:\n" + "\n".join(lines)
+                f"contradiction: --out {str(self.path)!r} was written with different settings or data; "
+                "continue with the original ones, choose another file, or start over with --overwrite:\n"
+                + "\n".join(lines)
             )
 
     def _write_meta(self, *, complete: bool, summary: Mapping[str, Any] | None = None) -> None:
@@ -240,10 +242,11 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     except ConfigError as error:
         raise error.with_message(f"{error}; start over with --overwrite") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
-        raise damaged(ConfigError, file, "it names no format", fix="start over with --overwrite")
+        raise damaged(ConfigError, file, "it does not name its format", fix="start over with --overwrite")
     if meta["format"] != FORMAT:
         raise ConfigError(
-            f"version-differs: {file}: format {meta['format']!r} is not {FORMAT}; it is of another version"
+            f"version-differs: {file}: its format is {meta['format']!r}, but this version of Lockstep reads "
+            f"format {FORMAT}; use the version that wrote the file"
         )
     kinds = {"command": str, "identity": dict, "rows": int, "complete": bool}
     for name, kind in kinds.items():
@@ -267,8 +270,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     meta = read_meta(path)
     if meta is not None and not meta["complete"]:
         raise DataError(
-            f"incomplete: {path} is not complete: `lockstep {meta['command']}` was stopped before all "
-            f"{meta['rows']} rows were there; run that command again, it continues where it stopped"
+            f"incomplete: {path} is not complete: `lockstep {meta['command']}` was stopped before it had "
+            f"written all {meta['rows']} rows; run that command again to continue where it stopped"
         )
     if not path.is_file():
         raise DataError(f"no-such-file: --data {str(path)!r}: no such file")
@@ -296,7 +299,8 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
             key = _key(parse_row(line, where), where)
             if key in offsets:
                 raise DataError(
-                    f"duplicate: {where}: sample {key[1]} of prompt {key[0]} is there twice; remove one"
+                    f"duplicate: {where}: sample {key[1]} of prompt {key[0]} occurs twice; remove one of "
+                    "the rows"
                 )
             offsets[key] = end
             end += len(line)
@@ -306,7 +310,9 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
 def _key(row: Row, where: str) -> Key:
     index, sample = row.get("index"), row.get("sample")
     if type(index) is not int or type(sample) is not int:
-        raise DataError(f"wrong-row: {where}: index = {index!r} and sample = {sample!r} are no whole numbers")
+        raise DataError(
+            f"wrong-row: {where}: index = {index!r} and sample = {sample!r} must be whole numbers"
+        )
     return index, sample
 
 
@@ -333,7 +339,7 @@ def _open_locked(path: Path) -> int:
     except OSError as error:
         os.close(fd)
         raise ConfigError(
-            f"locked: --out {str(path)!r} is being written by another process; wait for it"
+            f"locked: --out {str(path)!r} is being written by another process; wait until that process ends"
         ) from error
     return fd
 
@@ -397,7 +403,9 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         os.replace(temporary, path)
     except (OSError, pyarrow.ArrowException, UnicodeError, OverflowError) as error:
         temporary.unlink(missing_ok=True)
-        raise cannot_write(DataError, path, error, "make room, or choose .jsonl, and run it again") from error
+        raise cannot_write(
+            DataError, path, error, "free some space or choose .jsonl, then run the command again"
+        ) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -441,12 +449,14 @@ def _encoded(row: Mapping[str, Any], names: Iterable[str], as_json: frozenset[st
     known = set(names)
     if unknown := sorted(set(row) - known):
         raise DataError(
-            f"wrong-row: rows have different columns: {unknown} are not in the first row; write .jsonl"
+            f"wrong-row: rows have different columns: {unknown} are not in the first row; choose a .jsonl "
+            "file"
         )
     for message in _messages(row):
         if more := sorted(set(message) - {"role", "content"}):
             raise DataError(
-                f"wrong-row: a message has {', '.join(more)}, for which Parquet has no column; write .jsonl"
+                f"wrong-row: a message has {', '.join(more)}, for which the Parquet file has no column; "
+                "choose a .jsonl file"
             )
     return {
         name: json.dumps(row[name]) if name in as_json and row.get(name) is not None else row.get(name)

@@ -229,8 +229,8 @@ class GroupSampler:
         groups = tuple(RolloutGroup(prompt=p, rollouts=r) for p, r in pairs if r is not None)
         if not groups:
             raise RewardError(
-                f"reward-failed: every one of the {len(prompts)} groups lost its rollouts to failing rewards "
-                "(rewards.on_error = 'drop'); set rewards.on_error = 'fail' to see the first failure"
+                f"reward-failed: in all {len(prompts)} groups, rollouts were dropped because their rewards "
+                "failed (rewards.on_error = 'drop'); set rewards.on_error = 'fail' to see the first failure"
             )
         counts: dict[str, float] = {}
         for share in shares:
@@ -255,8 +255,8 @@ class GroupSampler:
             if self.max_prompt_tokens is not None and len(task.token_ids) > self.max_prompt_tokens:
                 raise DataError(
                     f"too-long: {task.where or f'task {task.index}'} has a prompt of {len(task.token_ids)} "
-                    f"tokens, above data.max_prompt_tokens = {self.max_prompt_tokens}; raise it, or shorten "
-                    "the prompt"
+                    f"tokens, which exceeds data.max_prompt_tokens = {self.max_prompt_tokens}; raise the "
+                    "setting, or shorten the prompt"
                 )
         scores = ScoreStream(self.environment.score, on_failure=self.engine.abort)
         total, done = len(tasks) * group_size, itertools.count(1)
@@ -341,10 +341,11 @@ class GroupSampler:
                 }
                 return SampledStep(groups=tuple(kept), counts=counts | rounds, requested=tuple(requested))
         raise RewardError(
-            f"equal-rewards: step {key.step}: after algorithm.max_resample_rounds = {key.sampling_round + 1} "
-            f"rounds only {len(kept)} of {num_groups} groups have rewards that differ ({rejected} were all "
-            "equal); the task is too easy or too hard for the policy: change data.task, raise "
-            "rollout.group_size or max_resample_rounds, or set algorithm.dynamic_sampling = false"
+            f"equal-rewards: step {key.step}: after algorithm.max_resample_rounds = "
+            f"{key.sampling_round + 1} rounds only {len(kept)} of {num_groups} groups have differing "
+            f"rewards (in {rejected} groups all rewards were equal); the task is too easy or too hard for "
+            "the policy: change data.task, raise rollout.group_size or max_resample_rounds, or set "
+            "algorithm.dynamic_sampling = false"
         )
 
 

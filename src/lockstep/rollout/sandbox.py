@@ -77,8 +77,8 @@ class Isolation:
             return "tasks that evaluate text are refused, unless allow_unsandboxed names them"
         if not self.landlock:
             return (
-                "without Landlock, text that gets round the check before an eval could read every file of "
-                "this user (not write, and not send); use Linux 5.13 or later with landlock in "
+                "without Landlock, text that evades the check before an eval could read every file of this "
+                "user (but not write or send any); use Linux 5.13 or later with landlock in "
                 "/sys/kernel/security/lsm and, in a container, a seccomp profile that allows landlock_*"
             )
         return None
@@ -391,7 +391,7 @@ def check_formula(text: str) -> None:
         >>> check_formula("-2*x**3*cos(x) + sqrt(3)/2 + C")
     """
     if not _FORMULA.fullmatch(text):
-        raise NotInGrammar("it has characters that no formula has")
+        raise NotInGrammar("it contains characters that are not allowed in a formula")
     _formula(_parsed(text, MAX_FORMULA))
 
 
@@ -409,13 +409,13 @@ def guard() -> None:
 
 def _checked_eval(text: Any, *scopes: Any) -> Any:
     if not isinstance(text, str):
-        raise NotInGrammar(f"{type(text).__name__} is not evaluated")
+        raise NotInGrammar(f"{type(text).__name__} cannot be evaluated")
     check_literal(text)
     return builtins.eval(text.strip(), {"__builtins__": {}})
 
 
 def _no_exec(*_: Any) -> None:
-    raise NotInGrammar("a verifier runs no code")
+    raise NotInGrammar("verifiers do not run code")
 
 
 def _checked(stringify: Callable[..., str]) -> Callable[..., str]:
@@ -483,7 +483,7 @@ def _size(node: ast.expr, *, formula: bool) -> _Number | _Symbolic:
             return _Symbolic()
         case ast.Call(func=ast.Name(id=name), args=[*args], keywords=[]) if formula and name in FUNCTIONS:
             return _called(name, [_size(argument, formula=True) for argument in args])
-    raise NotInGrammar(f"{type(node).__name__} has no place in an answer")
+    raise NotInGrammar(f"{type(node).__name__} is not allowed in an answer")
 
 
 def _combined(left: _Number | _Symbolic, op: ast.operator, right: _Number | _Symbolic) -> _Number | _Symbolic:
@@ -504,7 +504,7 @@ def _combined(left: _Number | _Symbolic, op: ast.operator, right: _Number | _Sym
 def _power(base: _Symbolic, exponent: _Number | _Symbolic) -> _Symbolic:
     times = _symbolic(exponent).reach
     if not times <= MAX_EXPONENT:  # also NaN
-        raise NotInGrammar(f"an exponent may come to more than {MAX_EXPONENT}")
+        raise NotInGrammar(f"an exponent could exceed {MAX_EXPONENT}")
     terms = math.comb(base.terms + math.ceil(times) - 1, math.ceil(times)) if base.terms > 1 else 1
     if terms > MAX_TERMS:
         raise NotInGrammar(f"a power has more than {MAX_TERMS} terms")
@@ -553,7 +553,7 @@ def _computed(op: ast.operator | ast.unaryop, *numbers: _Number) -> _Number:
             case _:
                 size = sum(bits)
         if not size <= MAX_BITS:
-            raise NotInGrammar(f"a number may have more than {MAX_BITS} binary digits")
+            raise NotInGrammar(f"a number could have more than {MAX_BITS} bits")
         value: _Number = _OPERATIONS[type(op)](*numbers)
     except (ArithmeticError, TypeError) as error:
         raise NotInGrammar(f"a number cannot be computed ({error})") from None

@@ -93,8 +93,8 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
             counts[index] += 1
         if not _is_number(index) or not _is_number(sample) or (index, sample) in seen:
             raise DataError(
-                f"wrong-row: {where}: index = {index!r} and sample = {sample!r} must be whole numbers that "
-                "no other row has; correct them, or leave both columns out"
+                f"wrong-row: {where}: index = {index!r} and sample = {sample!r} must be whole numbers, and "
+                "their combination must be unique; correct them, or leave both columns out"
             )
         seen.add((index, sample))
         data = decoded(row["row"], where) if isinstance(row.get("row"), dict) else row
@@ -141,15 +141,15 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
     for name in ("prompt", "completion"):
         if name not in row:
             raise DataError(
-                f"missing-column: {where} has no column {name!r}; columns: {column_names(row)}. Rows of "
-                "`lockstep generate` have it; of other files, rename the column"
+                f"missing-column: {where} has no column {name!r}; columns: {column_names(row)}. Rows "
+                "written by `lockstep generate` have it; in other files, rename the column"
             )
     prompt, completion = row["prompt"], row["completion"]
     if completion is None and row.get("token_ids") is not None:
         completion = ""  # of a model without a tokenizer
     if not isinstance(completion, str) or not isinstance(prompt, str | list) or not prompt:
         raise DataError(
-            f"wrong-row: {where}: prompt must be text or messages and completion text, got "
+            f"wrong-row: {where}: prompt must be text or messages, and completion must be text; got "
             f"{str(prompt)[:60]!r} and {str(completion)[:60]!r}"
         )
     return prompt, completion
@@ -160,12 +160,12 @@ def check_columns(config: ScoreConfig, first: ToScore) -> None:
     for reward in config.rewards:
         if reward.name in ("ids", "length") and "token_ids" not in first.row:
             raise ConfigError(
-                f"missing-column: reward {reward.name!r} looks at token ids, and the rows have no column "
-                "token_ids; keep it when they are sampled (lockstep generate --columns token_ids)"
+                f"missing-column: reward {reward.name!r} needs token ids, but the rows have no column "
+                "token_ids; keep that column when sampling (lockstep generate --columns token_ids)"
             )
     if config.reward_model is not None and first.row["completion"] is None:
         raise ConfigError(
-            "no-tokenizer: a reward model reads text, and the rows have none: they are of a model without a "
+            "no-tokenizer: a reward model reads text, but the rows have no text because their model has no "
             "tokenizer; use --reward ids or length"
         )
 
@@ -287,7 +287,7 @@ def prompt_batches(prompts: PromptSet, config: GenerateConfig) -> list[list[Prom
         if prompts.size is not None and prompts.size < size:
             raise ConfigError(
                 f"not-enough: rollout_batch_size = {size} with iteration = {config.iteration}, but the data "
-                f"has only {prompts.size} prompts; set rollout_batch_size to at most that"
+                f"has only {prompts.size} prompts; set rollout_batch_size to at most {prompts.size}"
             )
         return [prompts.batch(config.iteration, size, config.seed)]
     limits = [number for number in (config.max_samples, prompts.size) if number is not None]
@@ -311,18 +311,18 @@ def check_prompts(
         where = prompt.where
         text = str(prompt.row.get("problem", prompt.text))
         if not prompt.token_ids or not text.strip():
-            raise DataError(f"empty: {where}: the prompt is empty; fill it, or leave the row out")
+            raise DataError(f"empty: {where}: the prompt is empty; add its text, or leave the row out")
         outside = [i for i in prompt.token_ids if not 0 <= i < vocab_size]
         if outside:
-            fix = "the prompt was made for another model"
+            fix = "the prompt was tokenized for another model"
             raise outside_vocabulary(DataError, where, outside[0], vocab_size, fix=fix)
         length = len(prompt.token_ids) + max_tokens
         if length > context:
             raise DataError(
-                f"too-long: {where}: the prompt has {len(prompt.token_ids)} tokens and sampling.max_tokens = "
-                f"{max_tokens}, together more than the context of {context} tokens; lower "
-                "sampling.max_tokens, or leave long prompts out (data.max_prompt_tokens with "
-                f"data.overlong_prompts = 'drop'). It begins with {text[:60]!r}"
+                f"too-long: {where}: the prompt's {len(prompt.token_ids)} tokens plus sampling.max_tokens = "
+                f"{max_tokens} exceed the context of {context} tokens; lower sampling.max_tokens, or leave "
+                "long prompts out (data.max_prompt_tokens with data.overlong_prompts = 'drop'). The prompt "
+                f"begins with {text[:60]!r}"
             )
         longest = max(longest, length)
     return longest

@@ -33,7 +33,7 @@ class Choice:
     def __post_init__(self) -> None:
         if self.top_k is None and self.min_reward is None:
             raise ConfigError(
-                "missing-setting: nothing to select by: give --best-of-n, --top-k K or --min-reward X"
+                "missing-setting: no selection criterion: pass --best-of-n, --top-k K or --min-reward X"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"out-of-range: --top-k {self.top_k} must be at least 1")
@@ -159,8 +159,8 @@ def checked_sample(row: Row, where: str, *, index: Any, reward: Any, use: str) -
         raise DataError(f"wrong-row: {where}: reward = {reward!r} is not a number")
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
         raise DataError(
-            f"missing-column: {where} has no text: {use} prompt and completion, and samples of a model "
-            "without a tokenizer have none"
+            f"missing-column: {where} has no text, as in samples from a model without a tokenizer, but "
+            f"{use} prompt and completion"
         )
     kept = {name: row.get(name) for name in ("sample", "prompt", "completion", "finish_reason")}
     return {"index": index, "reward": reward, **kept, **row_columns(row)}
@@ -303,8 +303,9 @@ def _checked(row: Row, choice: PairChoice, where: str) -> dict[str, Any]:
         if not isinstance(rewards, Mapping) or choice.reward not in rewards:
             known = ", ".join(map(str, rewards)) if isinstance(rewards, Mapping) else "none"
             raise DataError(
-                f"missing-column: {where} has no reward {choice.reward!r}; it has: {known}. Correct --by"
+                f"missing-column: {where} has no reward {choice.reward!r}; known rewards: {known}. Correct "
+                "--by"
             )
         reward = rewards[choice.reward]
     index = row.get("index", row.get("prompt_index"))
-    return checked_sample(row, where, index=index, reward=reward, use="pairs are of")
+    return checked_sample(row, where, index=index, reward=reward, use="pairs are made of")

@@ -145,9 +145,9 @@ class VerifierProcess:
 
 def _refusal(task: str, isolation: str) -> str:
     return (
-        f"reasoning_gym task {task!r} evaluates text that the model wrote, and this machine gives too little "
-        f"to do that safely (sandbox: {isolation}); run where the kernel allows seccomp, or, if you trust "
-        f"what is scored, set allow_unsandboxed = [{task!r}] in the reward"
+        f"reasoning_gym task {task!r} evaluates text that the model wrote, and this machine cannot isolate "
+        f"that safely (sandbox: {isolation}); run where the kernel allows seccomp, or, if you trust the "
+        f"text to be scored, set allow_unsandboxed = [{task!r}] in the reward"
     )
 
 
@@ -212,7 +212,7 @@ def _gold(answer: str) -> Any:
     # No time limit of its own: it is an alarm signal, and the judge keeps the time anyway.
     parsed = parse(text, parsing_timeout=None, raise_on_error=True)
     if not gold or not parsed:
-        raise LookupError(f"math-verify finds no expression in the row's answer {answer!r}")
+        raise LookupError(f"math-verify found no expression in the row's answer {answer!r}")
     return parsed
 
 
@@ -279,8 +279,10 @@ class Judge:
             self._end()
             task = job["task"]
             return {
-                "error": f"reasoning_gym task {task!r}: its data set could not be made: {error}; choose "
-                "smaller verifier_settings for the row, or a larger timeout_seconds for the reward"
+                "error": (
+                    f"reasoning_gym task {task!r}: its data set could not be generated: {error}; choose "
+                    "smaller verifier_settings for the row, or a larger timeout_seconds for the reward"
+                )
             }
         if built:  # otherwise the evaluator of the answer meets it again, and says so
             self._built.add(key)
@@ -337,7 +339,7 @@ class Judge:
                 return outcome  # type: ignore[no-any-return]
             case {"junk": str()} if len(outcome) == 1:
                 return outcome  # type: ignore[no-any-return]
-        raise Ended("the verifier's process died, or replied something else than a score")
+        raise Ended("the verifier's process died, or its reply was not a score")
 
     def _start(self) -> tuple[int, int, int]:
         theirs_in, jobs = os.pipe()
@@ -455,15 +457,15 @@ def check_row(config: RewardConfig, row: Mapping[str, Any]) -> None:
     """
     if config.name == "verifier" and not str(row.get("verifier", "")).startswith("reasoning_gym:"):
         raise ConfigError(
-            "missing-column: reward 'verifier', which is the default, scores rows of data.source = "
-            f"'reasoning_gym:TASK', and these are not such (columns: {_columns(row)}). Set rewards: 'math' "
-            "compares with the column 'answer' (or data.answer_column), 'module:function' is a function of "
-            "yours"
+            "missing-column: reward 'verifier', which is the default, only scores rows from data.source = "
+            f"'reasoning_gym:TASK', but these rows have the columns {_columns(row)}. Set rewards: 'math' "
+            "compares with the column 'answer' (or data.answer_column), and 'module:function' names a "
+            "function that you wrote"
         )
     if config.name == "math" and "answer" not in row:
         raise ConfigError(
-            "missing-column: reward 'math' compares with the column 'answer', which is not among the "
-            f"columns ({_columns(row)}); set data.answer_column to the column that has the answers"
+            "missing-column: reward 'math' compares with the column 'answer', but the rows' columns are "
+            f"{_columns(row)}; set data.answer_column to the column that has the answers"
         )
 
 
