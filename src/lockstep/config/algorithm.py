@@ -27,8 +27,8 @@ OBJECTIVES = ("ppo_clip", "cispo", "sapo")
 _NO_TAU = dict.fromkeys(("tau_pos", "tau_neg"), "has no temperature")
 UNREAD: dict[str, dict[str, str]] = {
     "ppo_clip": _NO_TAU,
-    "cispo": _NO_TAU | {"dual_clip": "bounds the ratio by clip_high whatever the advantage"},
-    "sapo": dict.fromkeys(("clip_low", "clip_high", "dual_clip"), "has temperatures in place of bounds"),
+    "cispo": _NO_TAU | {"dual_clip": "bounds the ratio by clip_high, whatever the advantage is"},
+    "sapo": dict.fromkeys(("clip_low", "clip_high", "dual_clip"), "has temperatures instead of bounds"),
 }
 """objective -> option that has no effect under it -> why."""
 
@@ -38,7 +38,7 @@ Objective = Annotated[str, AfterValidator(OneOf("objective", OBJECTIVES))]
 Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "constant"]
 
 NO_PENALTY = {
-    ("reward", "k2"): "k2 as a reward has not the gradient of a KL divergence",
+    ("reward", "k2"): "the gradient of k2 as a reward is not that of a KL divergence",
     (
         "reward",
         "k3",
@@ -204,7 +204,7 @@ class GRPOConfig(Config):
                 raise no_effect(option, value, f"under objective = {objective!r}, which {why}")
         ratio = self.ratio or published_values(self.name)["ratio"]
         if ratio == "sequence_token" and objective == "cispo":
-            why = "of its own under objective = 'cispo', whose ratio has no gradient"
+            why = "beyond that of 'sequence' under objective = 'cispo', whose ratio has no gradient"
             raise no_effect("ratio", ratio, why, fix="set ratio = 'sequence'")
         return self
 
@@ -216,15 +216,15 @@ class GRPOConfig(Config):
         advantage = self.advantage or published["advantage"]
         if advantage in (*PER_STEP, "gae"):
             raise ConfigError(
-                f"unsupported-combination: {own} with advantage = {advantage!r}, which is not an estimator "
-                f"of a group's rewards; set advantage = {PER_GROUP[0]!r}, or leave "
+                f"unsupported-combination: {own} with advantage = {advantage!r}, which does not normalise "
+                f"rewards within a group; set advantage = {PER_GROUP[0]!r}, or leave "
                 "multi_objective_aggregation out",
                 setting="multi_objective_aggregation",
             )
         if self.kl.coef > 0 and self.kl.place == "reward":
             raise ConfigError(
-                f"unsupported-combination: {own} with kl.place = 'reward': normalised like a reward, KL "
-                "would count whatever kl.coef is; set kl.place = 'loss'",
+                f"unsupported-combination: {own} with kl.place = 'reward': the KL would be normalised like "
+                "a reward, so kl.coef would not control its weight; set kl.place = 'loss'",
                 setting="multi_objective_aggregation",
             )
         penalty = self.overlong.penalty
@@ -234,9 +234,9 @@ class GRPOConfig(Config):
             )
         if penalty:
             raise ConfigError(
-                f"unsupported-combination: {own} with overlong.penalty = {penalty}: normalised like a "
-                "reward, it would count whatever its size is; set overlong.penalty = 0, or give the length "
-                "a reward of its own",
+                f"unsupported-combination: {own} with overlong.penalty = {penalty}: the penalty would be "
+                "normalised like a reward, so its size would not control its weight; set overlong.penalty "
+                "= 0, or use a separate reward for the length",
                 setting="multi_objective_aggregation",
             )
         return self

@@ -67,7 +67,9 @@ class OneOf:
 
 def _check_temperature(value: float) -> float:
     if 0 < value < _COLDEST:
-        raise ConfigError(f"out-of-range: a temperature of {value:g} is below {_COLDEST:g}; set 0 for greedy")
+        raise ConfigError(
+            f"out-of-range: a temperature of {value:g} is below {_COLDEST:g}; set 0 for greedy sampling"
+        )
     return value
 
 
@@ -152,8 +154,8 @@ class Config(Record):
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, float) and number and not _SMALLEST <= abs(number) <= _LARGEST:
                     raise ConfigError(
-                        f"out-of-range: {name} = {number!r} is not 0 and not between {_SMALLEST:g} and "
-                        f"{_LARGEST:g} in size, which float32 can compute with"
+                        f"out-of-range: {name} = {number!r} is outside the range of float32: its absolute "
+                        f"value must be 0 or between {_SMALLEST:g} and {_LARGEST:g}"
                     )
         return self
 
@@ -162,9 +164,9 @@ class Config(Record):
         """config.toml, manifests and recordings are files that everybody may read."""
         for name, value in self:
             if name not in _SECRET_PLACES:
-                instead = "put it into an environment variable or a file of mode 0600"
+                instead = "put it into an environment variable or a file with mode 0600"
                 if "secrets" in type(self).model_fields:
-                    instead += ", and write where it is: secrets = {NAME = 'env:VARIABLE'} or 'file:/path'"
+                    instead += ", and refer to it: secrets = {NAME = 'env:VARIABLE'} or 'file:/path'"
                 check_no_secret(name, value, instead=instead, by_name=name not in _OWN_WORDS)
         return self
 
@@ -200,8 +202,8 @@ def _check_reference(reference: str) -> str:
     ):
         return reference
     raise ConfigError(
-        "wrong-format: does not say where the secret is; write 'env:NAME' for an environment variable, or "
-        "'file:/absolute/path' for a file of mode 0600"
+        "wrong-format: does not refer to a secret; write 'env:NAME' for an environment variable, or "
+        "'file:/absolute/path' for a file with mode 0600"
     )
 
 
@@ -231,7 +233,7 @@ def read_secrets(places: Mapping[str, str], *, setting: str) -> dict[str, str]:
         kind, _, where = place.partition(":")
         value = os.environ.get(where, "") if kind == "env" else _read_file(where, f"{setting}.{name}")
         if not value:
-            problem = "that variable is not set" if kind == "env" else "that file is empty"
+            problem = "the variable is unset" if kind == "env" else "the file is empty"
             raise ConfigError(
                 f"wrong-environment: {setting}.{name} = {place!r}: {problem}; put the secret there"
             )
@@ -245,7 +247,7 @@ def _read_file(path: str, setting: str) -> str:
     try:
         return raw.decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"not-text: {setting}: {path} is not text") from error
+        raise ConfigError(f"not-text: {setting}: {path} is not UTF-8 text") from error
 
 
 def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True) -> None:
@@ -265,8 +267,8 @@ def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True
         hide(text)  # from the errors of other settings as well, which are reported together
         if text not in _SAVED:
             raise ConfigError(
-                f"secret-in-config: {printable(path)} {why}, and everybody who can read config.toml would "
-                f"have it; {instead}",
+                f"secret-in-config: {printable(path)} {why}, and everyone who can read config.toml could "
+                f"read it; {instead}",
                 setting=path,
             )
 
@@ -282,8 +284,8 @@ def accept_saved_secrets(values: Mapping[str, Any], *, origin: str) -> None:
             hide(text)
             _SAVED.add(text)
             warn_once(
-                f"{origin}: {printable(path.lstrip('.'))} {why}, which a new run refuses: everybody who can "
-                "read this file has it; the run goes on with it"
+                f"{origin}: {printable(path.lstrip('.'))} {why}, which everyone who can read this file can "
+                "read; a new run would refuse it, but this run continues with it"
             )
 
 
@@ -300,7 +302,7 @@ def _texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _why_secret(name: str, value: str) -> str | None:
     if _WELL_KNOWN.search(value):
-        return "holds what looks like a key or a token"
+        return "contains what looks like a key or a token"
     if names_secret(name) and _like_a_secret(name, value):
         return "has the name of a secret"
     if "://" in value:
@@ -309,9 +311,9 @@ def _why_secret(name: str, value: str) -> str | None:
         except ValueError:
             return None
         if parts.password:
-            return "holds a password in a url"
+            return "contains a password in a URL"
         if any(names_secret(key) and given for key, given in parse_qsl(parts.query)):
-            return "holds a secret in the query of a url"
+            return "contains a secret in the query of a URL"
     return None
 
 

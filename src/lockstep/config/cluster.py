@@ -111,10 +111,12 @@ class ClusterConfig(Config):
         if layout.per_rank > 1 and layout.total > there:
             settings = ["fewer ranks", *(["cluster.dedicated_gpus = false"] if layout.remote_groups else [])]
             if layout.engine:
-                settings.append("a smaller cluster.engine_gpus (0: on the GPU of its rank)")
+                settings.append(
+                    "a smaller cluster.engine_gpus (with 0 the engine shares the GPU of its rank)"
+                )
             raise ConfigError(
-                f"not-enough: a node needs {layout.sums('GPUs')}, and this one shows {there}; set "
-                f"{', or '.join(settings)}, or show it more (CUDA_VISIBLE_DEVICES){otherwise}",
+                f"not-enough: a node needs {layout.sums('GPUs')}, but only {there} are visible on this one; "
+                f"set {', or '.join(settings)}, or make more visible (CUDA_VISIBLE_DEVICES){otherwise}",
                 setting="cluster.dedicated_gpus" if layout.remote_groups else "cluster.engine_gpus",
             )
 
@@ -126,14 +128,14 @@ class ClusterConfig(Config):
         for role in named:
             if role not in roles:
                 raise ConfigError(
-                    f"unknown-name: cluster.colocate names {role!r}, which this run does not have as a "
-                    f"model of its own (it has {', '.join(roles)}); leave it out"
+                    f"unknown-name: cluster.colocate names {role!r}, but this run has no separate model for "
+                    f"it (its roles are {', '.join(roles)}); leave it out"
                 )
         for role in roles:
             if role not in named:
                 raise ConfigError(
-                    f"missing-setting: cluster.colocate gives {role!r} no place: every role of the run is "
-                    f"in one of its groups (it has {', '.join(roles)}); add it to one of them",
+                    f"missing-setting: cluster.colocate lacks {role!r}, but every role of the run "
+                    f"({', '.join(roles)}) must be in one of its groups; add it to one of them",
                     setting="cluster.colocate",
                 )
 
@@ -143,8 +145,8 @@ class ClusterConfig(Config):
         for number, name in enumerate(secrets):
             if not name.isidentifier() or not name.isascii():
                 raise ConfigError(  # without the text, which may be a secret
-                    f"secrets[{number}], of {len(name)} characters, cannot name an environment variable; "
-                    "write names such as HF_TOKEN, never values",
+                    f"secrets[{number}], of {len(name)} characters, is not a valid name of an environment "
+                    "variable; write names such as HF_TOKEN, never values",
                     code="wrong-format",
                     setting=f"secrets[{number}]",
                 )
@@ -161,16 +163,16 @@ class ClusterConfig(Config):
                 )
             if named.count(role) > 1:
                 raise ConfigError(
-                    f"duplicate: colocate names {role!r} {named.count(role)} times: its GPUs would be asked "
-                    "for twice; leave it in one group"
+                    f"duplicate: colocate names {role!r} {named.count(role)} times, so its GPUs would be "
+                    "requested twice; keep it in one group only"
                 )
         if len(groups) > 1 and POLICY not in named:
             raise ConfigError(
-                f"missing-setting: colocate has {len(groups)} groups and none with 'policy', which the "
-                "trainer's ranks hold; add it to one of them"
+                f"missing-setting: colocate has {len(groups)} groups, but 'policy', which runs in the "
+                "trainer's ranks, is in none of them; add it to one of them"
             )
         if not all(groups):
-            raise ConfigError("empty: colocate has an empty group; leave it out")
+            raise ConfigError("empty: colocate contains an empty group; remove it")
         return groups
 
     @check
@@ -178,8 +180,8 @@ class ClusterConfig(Config):
         refuse(self, "cluster")
         if self.ranks > MOST_SLOTS:
             raise ConfigError(
-                f"out-of-range: nodes * ranks per node = {self.nodes} * {self.per_node} = {self.ranks} is "
-                f"above {MOST_SLOTS}; lower nodes, gpus or slots",
+                f"out-of-range: nodes * ranks per node = {self.nodes} * {self.per_node} = {self.ranks} "
+                f"exceeds {MOST_SLOTS}; lower nodes, gpus or slots",
                 setting="nodes",
             )
         return self
@@ -223,9 +225,9 @@ def check_temp_dir(path: PurePath) -> None:
     """Raise ConfigError if Ray's sockets below it would have paths that the system refuses."""
     if len(str(path)) > LONGEST_TEMP:
         raise ConfigError(
-            f"too-long: {path}: Ray's sockets lie below this folder, and with more than {LONGEST_TEMP} "
-            f"characters (it has {len(str(path))}) their paths are longer than the system takes; set "
-            "cluster.temp_dir, or LOCKSTEP_CACHE, to a shorter one",
+            f"too-long: {path}: Ray creates its sockets below this folder, whose path has {len(str(path))} "
+            f"characters; with more than {LONGEST_TEMP} characters the socket paths exceed the system's "
+            "limit; set cluster.temp_dir, or LOCKSTEP_CACHE, to a shorter path",
             setting="cluster.temp_dir",
         )
 
@@ -295,8 +297,8 @@ def _check_engine_gpus(engine: EngineConfig, cluster: ClusterConfig) -> None:
     taken = sorted(set(engine.cuda_devices) & set(range(1, cluster.layout(ranks=1).total)))
     if taken and not gpus:  # engine.cuda_devices is refused with several ranks
         raise ConfigError(
-            f"duplicate: engine.cuda_devices = {list(engine.cuda_devices)} and cluster.dedicated_gpus = true "
-            f"both ask for GPU {taken[0]}; leave engine.cuda_devices out and set cluster.engine_gpus = "
+            f"duplicate: engine.cuda_devices = {list(engine.cuda_devices)} and cluster.dedicated_gpus = "
+            f"true both request GPU {taken[0]}; leave engine.cuda_devices out and set cluster.engine_gpus = "
             f"{needed}"
         )
     if not gpus:
@@ -304,21 +306,21 @@ def _check_engine_gpus(engine: EngineConfig, cluster: ClusterConfig) -> None:
     what = f"cluster.engine_gpus = {gpus}"
     if not kind(engine).endswith(", started"):
         raise ConfigError(
-            f"unsupported-combination: {what} with engine.name = {engine.name!r}, which is no server that "
-            "Lockstep starts: set engine.process = 'separate' (native and hf) or engine.python (vllm and "
-            "sglang), or leave it out",
+            f"unsupported-combination: {what} with engine.name = {engine.name!r}, which is not a server "
+            "that Lockstep starts; set engine.process = 'separate' (native and hf) or engine.python (vllm "
+            "and sglang), or leave it out",
             setting="cluster.engine_gpus",
         )
     if engine.cuda_devices:
         raise ConfigError(
-            f"contradiction: {what} and engine.cuda_devices = {list(engine.cuda_devices)} both place the "
-            "engine; leave engine.cuda_devices out",
+            f"contradiction: {what} and engine.cuda_devices = {list(engine.cuda_devices)} both assign GPUs "
+            "to the engine; leave engine.cuda_devices out",
             setting="engine.cuda_devices",
         )
     if gpus != needed:
         raise ConfigError(
-            f"contradiction: {what}, and the engine of each rank is engine.replicas * engine.tp = "
-            f"{engine.replicas} * {engine.tp} = {needed} wide; set cluster.engine_gpus = {needed}",
+            f"contradiction: {what}, but the engine of each rank needs engine.replicas * engine.tp = "
+            f"{engine.replicas} * {engine.tp} = {needed} GPUs; set cluster.engine_gpus = {needed}",
             setting="cluster.engine_gpus",
         )
     if engine.transfer == "ipc":

@@ -107,7 +107,7 @@ class DataConfig(Config):
         for name, is_set in unread.items():
             if is_set:
                 raise ConfigError(
-                    f"no-effect: data.{name} = {getattr(self, name)!r} means nothing for source = "
+                    f"no-effect: data.{name} = {getattr(self, name)!r} has no effect with source = "
                     f"{self.source!r}; leave it out",
                     setting=name,
                 )

@@ -51,11 +51,11 @@ class Entry(Record):
     @model_validator(mode="after")
     def _check(self) -> Entry:
         if self.status != "supported" and not self.reason:
-            raise ValueError(f"a row that is {self.status} gives a reason")
+            raise ValueError(f"a row with status {self.status} must give a reason")
         if self.status == "unsupported" and not self.instead:
-            raise ValueError("a row that is unsupported says what to set instead")
+            raise ValueError("a row with status unsupported must say what to set instead")
         if (self.status == "supported") != bool(self.tested):
-            raise ValueError("a row that is supported, and no other, says where it was tested")
+            raise ValueError("a row must say where it was tested if its status is supported, and only then")
         return self
 
     def matches(self, cell: Mapping[str, str]) -> bool:
@@ -196,7 +196,8 @@ def read_declarations(root: Path) -> tuple[Declaration, ...]:
     paths = [path for package in _PACKAGES for path in sorted(_files(root / package))]
     if not paths:
         raise ConfigError(
-            f"no-such-file: {root} holds no support.toml; this installation of lockstep lacks its data files"
+            f"no-such-file: {root} contains no support.toml, so this installation of lockstep lacks its "
+            "data files; install it again"
         )
     of: dict[tuple[str | None, str], Path] = {}
     found = []
@@ -205,7 +206,8 @@ def read_declarations(root: Path) -> tuple[Declaration, ...]:
         value = declaration.axis, declaration.name
         if value in of:
             raise ConfigError(
-                f"duplicate: {of[value]} and {path} are both of {' '.join(map(str, value))}; keep one"
+                f"duplicate: {of[value]} and {path} both describe {' '.join(map(str, value))}; keep one of "
+                "them"
             )
         of[value] = path
         found.append(declaration)

@@ -23,18 +23,20 @@ from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError
 
 _WHY = {
-    "replicas": "a process can hold one engine of vLLM or native, and a url names a single server",
-    "cuda_devices": "only a server that Lockstep starts can be given GPUs",
-    "tp": "only a server that Lockstep starts can be split over GPUs",
-    "max_model_len": "the trainer's own modules take what the model takes",
+    "replicas": "a process can hold only one vLLM or native engine, and a URL names a single server",
+    "cuda_devices": "Lockstep can assign GPUs only to a server that it starts",
+    "tp": "Lockstep can split only a server that it starts over GPUs",
+    "max_model_len": "the trainer's modules accept any length that the model accepts",
     "kv_cache_tokens": "it sizes its KV cache itself",
     "prefill_chunk": "it splits prompts itself",
     "memory_fraction": "no memory is reserved for this engine",
     "prefix_caching": "it has no prefix cache",
     "eager": "it has no CUDA graphs",
-    "batch_invariant": "an embedded engine runs the trainer's modules, which train.batch_invariant = true "
-    "makes invariant (with engine.name = 'native'), and of a running vLLM it cannot be seen whether the mode "
-    "is on",
+    "batch_invariant": (
+        "an embedded engine runs the trainer's modules, which train.batch_invariant = true makes invariant "
+        "(with engine.name = 'native'), and Lockstep cannot tell whether a vLLM server that is already "
+        "running uses this mode"
+    ),
     "unseeded": "it always uses the seed of each sample",
     "offload": "a server that Lockstep did not start keeps its memory",
     "bucket_mb": "weights are not sent",
@@ -42,12 +44,12 @@ _WHY = {
     "request_seconds": "it runs in the trainer's own thread",
     "update_seconds": "weights are not sent",
     "max_restarts": "only a server that Lockstep starts can be restarted",
-    "options": "it has no constructor that takes them",
+    "options": "its constructor does not take options",
     "env": "only a server that Lockstep starts has its own environment",
     "secrets": "only a server that Lockstep starts has its own environment",
-    "python": "it names the interpreter of a server",
+    "python": "it names a server's Python interpreter",
     "token_env": "a server that Lockstep starts gets a token automatically",
-    "url": "it names a vLLM or SGLang server",
+    "url": "it is the address of a vLLM or SGLang server",
     "process": "vllm and sglang run in a separate process with engine.python or engine.url",
 }
 """Setting with an effect in some engines only -> why it has none in the others. Each engine declares the
@@ -212,7 +214,7 @@ def check_engine(config: EngineConfig) -> None:
         if value != default and not set(here) & set(places):
             where = f"with engine.name = {config.name!r}{_where(config)}"
             raise no_effect(
-                f"engine.{name}", value, f"{where}: {why}", fix=f"it has one with {_listed(places)}"
+                f"engine.{name}", value, f"{where}: {why}", fix=f"it has an effect with {_listed(places)}"
             )
     if has_own_weights(config):
         _check_own_weights(config)
@@ -224,16 +226,17 @@ def _check_own_weights(config: EngineConfig) -> None:
     here = kind(config)
     if not here.endswith(", in process") and config.transfer == "memory":
         raise ConfigError(
-            "unsupported-combination: engine.transfer = 'memory' needs the engine in the trainer's process, "
-            "and this one is a server; set 'auto', 'ipc', 'collective' or 'disk'"
+            "unsupported-combination: engine.transfer = 'memory' needs the engine in the trainer's "
+            "process, but this engine is a server; set 'auto', 'ipc', 'collective' or 'disk'"
         )
     refuse(config, "engine")
     refuse(config, "engine (devices)")
     if here in HAS_EFFECT["unseeded"][0] and not config.batch_invariant and not config.unseeded:
         raise ConfigError(
-            f"unsupported-combination: engine.name = {config.name!r} reads seeds only in its deterministic "
-            "mode, and would draw every sample from one stream of noise; set engine.batch_invariant = true "
-            "(a run can be repeated then), or engine.unseeded = true to accept it",
+            f"unsupported-combination: engine.name = {config.name!r} uses seeds only in its deterministic "
+            "mode; otherwise it draws all samples from one stream of random numbers. Set "
+            "engine.batch_invariant = true, which makes the run reproducible, or engine.unseeded = true to "
+            "accept unseeded samples",
             setting="engine.batch_invariant",
         )
     refuse(config, "engine (seeds)")

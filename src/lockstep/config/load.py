@@ -91,8 +91,8 @@ def load_run(
         if kind is not None and values.setdefault("kind", kind) != kind:
             file_kind = build(values, origin=origin).kind
             raise ConfigError(
-                f"contradiction: {origin}: kind = {file_kind!r}, but {kind!r} was asked for; run `lockstep "
-                f"train {file_kind}` with it, or leave the kind out",
+                f"contradiction: {origin}: kind = {file_kind!r}, but {kind!r} was requested; run `lockstep "
+                f"train {file_kind}` with this file, or leave the kind out",
                 setting="kind",
             )
     return build(merge(values, overrides or {}), origin=origin)
@@ -148,12 +148,12 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
     if run.schedules != {"constant"}:
         refused += [d for d in differences if d[0] == "steps"]
     if refused:
-        lines = [f"  {path}: the run has {_show(old)}, now {_show(new)}" for path, old, new in refused]
+        lines = [f"  {path}: {_show(old)} in the run, now {_show(new)}" for path, old, new in refused]
         raise ConfigError(
-            f"not-resumable: cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} "
-            f"may change, of train only {', '.join(PARALLELISM)}, of engine only {', '.join(ENGINE_SIZES)}, "
-            "and steps only under train.schedule = 'constant': a decay ends at the last step); start a new "
-            "run:\n" + "\n".join(lines)
+            f"not-resumable: cannot resume {str(folder)!r} with different settings (only "
+            f"{', '.join(RESUMABLE)} may change; in train, only {', '.join(PARALLELISM)}; in engine, only "
+            f"{', '.join(ENGINE_SIZES)}; and steps only with train.schedule = 'constant', because a decay "
+            "ends at the last step); start a new run:\n" + "\n".join(lines)
         )
 
 
@@ -161,8 +161,8 @@ def _saved_run(folder: Path, *, verb: str = "resume") -> RunConfig:
     file = folder / "config.toml"
     if not file.is_file():
         raise ConfigError(
-            f"no-such-file: cannot {verb} {str(folder)!r}: it holds no config.toml; give the folder of an "
-            "earlier run"
+            f"no-such-file: cannot {verb} {str(folder)!r}: it contains no config.toml; give the folder of "
+            "an earlier run"
         )
     check_inside(file, ConfigError, root=folder)
     return saved_run(file)
@@ -195,8 +195,8 @@ def _without_idle(values: dict[str, Any], *, origin: str) -> dict[str, Any]:
         train = {name: each for name, each in train.items() if name != "min_lr_ratio"}
         values = values | {"train": train}
         warn_once(
-            f"{origin}: train.min_lr_ratio = {ratio} is left out: it has no effect with train.schedule = "
-            "'constant'"
+            f"{origin}: train.min_lr_ratio = {ratio} is ignored, because it has no effect with "
+            "train.schedule = 'constant'"
         )
     groups = cluster.get("colocate")
     if isinstance(groups, list) and len(groups) == 1 and "policy" in groups[0]:
@@ -221,7 +221,7 @@ def find(source: str | Path) -> Path:
     if isinstance(source, str) and source in known:
         return known[source]
     if path.suffix == ".toml" or len(path.parts) > 1:
-        raise ConfigError(f"no-such-file: no such file: {str(source)!r} (looked from {os.getcwd()!r})")
+        raise ConfigError(f"no-such-file: no such file: {str(source)!r} (relative to {os.getcwd()!r})")
     raise unknown("recipe", str(source), known, more=OR_A_PATH)
 
 
@@ -278,12 +278,14 @@ def _ends_in_comment(text: str, origin: str) -> bool:
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     if _LONG_KEY.search(text):
-        raise ConfigError(f"too-deep: {origin}: a key has more than 64 parts, and no setting is that deep")
+        raise ConfigError(
+            f"too-deep: {origin}: a key has more than 64 parts, but no setting is nested that deeply"
+        )
     try:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ConfigError(
-            f"too-deep: {origin}: lists or tables are nested too deeply for any setting"
+            f"too-deep: {origin}: lists or tables are nested deeper than in any setting"
         ) from error
 
 
@@ -295,7 +297,7 @@ def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
     """
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in RUN_KINDS:
-        what = "kind is missing" if kind is None else "kind is not text"
+        what = "kind is missing" if kind is None else "kind is not a string"
         if isinstance(kind, str):
             what = unknown_name("kind", kind, RUN_KINDS)
         raise ConfigError(
@@ -404,8 +406,10 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth <= DEPTH and isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     if depth > DEPTH:
-        raise ConfigError(f"too-deep: lists or tables are nested more than {DEPTH} deep, and no setting is")
-    raise ConfigError(f"wrong-type: {value!r} is a {type(value).__name__}, which no setting takes")
+        raise ConfigError(
+            f"too-deep: lists or tables are nested more than {DEPTH} levels deep, but no setting is"
+        )
+    raise ConfigError(f"wrong-type: {value!r} is a {type(value).__name__}, which no setting accepts")
 
 
 def _show(value: Any) -> str:
@@ -452,7 +456,7 @@ def toml_value(value: Any, *, path: str = "value") -> str:
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml_value(v, path=f"{path}[{i}]") for i, v in enumerate(value)) + "]"
-    raise TomlError(f"{path} = {value!r}: TOML cannot hold a {type(value).__name__}; leave the key out")
+    raise TomlError(f"{path} = {value!r}: TOML has no {type(value).__name__} values; leave the key out")
 
 
 def _write_table(
@@ -472,5 +476,5 @@ def _write_table(
 
 def _key(key: Any) -> str:
     if not isinstance(key, str):
-        raise TomlError(f"key {key!r}: TOML keys are strings")
+        raise TomlError(f"key {key!r}: TOML keys must be strings")
     return key if _BARE_KEY.fullmatch(key) else toml_value(key)

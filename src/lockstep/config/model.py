@@ -13,13 +13,16 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear modules in the layers of every supported architecture."""
 ALL_LINEAR = "all-linear"
-_ELSEWHERE = f"choose of {', '.join(LINEAR)}, or {ALL_LINEAR!r}, which means these"
+_ELSEWHERE = f"choose from {', '.join(LINEAR)}, or set {ALL_LINEAR!r} for all of these"
 _NOT_ADAPTED = {
-    "embed_tokens": "'embed_tokens' is the embedding, and only linear modules of the decoder are adapted; "
+    "embed_tokens": "'embed_tokens' is the embedding, but only linear modules of the decoder can have adapters; "
     + _ELSEWHERE,
-    "lm_head": "'lm_head' is the head, whose weight losses and engines use without its module, and which may "
-    "be the embedding's; only linear modules of the decoder are adapted: " + _ELSEWHERE,
-    ALL_LINEAR: f"{ALL_LINEAR!r} stands alone, and means {', '.join(LINEAR)}; leave the others out",
+    "lm_head": (
+        "'lm_head' is the head: losses and engines read its weight without calling the module, and the "
+        "weight may be tied to the embedding. Only linear modules of the decoder can have adapters; "
+    )
+    + _ELSEWHERE,
+    ALL_LINEAR: f"{ALL_LINEAR!r} already means {', '.join(LINEAR)}; leave the other names out",
 }
 
 
@@ -43,7 +46,7 @@ class LoraConfig(Config):
             return targets
         if not targets:
             raise ConfigError(
-                f"nothing-to-do: names no module; name some of {', '.join(LINEAR)}, or {ALL_LINEAR!r}",
+                f"nothing-to-do: names no modules; name some of {', '.join(LINEAR)}, or {ALL_LINEAR!r}",
                 setting="target_modules",
             )
         # Checked here, before anything is loaded: all supported architectures have the same linear modules.

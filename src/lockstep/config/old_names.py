@@ -142,8 +142,8 @@ def _path(flag: str) -> str:
 def _both(renamed: Renamed, origin: str, *, flags: bool = False) -> ConfigError:
     names = [f"--{name.replace('_', '-')}" if flags else name for name in (renamed.old, renamed.new)]
     return ConfigError(
-        f"duplicate: {origin}: {names[0]} is the old name of {names[1]}, and both are given; leave "
-        f"{names[0]} out",
+        f"duplicate: {origin}: {names[0]} is the old name of {names[1]}, but both are set; leave {names[0]} "
+        "out",
         setting=renamed.new,
     )
 

@@ -121,5 +121,5 @@ class PPORun(GRPORun):
         try:
             check_backend(train, lora=lora is not None, lora_dropout=0.0 if lora is None else lora.dropout)
         except ConfigError as error:
-            raise error.with_message(f"of the value model: {error}") from error
+            raise error.with_message(f"value model: {error}") from error
         return self

@@ -70,11 +70,11 @@ def unusable(value: Any, path: str = "") -> Iterator[Problem]:
 
 def _unusable(value: Any) -> str | None:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return f"an integer of {value.bit_length()} bits; 64 are the most"
+        return f"an integer of {value.bit_length()} bits; the maximum is 64 bits"
     if isinstance(value, str) and "\0" in value:
-        return f"{value[:80]!r} holds the character NUL; write it without"
+        return f"{value[:80]!r} contains a NUL character; remove it"
     if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-        return f"{value[:80]!r} holds half a surrogate pair, which is not text; write it without"
+        return f"{value[:80]!r} contains half of a surrogate pair, which is not valid text; remove it"
     return None
 
 
@@ -144,7 +144,7 @@ def _line(path: str, details: list[Any]) -> str:
         text = str(first["ctx"]["error"])
         return f"{path}: {text}" if path else text
     if first["type"] == "missing":
-        return f"{path}: is required; set it"
+        return f"{path} is required; set it"
     value = "..." if names_secret(path.rpartition(".")[2]) else first["input"]
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
     return f"{path} = {value!r}: expected {expected}"
@@ -207,10 +207,10 @@ def _unknown(
         f"{section}.{key}".lstrip(".") for section, other in sections.items() if key in other.model_fields
     ]
     if elsewhere:
-        return f"{here}{assigned}: unknown key here; {key} belongs to {' or '.join(elsewhere)}"
+        return f"{here}{assigned}: unknown key in this table; {key} belongs to {' or '.join(elsewhere)}"
     if near := near_settings(".".join((*path, key)), sections):
         return f"{here}{assigned}: unknown key; did you mean {' or '.join(near)}?"
-    return f"{here}{assigned}: unknown key; known here: {', '.join(sorted(model.model_fields))}"
+    return f"{here}{assigned}: unknown key; known keys: {', '.join(sorted(model.model_fields))}"
 
 
 def near_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list[str]:

@@ -32,8 +32,8 @@ class RecordConfig(Config):
     def _check_weights(cls, weights: str) -> str:
         if weights not in ("first", "none") and not _EVERY.fullmatch(weights):
             raise ConfigError(
-                f"wrong-format: weights = {weights!r} must be 'first', 'none' or 'every K' with K at least "
-                "1, such as 'every 10'"
+                f"wrong-format: weights = {weights!r} must be 'first', 'none', or 'every K' with K of at "
+                "least 1, such as 'every 10'"
             )
         return weights
 
@@ -60,8 +60,8 @@ def record_refusal(record: RecordConfig, train: TrainConfig, *, lora: bool) -> s
         return None
     what = "model.lora" if updates == 1 else f"{updates} optimizer steps per rollout batch"
     return (
-        f"record.enabled = true with train.backend = {train.backend!r} and {what}: the weights "
-        "that inputs see are spread over ranks there, and are gathered whole only between rollout "
-        "batches. Set train.minibatches and train.epochs_per_batch to 1 and leave model.lora out, or "
-        "set train.backend = 'local', or 'deepspeed' with train.zero_stage below 3"
+        f"record.enabled = true with train.backend = {train.backend!r} and {what}: the weights that process "
+        "the inputs are sharded over ranks, and they are gathered only between rollout batches. Set "
+        "train.minibatches and train.epochs_per_batch to 1 and leave model.lora out, or set train.backend "
+        "= 'local', or 'deepspeed' with train.zero_stage below 3"
     )

@@ -134,7 +134,8 @@ class RewardConfig(Config):
         refuse(self, "rewards")
         if both := self.secrets.keys() & self.kwargs.keys():
             raise ConfigError(
-                f"duplicate: {min(both)!r} is in kwargs and in secrets; leave one out", setting="secrets"
+                f"duplicate: {min(both)!r} is in both kwargs and secrets; remove it from one of them",
+                setting="secrets",
             )
         return self
 
@@ -156,7 +157,7 @@ class RewardConfig(Config):
             usable = False
         if not usable or parts.username is not None or parts.fragment:
             raise ConfigError(
-                "wrong-format: url is not of the form http://HOST:PORT/PATH, without a user's name and "
-                "without #; a token goes into the variable that token_env names"
+                "wrong-format: url is not of the form http://HOST:PORT/PATH (a user name and a # are not "
+                "allowed); put a token into the variable that token_env names"
             )
         return self

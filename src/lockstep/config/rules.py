@@ -68,8 +68,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "algorithm (dpo)": (
         Rule(
             lambda c: c.desirable_weight == 0 == c.undesirable_weight,
-            "nothing-to-do: desirable_weight = 0 and undesirable_weight = 0: nothing would be trained; "
-            "raise one",
+            "nothing-to-do: desirable_weight = 0 and undesirable_weight = 0, so nothing would be trained; "
+            "raise one of them",
         ),
         Rule(
             lambda c: c.average and c.name == "kto",
@@ -77,8 +77,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             lambda c: c.average is False and c.name == "orpo",
-            "unsupported-combination: average = false with name = 'orpo': the odds of a whole answer are "
-            "0 in any float; leave it out",
+            "unsupported-combination: average = false with name = 'orpo': the odds of a whole answer "
+            "underflow to 0 in every float type; leave it out",
         ),
     ),
     "algorithm (ppo)": (
@@ -90,42 +90,43 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             lambda c: c.lam_length_alpha is not None and c.lam != 1.0,
             "no-effect: lam = {0.lam} has no effect with lam_length_alpha = {0.lam_length_alpha}, which "
-            "takes its place; leave one of them out (lam_value is that of the returns)",
+            "replaces it; leave one of them out (lam_value sets the lambda of the returns)",
         ),
     ),
     "algorithm.kl (ppo)": (
         Rule(
             lambda c: c.target is not None and c.coef == 0,
-            "no-effect: target = {0.target} has no effect: kl.coef = 0 stays 0; set kl.coef above 0 and "
-            "kl.place = 'reward', or leave target out",
+            "no-effect: target = {0.target} has no effect, because kl.coef = 0 stays 0; set kl.coef above "
+            "0 and kl.place = 'reward', or leave target out",
         ),
         Rule(
             lambda c: c.target is not None and c.place == "loss",
-            "no-effect: target = {0.target} has no effect: kl.place = 'loss' has a fixed coefficient; set "
-            "kl.coef above 0 and kl.place = 'reward', or leave target out",
+            "no-effect: target = {0.target} has no effect, because the coefficient is fixed with kl.place "
+            "= 'loss'; set kl.coef above 0 and kl.place = 'reward', or leave target out",
         ),
     ),
     "algorithm.rollout_correction": (
         Rule(
             lambda c: c.geometric_low is not None and c.geometric_high is None,
-            "no-effect: geometric_low = {0.geometric_low} has no effect without geometric_high; set that, "
-            "too, or leave it out",
+            "no-effect: geometric_low = {0.geometric_low} has no effect without geometric_high; set "
+            "geometric_high, too, or leave geometric_low out",
         ),
         Rule(
             lambda c: c.kind == "icepop" and c.low >= c.high,
-            "contradiction: low = {0.low} is not below high = {0.high}: every token would be masked",
+            "contradiction: low = {0.low} is not below high = {0.high}, so every token would be masked; "
+            "lower low, or raise high",
         ),
     ),
     "cluster": (
         Rule(
             lambda c: c.gpus and c.slots != 1,
-            "no-effect: slots = {0.slots} with gpus = {0.gpus}: there is one rank per GPU; leave slots "
-            "out, or set gpus = 0",
+            "no-effect: slots = {0.slots} has no effect with gpus = {0.gpus}, because each GPU gets one "
+            "rank; leave slots out, or set gpus = 0",
         ),
         Rule(
             lambda c: c.dedicated_gpus and not c.remote_groups,
-            "no-effect: dedicated_gpus = true without remote roles: all roles share the processes of the "
-            "ranks; leave it out, or write several groups in colocate",
+            "no-effect: dedicated_gpus = true has no effect without remote roles, because all roles share "
+            "the processes of the ranks; leave it out, or write several groups in colocate",
         ),
     ),
     "engine": (
@@ -143,74 +144,73 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "engine (devices)": (
         Rule(
             lambda c: c.cuda_devices and len(c.cuda_devices) != c.replicas * c.tp,
-            "contradiction: engine.cuda_devices = {0.cuda_devices} must name as many GPUs as "
-            "engine.replicas * engine.tp = {0.replicas} * {0.tp} need; list each replica's one after the "
-            "other",
+            "contradiction: engine.cuda_devices = {0.cuda_devices} must name exactly engine.replicas * "
+            "engine.tp = {0.replicas} * {0.tp} GPUs; list the GPUs of the first replica, then those of the "
+            "second, and so on",
         ),
         Rule(
             lambda c: any(len(set(share)) < len(share) for share in c.shares),
-            "duplicate: engine.cuda_devices = {0.cuda_devices} gives one replica a GPU twice; name {0.tp} "
-            "different ones for each",
+            "duplicate: engine.cuda_devices = {0.cuda_devices} assigns a GPU twice to one replica; name "
+            "{0.tp} different GPUs for each replica",
         ),
         Rule(
             lambda c: len(set(c.cuda_devices)) < len(c.cuda_devices) and c.memory_fraction is None,
-            "missing-setting: engine.cuda_devices = {0.cuda_devices} puts several replicas on one GPU; "
-            "set engine.memory_fraction, of the whole GPU for each of them",
+            "missing-setting: engine.cuda_devices = {0.cuda_devices} puts several replicas on one GPU; set "
+            "engine.memory_fraction, the fraction of the GPU that each replica may use",
             at="engine.memory_fraction",
         ),
     ),
     "engine (in the trainer's process)": (
         Rule(
             lambda c: c.transfer not in ("auto", "memory"),
-            "no-effect: engine.transfer = {0.transfer!r}: engine.name = {0.name!r} is in the trainer's "
-            "process and shares or copies its weights; leave it at 'auto', or set engine.process = "
-            "'separate'",
+            "no-effect: engine.transfer = {0.transfer!r} has no effect, because engine.name = {0.name!r} "
+            "runs in the trainer's process and shares or copies its weights; leave it at 'auto', or set "
+            "engine.process = 'separate'",
         ),
     ),
     "engine (seeds)": (
         Rule(
             lambda c: c.unseeded and c.batch_invariant,
-            "no-effect: engine.unseeded = true has no effect with engine.batch_invariant = true: each "
-            "sample has its seed then; leave it out",
+            "no-effect: engine.unseeded = true has no effect with engine.batch_invariant = true, because "
+            "each sample then has its own seed; leave it out",
         ),
     ),
     "engine (servers)": (
         Rule(
             lambda c: c.python is not None and c.url is not None,
-            "contradiction: engine.python = '{0.python}' starts a server and engine.url = {0.url!r} is "
-            "one that runs already; leave one of them out",
+            "contradiction: engine.python = '{0.python}' starts a server, but engine.url = {0.url!r} names "
+            "a server that is already running; leave one of them out",
             at="engine.url",
         ),
     ),
     "eval": (
         Rule(
             lambda c: c.samples_per_prompt > 1 and c.temperature == 0,
-            "unsupported-combination: samples_per_prompt = {0.samples_per_prompt} at temperature = 0 "
-            "would sample one and the same completion every time; set temperature above 0, or "
-            "samples_per_prompt = 1",
+            "unsupported-combination: samples_per_prompt = {0.samples_per_prompt} at temperature = 0 would "
+            "sample the same completion every time; set temperature above 0, or samples_per_prompt = 1",
         ),
     ),
     "generate": (
         Rule(
             lambda c: c.sampling.temperature == 0 and c.n > 1,
-            "unsupported-combination: n = {0.n} with sampling.temperature = 0 would sample one and the "
-            "same completion {0.n} times; set sampling.temperature above 0, or n = 1",
+            "unsupported-combination: n = {0.n} with sampling.temperature = 0 would sample the same "
+            "completion {0.n} times; set sampling.temperature above 0, or n = 1",
         ),
         Rule(
             lambda c: c.model.lora is not None,
-            "unsupported-combination: model.lora is for training: fresh adapters change nothing; name a "
-            "run directory whose adapters were trained, or leave model.lora out",
+            "unsupported-combination: model.lora adds untrained adapters, which change nothing when "
+            "sampling; name a run directory with trained adapters, or leave model.lora out",
         ),
         Rule(
             lambda c: c.iteration is not None and c.max_samples is not None,
-            "contradiction: iteration = {0.iteration} takes rollout_batch_size = {0.rollout_batch_size} "
-            "prompts; leave max_samples out (data.size bounds the data)",
+            "contradiction: iteration = {0.iteration} always takes rollout_batch_size = "
+            "{0.rollout_batch_size} prompts; leave max_samples out (data.size limits the data)",
             at="max_samples",
         ),
         Rule(
             lambda c: c.iteration is None and c.max_samples is None and c.data.generated and not c.data.size,
-            "missing-setting: data.source = {0.data.source!r} has no end; set max_samples, iteration or "
-            "data.size",
+            "missing-setting: data.source = {0.data.source!r} generates prompts without end; set "
+            "max_samples, iteration or data.size",
             at="max_samples",
         ),
     ),
@@ -224,21 +224,21 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "reward_model": (
         Rule(
             lambda c: c.aggregation != "mean" and not c.others,
-            "no-effect: aggregation = {0.aggregation!r} has no effect with one model; name others, or "
-            "leave it out",
+            "no-effect: aggregation = {0.aggregation!r} has no effect with one model; add models to "
+            "others, or leave it out",
         ),
     ),
     "rewards": (
         Rule(
             lambda c: c.secrets and ":" not in c.name,
-            "no-effect: secrets has no effect with name = {0.name!r}; leave it out (http has token_env)",
+            "no-effect: secrets has no effect with name = {0.name!r}; leave it out (for http, use token_env)",
         ),
     ),
     "rewards (http)": (
         Rule(
             lambda c: c.name == "http" and not re.fullmatch(r"https?://[!-~]+", c.url or ""),
-            "missing-setting: url = {0.url!r} with name = 'http'; set the service's address, such as url "
-            "= 'http://127.0.0.1:8000/score'",
+            "missing-setting: url = {0.url!r}, but name = 'http' needs the service's address; set it, such "
+            "as url = 'http://127.0.0.1:8000/score'",
         ),
     ),
     "rollout.sampling": (
@@ -249,7 +249,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             lambda c: c.top_k == 0,
-            "out-of-range: top_k = 0 would leave no token; set -1 to turn it off",
+            "out-of-range: top_k = 0 would leave no tokens to sample; set -1 to turn top_k off",
         ),
     ),
     "run": (
@@ -263,8 +263,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             lambda r: not r.algorithm.paired and r.batch_size < 2,
             "unsupported-combination: batch_size = {0.batch_size} with algorithm.name = "
-            "{0.algorithm.name!r}, whose baseline is of each prompt with another one's answer; set "
-            "batch_size to 2 or more",
+            "{0.algorithm.name!r}, whose baseline combines each prompt with the answer to another prompt; "
+            "set batch_size to 2 or more",
         ),
     ),
     "run (offline)": (
@@ -278,19 +278,19 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             lambda r: r.value.warmup_batches >= r.steps,
             "nothing-to-do: value.warmup_batches = {0.value.warmup_batches} is not below steps = "
-            "{0.steps}: the policy would never be trained; lower it, or raise steps",
+            "{0.steps}, so the policy would never be trained; lower it, or raise steps",
         ),
         Rule(
             lambda r: r.algorithm.kl.target is not None and r.algorithm.kl.horizon < r.rollout.samples,
             "out-of-range: algorithm.kl.horizon = {0.algorithm.kl.horizon} is below the "
-            "{0.rollout.samples} rollouts of a step: the coefficient would change by more than a fifth at "
-            "once; raise it",
+            "{0.rollout.samples} rollouts of a step, so one step could change the coefficient by more than "
+            "a fifth; raise it",
         ),
         Rule(
             lambda r: r.value.train(r.train).execution == "deepcompile",
-            "unsupported-combination: train.execution = 'deepcompile' with kind = 'ppo': its graph holds "
-            "the policy's head, and a value model has another one; set train.execution = 'compile' or "
-            "'joint'",
+            "unsupported-combination: train.execution = 'deepcompile' with kind = 'ppo': its graph "
+            "includes the policy's head, but a value model has a different head; set train.execution = "
+            "'compile' or 'joint'",
         ),
     ),
     "run (record)": (
@@ -303,32 +303,32 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "run (remote roles)": (
         Rule(
             lambda r: r.remote_roles,
-            "unsupported-combination: cluster.colocate has several groups with kind = {0.kind!r}: the "
+            "unsupported-combination: cluster.colocate has several groups with kind = {0.kind!r}: all "
             "roles of such a run are in one process; leave it out",
         ),
     ),
     "run (rl offload)": (
         Rule(
             lambda r: len(set(r.offload)) < len(r.offload),
-            "duplicate: offload = {0.offload} names a role twice; name each once",
+            "duplicate: offload = {0.offload} names a role twice; name each role once",
         ),
         Rule(
             lambda r: r.train.cuda_graph and {"ref", "value"} & set(r.offload),
             "unsupported-combination: offload = {0.offload} with train.cuda_graph = true: a graph reads "
-            "weights where they were when it was captured; name 'policy' and 'reward_model' alone, or "
+            "weights at the addresses where they were captured; name only 'policy' and 'reward_model', or "
             "leave train.cuda_graph out",
         ),
         Rule(
             lambda r: r.record.enabled and "value" in r.offload,
             "unsupported-combination: offload = {0.offload} with record.enabled = true: recording reads "
-            "the value model's weights between its calls; leave 'value' out",
+            "the value model's weights between the model's calls; leave 'value' out",
         ),
     ),
     "run (rl remote roles)": (
         Rule(
             lambda r: r.train.backend not in ("local", "fsdp2"),
             "unsupported-combination: cluster.colocate has several groups with train.backend = "
-            "{0.train.backend!r}: remote roles need 'local' or 'fsdp2'; set one of them, or write one "
+            "{0.train.backend!r}: remote roles need 'local' or 'fsdp2'; set one of them, or use a single "
             "group",
         ),
         Rule(
@@ -344,28 +344,28 @@ RULES: dict[str, tuple[Rule, ...]] = {
                 r.eval.enabled and r.eval.max_tokens is not None and r.eval.max_tokens < r.sampling.min_tokens
             ),
             "contradiction: eval.max_tokens = {0.eval.max_tokens} is below rollout.sampling.min_tokens = "
-            "{0.sampling.min_tokens}, which evaluations have as well; raise eval.max_tokens or lower "
+            "{0.sampling.min_tokens}, which applies to evaluations, too; raise eval.max_tokens or lower "
             "rollout.sampling.min_tokens",
         ),
         Rule(
             lambda r: r.data.size is not None and r.data.size < r.rollout.prompts_per_step,
-            "contradiction: data.size = {0.data.size} is below one rollout batch of "
+            "contradiction: data.size = {0.data.size} is less than one rollout batch of "
             "rollout.prompts_per_step = {0.rollout.prompts_per_step} prompts; raise data.size or lower "
             "rollout.prompts_per_step",
         ),
         Rule(
             lambda r: r.train.token_budget != "auto" and r.train.token_budget < r.longest_unit,
-            "contradiction: data.max_prompt_tokens + rollout.sampling.max_tokens = {0.longest_unit} "
-            "tokens do not fit one micro-batch of train.token_budget = {0.train.token_budget}; raise "
-            "train.token_budget or lower one of the two",
+            "contradiction: data.max_prompt_tokens + rollout.sampling.max_tokens = {0.longest_unit} tokens "
+            "do not fit into one micro-batch of train.token_budget = {0.train.token_budget} tokens; raise "
+            "train.token_budget, or lower one of the other two",
             at="train.token_budget",
         ),
         Rule(
             lambda r: r.engine.kv_cache_tokens is not None and r.engine.kv_cache_tokens < r.longest_context,
             "contradiction: engine.kv_cache_tokens = {0.engine.kv_cache_tokens} is below the "
             "{0.longest_context} tokens that one sample of training or evaluation can need "
-            "(data.max_prompt_tokens + rollout.sampling.max_tokens - 1; the evaluation before training "
-            "may use more, see eval.before_max_tokens_factor); raise engine.kv_cache_tokens",
+            "(data.max_prompt_tokens + rollout.sampling.max_tokens - 1; the evaluation before training may "
+            "need more, see eval.before_max_tokens_factor); raise engine.kv_cache_tokens",
         ),
         Rule(
             lambda r: r.rollout.samples % r.train.minibatches,
@@ -376,38 +376,39 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "run (rl)": (
         Rule(
             lambda r: r.rollout.group_size == 1 and r.algorithm_options.compares_group,
-            "nothing-to-do: rollout.group_size = 1 gives every advantage 0 under algorithm.name = "
+            "nothing-to-do: rollout.group_size = 1 makes every advantage 0 with algorithm.name = "
             "{0.algorithm.name!r}, which compares the samples of a group; set rollout.group_size >= 2 or "
             "algorithm.name = 'reinforce++'",
         ),
         Rule(
             lambda r: r.algorithm.mask_truncated and not r.sampling.can_end,
-            "nothing-to-do: algorithm.mask_truncated = true with rollout.sampling.ignore_eos = true and "
-            "no stop: every completion is cut off, so nothing would be trained on; leave one of them out",
+            "nothing-to-do: algorithm.mask_truncated = true with rollout.sampling.ignore_eos = true and no "
+            "stop means that every completion is truncated, so no tokens would be trained on; leave one of "
+            "them out",
         ),
         Rule(
             lambda r: r.sampling.temperature == 0,
-            "nothing-to-do: rollout.sampling.temperature = 0 samples one and the same completion "
-            "group_size times, so every advantage is 0; set it above 0 (evaluation has eval.temperature)",
+            "nothing-to-do: rollout.sampling.temperature = 0 samples the same completion group_size times, "
+            "so every advantage is 0; set it above 0 (for evaluations, set eval.temperature)",
         ),
         Rule(
             lambda r: not r.rewards and r.reward_model is None,
-            "missing-setting: rewards is empty; name at least one, such as rewards = [{{name = "
+            "missing-setting: rewards is empty; name at least one reward, such as rewards = [{{name = "
             "'verifier'}}], or a reward_model",
         ),
     ),
     "run (rm)": (
         Rule(
             lambda r: r.train.batch_invariant,
-            "unsupported-combination: train.batch_invariant = true with kind = 'rm': the head that gives "
-            "scores has no such form; leave it out",
+            "unsupported-combination: train.batch_invariant = true with kind = 'rm': the score head has no "
+            "batch-invariant implementation; leave it out",
         ),
     ),
     "score": (
         Rule(
             lambda c: not c.rewards and c.reward_model is None,
-            "missing-setting: nothing to score with: set rewards (--reward math) or reward_model.name "
-            "(--reward-model NAME)",
+            "missing-setting: there is nothing to score with; set rewards (--reward math) or "
+            "reward_model.name (--reward-model NAME)",
             at="rewards",
         ),
     ),
@@ -419,44 +420,45 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             lambda c: c.cuda_graph and c.execution != "joint",
-            "no-effect: train.cuda_graph = true has no effect with train.execution = {0.execution!r}: it "
-            "replays joint graphs; set train.execution = 'joint', or leave train.cuda_graph out",
+            "no-effect: train.cuda_graph = true has no effect with train.execution = {0.execution!r}, "
+            "because it replays joint graphs; set train.execution = 'joint', or leave train.cuda_graph out",
         ),
     ),
     "train (backends of several ranks)": (
         Rule(
             lambda c: c.optimizer == "adamw8bit",
             "unsupported-combination: train.optimizer = 'adamw8bit' is not available with train.backend = "
-            "{0.backend!r}: its blocks of 8-bit codes would lie across the ranks' shards; set "
-            "train.optimizer = 'adamw', and train.optimizer_device = 'cpu' for memory",
+            "{0.backend!r}: its blocks of 8-bit codes would straddle the ranks' shards; set "
+            "train.optimizer = 'adamw', and train.optimizer_device = 'cpu' to save GPU memory",
         ),
         Rule(
             lambda c: c.device.startswith("cuda:"),
-            "unsupported-combination: train.device = {0.device!r} names one GPU, and train.backend = "
-            "{0.backend!r} gives each rank one: local rank r takes cuda:r. Set train.device = 'cuda', and "
-            "CUDA_VISIBLE_DEVICES for fewer",
+            "unsupported-combination: train.device = {0.device!r} names one GPU, but train.backend = "
+            "{0.backend!r} gives each rank a GPU: local rank r takes cuda:r. Set train.device = 'cuda', "
+            "and CUDA_VISIBLE_DEVICES to use fewer GPUs",
         ),
     ),
     "train (batch-invariant)": (
         Rule(
             lambda c: c.batch_invariant and c.tp > 1,
-            "unsupported-combination: train.batch_invariant = true with train.tp = {0.tp}: sums over "
-            "ranks add up in another order than one rank does, so that logprobs differ in their last bits "
+            "unsupported-combination: train.batch_invariant = true with train.tp = {0.tp}: sums over ranks "
+            "are added in a different order than on one rank, so logprobs would differ in their last bits "
             "from those of one rank; set train.tp = 1, or train.batch_invariant = false",
             at="train.tp",
         ),
         Rule(
             lambda c: c.batch_invariant and c.ring > 1,
-            "unsupported-combination: train.batch_invariant = true with train.ring = {0.ring}: its ranks "
-            "each attend to a part of the keys and merge what they got, so that logprobs differ in their "
-            "last bits from those of one rank; set train.ring = 1, or train.batch_invariant = false",
+            "unsupported-combination: train.batch_invariant = true with train.ring = {0.ring}: each of its "
+            "ranks attends to a part of the keys, and then the results are merged, so logprobs would "
+            "differ in their last bits from those of one rank; set train.ring = 1, or "
+            "train.batch_invariant = false",
             at="train.ring",
         ),
         Rule(
             lambda c: c.reuse_rollout_logprobs and c.batch_invariant is False,
             "unsupported-combination: train.reuse_rollout_logprobs = true needs train.batch_invariant = "
-            "true: elsewhere the engine's logprobs are not the trainer's. Leave it out, and they are "
-            "computed",
+            "true: otherwise the engine's logprobs are not the trainer's. Leave it out to have them "
+            "recomputed",
         ),
     ),
     "train (deepspeed)": (
@@ -467,37 +469,37 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             lambda c: c.execution == "joint" and c.zero_stage == 3,
-            "unsupported-combination: train.execution = 'joint' (--joint) needs ZeRO 0, 1 or 2: at stage "
-            "3 weights are gathered by hooks of modules, and none runs inside of the graph; set "
-            "train.zero_stage = 2 (--zero-stage 2), or 'compile' (--compile)",
+            "unsupported-combination: train.execution = 'joint' (--joint) needs ZeRO 0, 1 or 2: at stage 3 "
+            "module hooks gather the weights, but hooks do not run inside the graph; set train.zero_stage "
+            "= 2 (--zero-stage 2), or 'compile' (--compile)",
         ),
         Rule(
             lambda c: c.ring > 1,
             "unsupported-combination: train.ring = {0.ring} is not available with train.backend = "
-            "'deepspeed': its data-parallel group is all ranks; set train.backend = 'fsdp2', or "
+            "'deepspeed': its data-parallel group consists of all ranks; set train.backend = 'fsdp2', or "
             "train.ring = 1",
         ),
         Rule(
             lambda c: c.tp > 1,
-            "unsupported-combination: train.tp = {0.tp} is not available with train.backend = "
-            "'deepspeed': its AutoTP puts modules of its own in the place of the policy's, and a part of "
-            "the vocabulary into the head, whose weight the loss reads; set train.backend = 'fsdp2', or "
-            "train.tp = 1",
+            "unsupported-combination: train.tp = {0.tp} is not available with train.backend = 'deepspeed': "
+            "its AutoTP replaces the policy's modules by its own and splits the vocabulary of the head, "
+            "whose weight the loss reads; set train.backend = 'fsdp2', or train.tp = 1",
         ),
         Rule(
             lambda c: c.optimizer_device == "cpu" and c.zero_stage == 0,
             "unsupported-combination: train.optimizer_device = 'cpu' needs train.zero_stage = 1, 2 or 3: "
-            "at stage 0 DeepSpeed has no partition that it could put into host memory",
+            "at stage 0 DeepSpeed has no partition that it could move to host memory",
         ),
         Rule(
             lambda c: c.parameter_device == "cpu" and c.zero_stage != 3,
             "unsupported-combination: train.parameter_device = 'cpu' needs train.zero_stage = 3, not "
-            "{0.zero_stage}: at the others every rank computes with whole weights where they are",
+            "{0.zero_stage}: at the other stages every rank computes with whole weights on its GPU",
         ),
         Rule(
             lambda c: c.parameter_device == "cpu" and c.optimizer_device != "cpu",
             "unsupported-combination: train.parameter_device = 'cpu' with DeepSpeed needs "
-            "train.optimizer_device = 'cpu' too: the step writes the weights where the masters are",
+            "train.optimizer_device = 'cpu', too, because the optimizer step writes the weights where the "
+            "master weights are",
         ),
         Rule(
             lambda c: c.execution == "deepcompile" and "cpu" in (c.optimizer_device, c.parameter_device),
@@ -516,22 +518,22 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "train (joint graphs)": (
         Rule(
             lambda c: c.execution == "joint" and c.static_capacity is False,
-            "unsupported-combination: train.static_capacity = false with train.execution = 'joint' makes "
-            "one graph of the whole decoder for every length of a pack; leave it out, or set "
+            "unsupported-combination: train.static_capacity = false with train.execution = 'joint' "
+            "compiles one graph of the whole decoder for every length of a pack; leave it out, or set "
             "train.execution = 'compile'",
         ),
     ),
     "train (ring)": (
         Rule(
             lambda c: c.ring > 1 and c.layout not in ("auto", "packed"),
-            "unsupported-combination: train.ring = {0.ring}: it shards packs, and train.layout = "
-            "{0.layout!r} has none; set train.layout = 'packed', or train.ring = 1",
+            "unsupported-combination: train.ring = {0.ring}: it shards packs, but train.layout = "
+            "{0.layout!r} has no packs; set train.layout = 'packed', or train.ring = 1",
         ),
         Rule(
             lambda c: c.ring > 1 and c.execution not in ("eager", "auto"),
-            "unsupported-combination: train.ring = {0.ring}: ring attention talks to other ranks inside "
-            "of a layer, which layers under train.execution = {0.execution!r} cannot; set train.execution "
-            "= 'eager', or train.ring = 1",
+            "unsupported-combination: train.ring = {0.ring}: ring attention communicates with other ranks "
+            "inside a layer, which is impossible with train.execution = {0.execution!r}; set "
+            "train.execution = 'eager', or train.ring = 1",
         ),
         Rule(
             lambda c: c.ring > 1 and c.attention not in ("auto", "varlen", "sdpa"),

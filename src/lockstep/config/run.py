@@ -215,15 +215,15 @@ class GRPORun(RunConfig):
         if self.train.deterministic and has_own_weights(self.engine) and not alone:
             raise ConfigError(
                 "unsupported-combination: train.deterministic = true with engine.name = "
-                f"{self.engine.name!r}: what it decodes together is a matter of timing, and its samples "
-                f"change with it; set {'train' if served else 'engine'}.batch_invariant = true, or "
-                "engine.name = 'native' or 'hf' in the trainer's process"
+                f"{self.engine.name!r}: which requests it decodes together depends on timing, and its "
+                f"samples change with that; set {'train' if served else 'engine'}.batch_invariant = true, "
+                "or engine.name = 'native' or 'hf' in the trainer's process"
             )
         if self.train.reuse_rollout_logprobs and engine is not None and not engine.keeps_bits:
             raise ConfigError(
                 "unsupported-combination: train.reuse_rollout_logprobs = true with engine.name = "
-                f"{self.engine.name!r}: nothing promises that its logprobs are the trainer's; leave it out, "
-                "or set engine.name = 'native' and train.batch_invariant = true"
+                f"{self.engine.name!r}: its logprobs are not guaranteed to equal the trainer's; leave it "
+                "out, or set engine.name = 'native' and train.batch_invariant = true"
             )
         return self
 
@@ -233,7 +233,7 @@ class GRPORun(RunConfig):
         missing = sorted(set(self.offload) - set(self.roles))
         if missing:
             raise ConfigError(
-                f"unknown-name: {what}: this run has no {missing[0]} with memory of its own (it has "
+                f"unknown-name: {what}: this run has no {missing[0]} with separate memory (its roles are "
                 f"{', '.join(self.roles)}); leave {missing[0]!r} out",
                 setting="offload",
             )
@@ -243,7 +243,7 @@ class GRPORun(RunConfig):
             able = " or ".join(repr(name) for name, other in backends().items() if other.offloads)
             raise ConfigError(
                 f"unsupported-combination: {what} with train.backend = {train.backend!r}, which cannot "
-                f"offload its memory between calls: set train.backend = {able}, or leave out "
+                f"offload its memory between calls; set train.backend = {able}, or leave out "
                 f"{' and '.join(map(repr, trained))}",
                 setting="offload",
             )
@@ -316,7 +316,7 @@ class OfflineRun(RunConfig):
         ):
             if value and self.eval_data is None:
                 raise ConfigError(
-                    f"missing-setting: {setting} = {value} needs documents to evaluate on; set eval_data",
+                    f"missing-setting: {setting} = {value} needs evaluation documents; set eval_data",
                     setting="eval_data",
                 )
         for name, data in self.data_sections.items():
@@ -325,7 +325,7 @@ class OfflineRun(RunConfig):
         if most is not None and most < self.batch_size:
             at_most = "" if most == self.data.size else f", at most {most} {self.documents_name},"
             raise ConfigError(
-                f"contradiction: data.size = {self.data.size}{at_most} is below batch_size = "
+                f"contradiction: data.size = {self.data.size}{at_most} is less than batch_size = "
                 f"{self.batch_size}; raise data.size or lower batch_size"
             )
         return self
@@ -333,15 +333,18 @@ class OfflineRun(RunConfig):
     def _check_set(self, name: str, data: DataConfig) -> None:
         if data.exclude is not None:
             raise ConfigError(
-                f"no-effect: {name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such "
-                f"documents from {name}.source"
+                f"no-effect: {name}.exclude = {data.exclude!r} only has an effect on prompts of RL runs; "
+                f"leave it out and remove such documents from {name}.source"
             )
         needed = self.unit * data.max_length
         if self.train.token_budget != "auto" and needed > token_slots(self.train.token_budget):
             budget = f"train.token_budget = {self.train.token_budget}"
-            why = f" does not fit one micro-batch of {budget}"
+            why = f" does not fit into one micro-batch of {budget}"
             if self.unit > 1:
-                why = f": both answers of a pair are in one micro-batch, and {budget} holds no two of them"
+                why = (
+                    ": both answers of a pair must be in one micro-batch, but two answers of that length "
+                    f"exceed {budget}"
+                )
             raise ConfigError(
                 f"contradiction: {name}.max_length = {data.max_length}{why}; raise train.token_budget to "
                 f"{needed} or lower {name}.max_length"
@@ -364,7 +367,7 @@ class PairRun(OfflineRun):
             if data.train_on == "all":
                 raise ConfigError(
                     f"unsupported-combination: {name}.train_on = 'all' with kind = {self.kind!r}, which "
-                    "compares answers, and the prompt is not part of them; leave it out"
+                    "compares answers, not prompts; leave it out"
                 )
         return self
 

@@ -203,8 +203,8 @@ class RunConfig(Config):
     def _check_run_name(cls, name: str) -> str:
         if not name or "/" in name or len(name.encode()) > 200:
             raise ConfigError(
-                f"wrong-format: name = {name[:80]!r} begins the name of a folder; write 1 to 200 characters "
-                "without /, and choose the folder itself by run_dir"
+                f"wrong-format: name = {name[:80]!r} is not usable as the beginning of a folder name; write "
+                "1 to 200 bytes without /, and set run_dir to choose the folder itself"
             )
         return name
 
@@ -250,8 +250,9 @@ class RunConfig(Config):
         own = "dedicated_gpus = true" if cluster.dedicated_gpus else f"engine_gpus = {cluster.engine_gpus}"
         if device.startswith("cuda:"):
             raise ConfigError(
-                f"contradiction: train.device = {device!r} with cluster.{own}: GPUs are counted from that of "
-                "the first rank, cuda:0; set train.device = 'cuda', and CUDA_VISIBLE_DEVICES to choose GPUs"
+                f"contradiction: train.device = {device!r} with cluster.{own}: GPUs are assigned starting "
+                "with cuda:0 for the first rank; set train.device = 'cuda', and choose GPUs with "
+                "CUDA_VISIBLE_DEVICES"
             )
         self._check_engine_gpus(cluster)
         return self
@@ -263,7 +264,8 @@ class RunConfig(Config):
                 "dedicated_gpus = true" if cluster.dedicated_gpus else f"engine_gpus = {cluster.engine_gpus}"
             )
             raise ConfigError(
-                f"no-effect: cluster.{own} with kind = {self.kind!r}, which has no engine; leave it out",
+                f"no-effect: cluster.{own} has no effect with kind = {self.kind!r}, which has no engine; "
+                "leave it out",
                 setting="cluster.engine_gpus",
             )
 
@@ -297,21 +299,21 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
     if ranks > 1 and train.backend in known and not known[train.backend].spans_ranks:
         spanning = " or ".join(name for name, backend in known.items() if backend.spans_ranks)
         raise ConfigError(
-            f"unsupported-combination: train.backend = {train.backend!r} is one process on one device, but "
-            f"there are {ranks} ranks: each would train a copy of its own. Set --train.backend {spanning}, "
-            "or start one process"
+            f"unsupported-combination: train.backend = {train.backend!r} uses one process on one device, "
+            f"but there are {ranks} ranks, each of which would train a separate copy. Set --train.backend "
+            f"{spanning}, or start one process"
         )
     if ranks > 1 and run.engine_devices:
         raise ConfigError(
-            f"unsupported-combination: engine.cuda_devices = {list(run.engine_devices)} with {ranks} "
-            "ranks: each has an engine of its own, on its own GPU; leave engine.cuda_devices out"
+            f"unsupported-combination: engine.cuda_devices = {list(run.engine_devices)} with {ranks} ranks: "
+            "each rank has its own engine on its own GPU; leave engine.cuda_devices out"
         )
     together = train.tp * train.ring
     if ranks % together:
         sizes = ", ".join(str(together * n) for n in (1, 2, 4))
         raise ConfigError(
             f"not-divisible: {ranks} rank{'s' if ranks > 1 else ''} cannot be split into groups of train.tp "
-            f"* train.ring = {train.tp} * {train.ring} = {together}: start a multiple of {together} "
+            f"* train.ring = {train.tp} * {train.ring} = {together} ranks; start a multiple of {together} "
             f"(--ranks {sizes}, ...), or lower train.tp or train.ring",
             setting="train.tp",
         )
@@ -319,8 +321,8 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
     if ranks // together > documents:
         what = f"ranks / (tp * ring) = {ranks // together}" if together > 1 else f"{ranks} ranks"
         raise ConfigError(
-            f"nothing-to-do: {what} share the documents of an optimizer step, and there are only "
-            f"{documents} of them ({run.documents_setting}): the others would have nothing to do. Start "
-            "fewer ranks, or raise it",
+            f"nothing-to-do: {what} share the documents of an optimizer step, but {run.documents_setting} "
+            f"gives only {documents}, so the other ranks would have nothing to do. Start fewer ranks, or "
+            "raise that number",
             setting=run.documents_setting,
         )

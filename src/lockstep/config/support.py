@@ -65,7 +65,7 @@ SETTINGS = {
 
 TABLE: tuple[Entry, ...] = (
     *rows_in_order(declarations(), "support", axes=("engine", "execution", "backend", None, "attention")),
-    Entry(status="untested", reason="no parity test has run with this combination"),
+    Entry(status="untested", reason="no parity test covers this combination"),
 )
 """Every row of the support table; the first that matches decides."""
 
@@ -262,7 +262,10 @@ def _named(entry: Entry, cell: dict[str, str]) -> dict[str, str]:
 def _refusal(entry: Entry, cell: dict[str, str]) -> str:
     chosen = ", ".join(f"{setting} = {value!r}" for setting, value in _named(entry, cell).items())
     instead = f"; set {entry.instead}" if entry.instead else ""
-    return f"{chosen} is not supported: {entry.reason}{instead} (`lockstep support` lists what is)"
+    return (
+        f"{chosen} is not supported: {entry.reason}{instead} (`lockstep support` lists the supported "
+        "combinations)"
+    )
 
 
 # Which settings a train backend supports; others are refused when a run is constructed.
@@ -323,7 +326,7 @@ def check_own_settings(train: TrainConfig, *, lora: bool, reads: Any, refuses: A
         for row in rows:
             row.error.format_map(values)
     except (ValueError, TypeError, LookupError) as error:
-        raise ConfigError(f"wrong-part: {what} are wrong: {error}") from error
+        raise ConfigError(f"wrong-part: {what} are invalid: {error}") from error
     for name in (*read, *(name for row in rows for name in row.when)):
         if name not in values:
             raise ConfigError(f"unknown-setting: {what}: {unknown_name('setting', str(name), values)}")
@@ -363,13 +366,13 @@ def shared_refusal(train: TrainConfig, *, lora_dropout: float) -> str | None:
         (train.ring > 1, f"train.ring = {train.ring} shards whole documents", "train.ring = 1"),
         (
             train.accumulate == "sample",
-            "train.accumulate = 'sample' computes one sample at a time, which shares nothing",
+            "train.accumulate = 'sample' computes one sample at a time, so samples cannot share a prompt",
             "train.accumulate = 'pack'",
         ),
         (
             lora_dropout > 0,
-            f"model.lora.dropout = {lora_dropout} would drop the same parts of a prompt for all of its "
-            "completions",
+            f"model.lora.dropout = {lora_dropout} would drop the same parts of a prompt for all completions "
+            "of that prompt",
             "model.lora.dropout = 0",
         ),
     )

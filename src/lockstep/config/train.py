@@ -241,14 +241,14 @@ def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, .
     names = [f"eval/{name}" for name in known]
     if checkpoint.metric not in names:
         raise ConfigError(
-            f"unsupported-combination: checkpoint.keep_best = {checkpoint.keep_best} goes by "
-            f"checkpoint.metric = {checkpoint.metric!r}, which this kind of run does not measure; set one "
-            f"of {', '.join(names)}",
+            f"unsupported-combination: checkpoint.keep_best = {checkpoint.keep_best} uses checkpoint.metric "
+            f"= {checkpoint.metric!r}, which this kind of run does not measure; set one of "
+            f"{', '.join(names)}",
             setting="checkpoint.metric",
         )
     if checkpoint.every and (every == 0 or checkpoint.every % every):
         raise ConfigError(
-            f"contradiction: checkpoint.keep_best = {checkpoint.keep_best} needs an evaluation wherever "
-            f"there is a checkpoint, but evaluations are every {every} steps and checkpoints every "
-            f"{checkpoint.every}; set both to the same number, or keep_best = 0"
+            f"contradiction: checkpoint.keep_best = {checkpoint.keep_best} needs an evaluation at every "
+            f"checkpoint, but evaluations take place every {every} steps and checkpoints every "
+            f"{checkpoint.every}; set both to the same number, or set keep_best = 0"
         )

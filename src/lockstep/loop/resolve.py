@@ -493,9 +493,9 @@ def choose_execution(
     try:
         check_backend(train, lora=run.model.lora is not None)
     except ConfigError as error:
-        return Choice(value="eager", reason=f"compiled is refused: {error}")
+        return Choice(value="eager", reason=f"compiled execution is refused: {error}")
     if not tested:
-        return Choice(value="eager", reason="no parity test has run with this combination compiled")
+        return Choice(value="eager", reason="no parity test covers this combination with compiled execution")
     if train.static_capacity is False:
         return Choice(
             value="eager", reason="without static capacities every new length would need another compilation"

@@ -303,7 +303,7 @@ def describe_reward_models(
             if now.get(name) != before:
                 raise ModelError(
                     f"values-differ: reward model {name!r} has changed since {str(directory.path)!r} was "
-                    "started, so the run would not continue exactly; restore the model's original files, "
+                    "started, so the run cannot be resumed; restore the model's original files, "
                     "or start a new run",
                     name=name,
                 )
