@@ -156,7 +156,8 @@ class EngineConfig(Config):
         check_engine(self)
         if both := self.secrets.keys() & self.env.keys():
             raise ConfigError(
-                f"duplicate: {min(both)} is in env and in secrets; leave one out", setting="secrets"
+                f"duplicate: {min(both)} is in both env and secrets; remove it from one of them",
+                setting="secrets",
             )
         return self
 

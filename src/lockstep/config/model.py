@@ -15,7 +15,9 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 ALL_LINEAR = "all-linear"
 _ELSEWHERE = f"choose from {', '.join(LINEAR)}, or set {ALL_LINEAR!r} for all of these"
 _NOT_ADAPTED = {
-    "embed_tokens": "'embed_tokens' is the embedding, but only linear modules of the decoder can have adapters; "
+    "embed_tokens": (
+        "'embed_tokens' is the embedding, but only linear modules of the decoder can have adapters; "
+    )
     + _ELSEWHERE,
     "lm_head": (
         "'lm_head' is the head: losses and engines read its weight without calling the module, and the "

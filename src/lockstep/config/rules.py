@@ -315,8 +315,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             lambda r: r.train.cuda_graph and {"ref", "value"} & set(r.offload),
             "unsupported-combination: offload = {0.offload} with train.cuda_graph = true: a graph reads "
-            "weights at the addresses where they were captured; name only 'policy' and 'reward_model', or "
-            "leave train.cuda_graph out",
+            "weights at the addresses that they had when it was captured; name only 'policy' and "
+            "'reward_model', or leave train.cuda_graph out",
         ),
         Rule(
             lambda r: r.record.enabled and "value" in r.offload,
@@ -493,7 +493,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             lambda c: c.parameter_device == "cpu" and c.zero_stage != 3,
             "unsupported-combination: train.parameter_device = 'cpu' needs train.zero_stage = 3, not "
-            "{0.zero_stage}: at the other stages every rank computes with whole weights on its GPU",
+            "{0.zero_stage}: at the other stages every rank computes with whole weights on its device",
         ),
         Rule(
             lambda c: c.parameter_device == "cpu" and c.optimizer_device != "cpu",

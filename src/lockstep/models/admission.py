@@ -103,17 +103,17 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
         raise
     except Exception as error:  # whatever transformers' code or ours raises over such a config
         raise ModelError(
-            f"unsupported-model: model.name = {name!r} is not admitted: a small copy of its config cannot "
-            f"run ({type(error).__name__}: {printable(str(error))[:300]})"
+            f"unsupported-model: model.name = {name!r} is not supported: a small copy of its config failed "
+            f"to run ({type(error).__name__}: {printable(str(error))[:300]})"
         ) from error
     worst = max(gaps, key=lambda gap: gap.size)
     if worst.size > TOLERANCE:
         raise ModelError(
-            f"unsupported-model: model.name = {name!r} is not admitted: in a small copy of its config a "
-            f"token of a document of {worst.document} tokens has logprob {worst.ours:.6f} {worst.way}, and "
-            f"{worst.theirs:.6f} in transformers' eager attention on that document alone (allowed: "
-            f"{TOLERANCE:g} apart); an option in its config.json is not supported: compare with the "
-            "published one"
+            f"unsupported-model: model.name = {name!r} is not supported: in a small copy of its config, a "
+            f"token of a document of {worst.document} tokens has logprob {worst.ours:.6f} {worst.way}, but "
+            f"{worst.theirs:.6f} with transformers' eager attention on that document alone (allowed "
+            f"difference: {TOLERANCE:g}). An option in its config.json is not supported; compare the file "
+            "with the published one"
         )
     return gaps
 
@@ -245,7 +245,7 @@ def _read(file: Path) -> tuple[Gap, ...] | None:
         if gaps and all(type(v) is float for gap in gaps for v in (gap.ours, gap.theirs)):
             return gaps
     except (ModelError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is damaged (%s): the proof is run again", file, printable(str(error)))
+        log.warning("%s is damaged (%s), so the check runs again", file, printable(str(error)))
     return None
 
 
@@ -255,7 +255,9 @@ def _write(file: Path, kind: str, gaps: Sequence[Gap]) -> None:
         write_json(file, {"kind": kind, "tolerance": TOLERANCE, "gaps": [asdict(gap) for gap in gaps]})
     except OSError as error:  # a cache that cannot be written only costs time
         log.warning(
-            "the proof cannot be kept in %s (%s); set LOCKSTEP_CACHE to a folder you can write", file, error
+            "cannot store the result of the check in %s (%s); set LOCKSTEP_CACHE to a writable folder",
+            file,
+            error,
         )
 
 

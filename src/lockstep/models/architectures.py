@@ -70,20 +70,26 @@ _FOREIGN = frozenset().union(*READS.values()) - _SIZES
 ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 """Rotary embeddings whose frequencies are the same for every document."""
 _LENGTH_DEPENDENT = {
-    "longrope": "its frequencies change for a whole batch once one document is longer than "
-    "original_max_position_embeddings, so a document's numbers depend on its neighbours; choose a model "
-    "with another rotary embedding",
-    "dynamic": "its frequencies follow the longest document of a batch, so a document's numbers depend on "
-    "its neighbours; for documents within max_position_embeddings it equals 'default': set that in "
-    "config.json of a copy of the folder",
+    "longrope": (
+        "its frequencies change for the whole batch once a document is longer than "
+        "original_max_position_embeddings, so a document's numbers depend on its neighbours; choose a "
+        "model with a different rotary embedding"
+    ),
+    "dynamic": (
+        "its frequencies depend on the longest document of a batch, so a document's numbers depend on its "
+        "neighbours; for documents within max_position_embeddings it equals 'default', so set that in the "
+        "config.json of a copy of the folder"
+    ),
 }
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 REFUSED: dict[str, str] = {
-    "gemma3": "it is the multimodal wrapper, and image tokens attend in both directions; load the text model "
-    "(gemma3_text)",
-    "gemma2": "it soft-caps attention scores, which flash kernels behind torch's varlen op cannot",
-    "gemma": "no parity test has run with it; gemma3_text is supported",
+    "gemma3": (
+        "it is the multimodal wrapper, where image tokens attend in both directions; load the text model "
+        "(gemma3_text)"
+    ),
+    "gemma2": "it soft-caps attention scores, which the flash kernels behind torch's varlen op cannot do",
+    "gemma": "no parity test covers it; use gemma3_text instead",
     "gpt2": "its positions are learned and its layers are not at .model.layers",
     "gpt_oss": "its attention sinks need a gradient that torch's varlen op drops",
     "cohere": "no parity test has run with its parallel blocks and logit scale",
@@ -117,7 +123,7 @@ def check_architecture(config: Any) -> None:
     check_rope(config)
     if unread := foreign_options(config):
         log.warning(
-            "config.json has %s, which the architecture %s does not read: ignored, here as in transformers",
+            "config.json has %s, which architecture %s does not read; it is ignored, as in transformers",
             ", ".join(f"{key} = {value!r}" for key, value in unread.items()),
             name,
         )
@@ -125,7 +131,7 @@ def check_architecture(config: Any) -> None:
 
 def _check_options(config: Any) -> None:
     if dropout := option(config, "attention_dropout", 0.0):
-        why = "no attention kernel here has dropout; set it to 0.0 there"
+        why = "Lockstep's attention kernels have no dropout; set it to 0.0"
         raise _unsupported(f"attention_dropout = {dropout}", why)
     if (cap := option(config, "attn_logit_softcapping")) is not None:
         raise _unsupported(f"attn_logit_softcapping = {cap}", "flash kernels cannot soft-cap scores")
@@ -152,7 +158,7 @@ def check_rope(config: Any) -> None:
         kind = str(rope.get("rope_type", rope.get("type", "default")))
         if kind in ROPES:
             continue
-        reason = _LENGTH_DEPENDENT.get(kind, "no test has run with it")
+        reason = _LENGTH_DEPENDENT.get(kind, "no test covers it")
         raise _unsupported(f"rope_type = {kind!r}", f"{reason}. Supported: {', '.join(sorted(ROPES))}")
 
 

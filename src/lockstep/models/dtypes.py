@@ -33,7 +33,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         return dtype
     if name not in DTYPES:
         raise ModelError(
-            f"unknown-name: unknown dtype {name!r}; set model.dtype to auto or one of {', '.join(DTYPES)}"
+            f"unknown-name: unknown dtype {name!r}; set model.dtype to auto or to one of {', '.join(DTYPES)}"
         )
     return DTYPES[name]
 

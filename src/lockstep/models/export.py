@@ -130,7 +130,9 @@ def _reason(error: OSError, temporary: Path | None, directory: Path) -> str:
     file = Path(error.filename or directory)
     if temporary is not None and file.is_relative_to(temporary):
         file = directory / file.relative_to(temporary)
-    return f"{file} cannot be written ({error.strerror or error}); free some space there, or make it writable"
+    return (
+        f"{file} cannot be written ({error.strerror or error}); free some space, or make the folder writable"
+    )
 
 
 def _is_first() -> bool:
@@ -192,7 +194,8 @@ class _Writer:
             return  # a tied one: it comes under its first name too
         if name not in self._missing:
             raise ModelError(
-                f"wrong-weights: {type(self._bare).__name__} has no weight {name!r}, or it came twice"
+                f"wrong-weights: {type(self._bare).__name__} has no weight {name!r}, or the weight was "
+                "given twice"
             )
         self._missing.remove(name)
         wide = tensor.detach().is_floating_point()
@@ -263,7 +266,7 @@ def _folder_beside(directory: Path) -> Path:
         not directory.is_dir() or (any(directory.iterdir()) and not (directory / "config.json").is_file())
     ):
         raise ModelError(
-            f"already-exists: {directory} is there and is not a model folder; export to a new folder"
+            f"already-exists: {directory} exists and is not a model folder; export to a new folder"
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{directory.name}.tmp-", dir=directory.parent))

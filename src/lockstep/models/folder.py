@@ -71,7 +71,7 @@ def check_folder(folder: Path) -> Path:
         check_limits(folder)
     generation = folder / "generation_config.json"
     if generation.is_file() and not isinstance(read_json(generation, ModelError), dict):
-        raise ModelError(f"wrong-type: {generation}: is not a JSON object; the file is damaged")
+        raise ModelError(f"wrong-type: {generation} is not a JSON object; the file is damaged")
     return folder
 
 
@@ -95,7 +95,7 @@ def check_files(folder: Path) -> None:
             if not any(real.is_relative_to(known) for known in inside):
                 raise leads_out(ModelError, entry, folder)
             if not real.is_file():
-                raise ModelError(f"not-a-file: {entry}: is not a regular file; no other kind is read")
+                raise ModelError(f"not-a-file: {entry} is not a regular file; replace it with one")
 
 
 def check_limits(folder: Path) -> None:
@@ -106,9 +106,7 @@ def check_limits(folder: Path) -> None:
     """
     config = read_json(folder / CONFIG, ModelError, root=None)
     if not isinstance(config, dict):
-        raise ModelError(
-            f"wrong-type: {folder / CONFIG}: is not a JSON object; it is not the config of a model"
-        )
+        raise ModelError(f"wrong-type: {folder / CONFIG} is not a JSON object, so it is not a model's config")
     parts = [config]
     while parts:
         part = parts.pop()
@@ -117,8 +115,8 @@ def check_limits(folder: Path) -> None:
             value = part.get(key)
             if isinstance(value, int | float) and not -1 <= value <= limit:
                 raise ModelError(
-                    f"out-of-range: {folder / CONFIG}: {key} = {str(value)[:24]} is more than any model has "
-                    f"(at most {limit}); the file is damaged"
+                    f"out-of-range: {folder / CONFIG}: {key} = {str(value)[:24]} exceeds any real model (at "
+                    f"most {limit}); the file is damaged"
                 )
 
 
@@ -140,8 +138,8 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
         wrong = f"model.name = {name!r}: the weight files do not fit the config: "
         if not 1 <= config.num_hidden_layers <= len(layers):
             raise ModelError(
-                f"damaged-file: {wrong}config.json says num_hidden_layers = {config.num_hidden_layers}, and "
-                f"they hold {len(layers)} layers"
+                f"damaged-file: {wrong}config.json says num_hidden_layers = {config.num_hidden_layers}, but "
+                f"they contain {len(layers)} layers"
             )
         for tensor, (keys, expected) in _expected(config).items():
             names = [
@@ -157,8 +155,8 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
             if shape != expected:
                 sizes = ", ".join(f"{key} = {getattr(config, key, None)}" for key in keys)
                 raise ModelError(
-                    f"wrong-shape: {wrong}mismatched_keys: config.json says {sizes}, which makes {stored} "
-                    f"{expected}, and its file has {shape}"
+                    f"wrong-shape: {wrong}mismatched_keys: config.json says {sizes}, which gives {stored} "
+                    f"the shape {expected}, but its shape in the file is {shape}"
                 )
 
 
@@ -179,9 +177,9 @@ def check_score(folder: Path, *, name: str) -> None:
             labels, *_ = file.get_slice(_SCORE).get_shape()
     if labels != 1:
         raise ModelError(
-            f"wrong-shape: {name!r}: its head {_SCORE} gives {labels} numbers per token, and a value or "
-            "reward is one; choose a sequence classifier with num_labels = 1, or a causal LM, which gets a "
-            "fresh head"
+            f"wrong-shape: {name!r}: its head {_SCORE} computes {labels} numbers per token, but a value or "
+            "reward is a single number; choose a sequence classifier with num_labels = 1, or a causal LM, "
+            "which gets a fresh head"
         )
 
 
@@ -225,7 +223,7 @@ def check_total(folder: Path, module: nn.Module, *, name: str) -> None:
     if needed > 2 * stored + _SMALL:
         raise ModelError(
             f"wrong-shape: model.name = {name!r}: the weight files do not fit the config: its sizes in "
-            f"config.json make {needed:,} weights, and the files hold {stored:,}"
+            f"config.json require {needed:,} weights, but the files contain {stored:,}"
         )
 
 
@@ -263,11 +261,11 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
     if not index.is_file():
-        raise FileNotFoundError(f"neither {single.name} nor {index.name}")
+        raise FileNotFoundError(f"it has neither {single.name} nor {index.name}")
     files: dict[str, Path] = {}
     for name in dict.fromkeys(_weight_map(index).values()):
         if Path(name).name != name:
-            raise FileNotFoundError(f"{index.name} names {name!r}, which is not a file of the folder")
+            raise FileNotFoundError(f"{index.name} names {name!r}, which is not a file in the folder")
         with safe_open(folder / name, framework="pt") as file:
             files |= dict.fromkeys(file.keys(), folder / name)
     return files
@@ -278,7 +276,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ModelError(
-            f"missing-field: {index}: has no weight_map of tensor names and file names; fetch it again"
+            f"missing-field: {index} has no weight_map from tensor names to file names; download it again"
         )
     if not isinstance(content.get("metadata"), dict):
         raise ModelError(
@@ -294,13 +292,14 @@ def weight_errors(folder: Path, name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ModelError(
-            f"cannot-read: model.name = {name!r}: {folder} holds no readable safetensors weights ({error}); "
-            "pickled weights are not read, convert them with save_pretrained(safe_serialization=True)"
+            f"cannot-read: model.name = {name!r}: {folder} contains no readable safetensors weights "
+            f"({error}); pickled weights are not read, so convert them with "
+            "save_pretrained(safe_serialization=True)"
         ) from error
     except (SafetensorError, KeyError) as error:
         raise ModelError(
-            f"damaged-file: model.name = {name!r}: a weight file in {folder} is damaged ({error}); fetch it "
-            "again"
+            f"damaged-file: model.name = {name!r}: a weight file in {folder} is damaged ({error}); download "
+            "it again"
         ) from error
 
 
@@ -331,7 +330,7 @@ def check_adapter(folder: Path) -> None:
         _say(folder)
         return
     raise ModelError(
-        f"wrong-kind-of-file: {folder}: holds an adapter ({ADAPTER}) and no weights of a model; adapters "
+        f"wrong-kind-of-file: {folder} contains an adapter ({ADAPTER}) but no model weights, and adapters "
         "are not loaded. Merge it into the model that it was trained on, add the tokenizer, and name the "
         "merged folder: "
         f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(MERGED)"
@@ -341,8 +340,8 @@ def check_adapter(folder: Path) -> None:
 @functools.lru_cache(maxsize=64)
 def _say(folder: Path) -> None:
     log.warning(
-        "%s is not loaded: the model is the folder's own weights. If the adapter is not merged into them, "
-        "merge it and name the merged folder; else remove the file",
+        "%s is not loaded: only the folder's model weights are used. If the adapter is not merged into "
+        "them, merge it and name the merged folder; otherwise remove the file",
         folder / ADAPTER,
     )
 

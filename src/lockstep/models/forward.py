@@ -198,27 +198,27 @@ def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device:
     """
     if layout not in ("auto", "packed"):
         raise ConfigError(
-            f"unsupported-combination: ring attention shards packs: train.layout = {layout!r}; set "
+            f"unsupported-combination: ring attention needs packs, but train.layout = {layout!r}; set "
             "'packed', or ring = 1"
         )
     if compiled:
         raise ConfigError(
-            "unsupported-combination: ring attention talks to other ranks inside of a layer, which compiled "
-            "layers cannot; set train.execution = 'eager', or train.ring = 1"
+            "unsupported-combination: ring attention communicates with other ranks inside a layer, which "
+            "is impossible in compiled layers; set train.execution = 'eager', or train.ring = 1"
         )
     windows = {window for window in layer_windows(config) if window is not None}
     if windows:
         raise ConfigError(
-            "unsupported-combination: ring attention has no sliding windows, and layers of this "
-            f"{config.model_type} model have one of {', '.join(map(str, sorted(windows)))} tokens; set "
+            "unsupported-combination: ring attention has no sliding windows, but layers of this "
+            f"{config.model_type} model have windows of {', '.join(map(str, sorted(windows)))} tokens; set "
             "train.ring = 1"
         )
     # On a CPU both names mean the reference kernels of attention/varlen.py.
     kernels = ("varlen", "sdpa") if device.type == "cpu" else ("varlen",)
     if kernel not in kernels:
         raise ConfigError(
-            "unsupported-combination: ring attention runs the kernels of 'varlen'; train.attention = "
-            f"{kernel!r} on {device.type}: set 'varlen', or train.ring = 1"
+            "unsupported-combination: ring attention uses the kernels of 'varlen', but train.attention = "
+            f"{kernel!r} on {device.type}; set 'varlen', or train.ring = 1"
         )
 
 
@@ -231,8 +231,8 @@ def _shared_inputs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bo
     if kernel.startswith("hf:"):
         raise ConfigError(
             f"unsupported-combination: train.layout = 'shared' with train.attention = {kernel!r}: "
-            "transformers' own implementations take a document's keys to be its rows; set train.attention = "
-            "'varlen', 'sdpa' or 'flex', or train.layout = 'packed'"
+            "transformers' implementations assume that a document's keys are its rows; set train.attention "
+            "= 'varlen', 'sdpa' or 'flex', or train.layout = 'packed'"
         )
     if batch.shared is None:
         batch = share(batch).to(batch.token_ids.device)

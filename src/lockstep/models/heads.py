@@ -74,7 +74,7 @@ def head_options(
     kernels = head_kernels(linear) if isinstance(linear, nn.Linear) else None
     if kernels is not None and vocab is not None:
         raise ModelError(
-            "unsupported-combination: lm_head is split over ranks, and a sum over ranks is not "
+            "unsupported-combination: lm_head is split over ranks, but a sum over ranks is not "
             "batch-invariant; set train.tp = 1, or train.batch_invariant = false"
         )
     return HeadOptions(

@@ -266,8 +266,8 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     left = [name for name, p in twin.named_parameters() if p.is_meta]
     if left:
         raise ModelError(
-            f"wrong-weights: the second skeleton of {type(module).__name__} has Parameters of its own: "
-            f"{left[:5]}"
+            f"wrong-weights: the second skeleton of {type(module).__name__} has Parameters that the module "
+            f"lacks: {left[:5]}"
         )
     return twin.eval()
 
@@ -359,7 +359,8 @@ def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
         return check_folder(path)
     if path.is_absolute() or config.name.startswith((".", "~")) or config.name.count("/") > 1:
         raise ModelError(
-            f"no-such-file: model.name = {config.name!r} is not a folder; set a folder that holds config.json"
+            f"no-such-file: model.name = {config.name!r} is not a folder; name a folder that contains "
+            "config.json"
         )
     return check_folder(_hub_folder(config, local_only=local_only))
 
@@ -373,8 +374,8 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
     """
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"wrong-kind-of-file: model.name = {config.name!r}: {folder} holds no config.json; it is not a "
-            "model folder"
+            f"wrong-kind-of-file: model.name = {config.name!r}: {folder} contains no config.json, so it is "
+            "not a model folder"
         )
     try:
         # Always offline: the folder has been fetched whole by now.
@@ -383,7 +384,7 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
         )
     except CONFIG_ERRORS as error:
         hint = (
-            "; set model.trust_remote_code = true to run the code that comes with it"
+            "; set model.trust_remote_code = true to run the model's own code"
             if "trust_remote_code" in str(error)
             else ""
         )
@@ -421,7 +422,7 @@ def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) 
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ModelError(
             f"unsupported-model: model.name = {config.name!r} has quantised weights, which cannot be "
-            "trained; use the model it was made from"
+            "trained; use the original, unquantised model"
         )
     if config.num_layers is not None:
         keep_layers(hf_config, config.num_layers)
@@ -438,8 +439,8 @@ def _check_generation(folder: Path) -> None:
             GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (TypeError, ValueError) as error:  # values that contradict each other, or of another type
         raise ModelError(
-            f"refused: {file}: transformers refuses it: {printable(str(error))[:300]}; correct the file, or "
-            "remove it: a run samples with rollout.sampling"
+            f"refused: transformers refuses {file}: {printable(str(error))[:300]}; correct or remove the "
+            "file (a run samples with rollout.sampling instead)"
         ) from error
 
 
@@ -473,7 +474,7 @@ def _read_module(
     missing = set(info["missing_keys"]) - fresh
     check_fit(f"model.name = {config.name!r}", missing_keys=missing, mismatched_keys=info["mismatched_keys"])
     if (more := set(info["unexpected_keys"]) - unused) and config.num_layers is None:
-        log.warning("%s: weights that the architecture does not use: %s", folder, sorted(more)[:5])
+        log.warning("%s: the architecture does not use these weights: %s", folder, sorted(more)[:5])
     return module
 
 
@@ -495,20 +496,20 @@ def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
         )
     except HFValidationError as error:
         raise ModelError(
-            f"unknown-name: model.name = {at} is neither a folder nor a possible hub name ({error}); set a "
+            f"unknown-name: model.name = {at} is neither a folder nor a valid hub name ({error}); set a "
             "folder, OWNER/NAME, bundled:smollm2-135m or shape:NAME"
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"unreachable: model.name = {at} is not a folder and not in the local hub cache, and the hub "
-            f"cannot be asked ({error}). Fix: check the name; fetch it where there is a network (`hf "
-            "download`) and set model.name to that folder; or use bundled:smollm2-135m, which needs no "
-            "network"
+            f"cannot be reached ({error}). Check the name; or download the model on a machine with network "
+            "access (`hf download`) and set model.name to its folder; or use bundled:smollm2-135m, which "
+            "needs no network"
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
-            f"refused: model.name = {at}: the hub refused ({error}). Fix: check name and revision; for a "
-            "gated model accept its licence on the hub and set HF_TOKEN"
+            f"refused: model.name = {at}: the hub refused the download ({error}). Check name and revision; "
+            "for a gated model, accept its licence on the hub and set HF_TOKEN"
         ) from error
 
 

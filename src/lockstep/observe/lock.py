@@ -77,8 +77,8 @@ class RunLock:
             if owner is not None and owner != self._me and owner.alive(elsewhere=not restarted):
                 raise ConfigError(
                     f"locked: {str(path.parent)!r} is being written by process {owner.pid} on host "
-                    f"{owner.host!r}; wait for it, use another --run-dir, or, if it is surely gone, delete "
-                    f"{str(path)!r}"
+                    f"{owner.host!r}; wait until it ends, use another --run-dir, or, if you are sure that "
+                    f"it no longer runs, delete {str(path)!r}"
                 )
             with file_errors(path, TrainError, "write", advice="free some space and try again"):
                 self._write(file, json.dumps(asdict(self._me)))
@@ -119,7 +119,9 @@ def read_owner(path: Path) -> Owner | None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
     """The lock file, open and under an flock. Links are not followed: its text is overwritten."""
-    with file_errors(path.parent, ConfigError, "write", advice="name another folder, or make it writable"):
+    with file_errors(
+        path.parent, ConfigError, "write", advice="choose another folder, or make this one writable"
+    ):
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(path, flags, 0o664)
         with os.fdopen(handle, "r+b", buffering=0) as file:
@@ -137,7 +139,7 @@ def _flock(handle: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 raise ConfigError(
-                    f"locked: {path}: another process holds it for {_FLOCK_SECONDS:g} s; end that process"
+                    f"locked: another process has held {path} for {_FLOCK_SECONDS:g} s; end that process"
                 ) from None
             time.sleep(0.02)
 

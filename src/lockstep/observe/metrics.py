@@ -54,7 +54,7 @@ class JsonlWriter:
         self._handle = os.open(path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(self._handle).st_mode):
             self.close()
-            raise TrainError(f"not-a-file: {path}: is not a regular file; move it away")
+            raise TrainError(f"not-a-file: {path} is not a regular file; move it away")
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None) -> None:
         kind = {} if evaluation is None else {EVALUATION: evaluation}
@@ -269,7 +269,7 @@ class Spans:
     def __call__(self, name: str) -> Iterator[None]:
         """Time the body under `name`. Raises ValueError for "step", "host" and "host_share"."""
         if name in ("step", "host", "host_share"):
-            raise ValueError(f"span {name!r}: this name is taken by what Spans reports about the whole step")
+            raise ValueError(f"span {name!r}: Spans uses this name for its report about the whole step")
         if self._since is None:
             self._since = self.clock()
         if self.synchronize is not None:
@@ -310,7 +310,9 @@ class Spans:
             RuntimeError: inside a span.
         """
         if self._stack:
-            raise RuntimeError(f"spans flushed inside span {self._stack[-1].name!r}; flush between steps")
+            raise RuntimeError(
+                f"spans were flushed inside span {self._stack[-1].name!r}; flush between steps"
+            )
         now = self.clock()
         wall = 0.0 if self._since is None else now - self._since
         host = max(0.0, wall - self._work_time)
@@ -414,7 +416,7 @@ class LedgerCheck:
         dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in self.dropped.items())
         counts = [f"{self.trained} trained", dropped or "none dropped"]
         if self.asked_again:
-            counts.append(f"{self.asked_again} asked for more than once")
+            counts.append(f"{self.asked_again} requested more than once")
         verdict = "none lost, none trained twice"
         if self.problems:
             verdict = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
@@ -440,7 +442,10 @@ def check_ledger(run: Path) -> LedgerCheck:
     """
     path, trained, begin = run / "ledger.jsonl", trained_samples(run), ledger_since(run)
     if not path.is_file() and (begin is None or begin not in trained):
-        raise DataError(f"no-such-file: {run}: has no ledger.jsonl: it is no RL run, or has finished no step")
+        raise DataError(
+            f"no-such-file: {run} has no ledger.jsonl: either it is not an RL run, or it has not finished a "
+            "step"
+        )
     steps, going_on = sorted(trained), max(trained, default=-1) + 1
     problems, rows, since = list[str](), dict[Sample, list[Mapping[str, Any]]](), 0
     for number, row in enumerate(read_lines(path) if path.is_file() else (), 1):
@@ -454,7 +459,9 @@ def check_ledger(run: Path) -> LedgerCheck:
             rows.setdefault(sample, []).append(row)
     trained = {step: count for step, count in trained.items() if step >= since}
     if begin is not None and begin < since:
-        problems.append(f"the ledger begins with step {since}, the run with step {begin}: lines were lost")
+        problems.append(
+            f"lines were lost: the ledger begins with step {since}, but the run with step {begin}"
+        )
     problems += rollout_gaps(run, steps, saves=saves_rollouts(run)) + rollout_counts(run, trained)
     problems += _repeated(rows) + _missing(rows, trained, *_asked_per_step(run / "config.toml"))
     every = [row for same in rows.values() for row in same]
@@ -517,17 +524,17 @@ def _missing(
         counts[step] += same[0].get("trained_step") is not None
     for step in sorted(found.keys() | trained.keys()):
         if step not in trained:
-            problems.append(f"step {step} is in the ledger, and not in metrics.jsonl")
+            problems.append(f"step {step} is in the ledger but not in metrics.jsonl")
             continue
         if step not in found:
-            problems.append(f"step {step} has no line")
+            problems.append(f"step {step} has no lines")
             continue
         lost = list(_lost(step, found[step], group_size))
         first = sum(any(number < group_size for number in numbers) for numbers in found[step].values())
         if first != prompts:
-            lost.append(f"step {step} has samples of {first} prompts, and began with {prompts}")
+            lost.append(f"step {step} has samples of {first} prompts, but began with {prompts}")
         if not lost and trained[step] is not None and counts[step] != trained[step]:
-            lost.append(f"step {step} trained {trained[step]} samples, and the ledger has {counts[step]}")
+            lost.append(f"step {step} trained on {trained[step]} samples, but the ledger has {counts[step]}")
         problems += lost
     return problems
 
@@ -547,12 +554,12 @@ def _asked_per_step(config: Path) -> tuple[int, int]:
     try:
         rollout = tomllib.loads(text.decode("utf-8")).get("rollout")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"not-toml: {config}: is not TOML: {error}") from error
+        raise DataError(f"not-toml: {config} is not TOML: {error}") from error
     table = rollout if isinstance(rollout, dict) else {}
     prompts, group_size = table.get("prompts_per_step"), table.get("group_size")
     if not (isinstance(prompts, int) and isinstance(group_size, int) and prompts > 0 < group_size < _MOST):
         raise DataError(
-            f"wrong-field: {config}: has no rollout.prompts_per_step and rollout.group_size, so nobody "
-            "knows how many samples a step asked for; restore the file"
+            f"wrong-field: {config} has no rollout.prompts_per_step and rollout.group_size, so the number "
+            "of samples per step is unknown; restore the file"
         )
     return prompts, group_size

@@ -114,7 +114,7 @@ class RunDir:
         try:
             yield
         except OSError:
-            advice = f"free some space, then go on with `{way_on(self.path)}`"
+            advice = f"free some space, then continue with `{way_on(self.path)}`"
             with file_errors(path, TrainError, "write", advice=advice):
                 raise
 
@@ -139,7 +139,7 @@ class RunDir:
             before = _there(path)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise cannot_write(ConfigError, path, error, "name another --run-dir", done="made") from error
+            raise cannot_write(ConfigError, path, error, "choose another --run-dir", done="made") from error
         run_dir = cls(path, RunLock(path / "lock"))
         run_dir._before = None if restart else before  # what was set aside stays
         try:
@@ -147,7 +147,7 @@ class RunDir:
                 run_dir._set_aside()
             check_free(path)  # another process may have been first, and be done already
             (path / OF_NODE).unlink(missing_ok=True)
-            with file_errors(path, TrainError, "write", advice="free some space, and start the run again"):
+            with file_errors(path, TrainError, "write", advice="free some space, then start the run again"):
                 write_json(run_dir.manifest, manifest)
                 write_atomic(run_dir.config, config_toml)
         except BaseException:
@@ -166,7 +166,7 @@ class RunDir:
         there = [p.name for p in self.path.iterdir() if p.name not in kept and not p.name.startswith(_ASIDE)]
         logs = [f"logs/{path.name}" for path in self.logs.iterdir() if path.name not in ("ranks", "flight")]
         names = [*sorted(there, key=lambda name: (name != "checkpoints", name)), *logs, "metrics.jsonl"]
-        with file_errors(aside, TrainError, "write", advice="free some space, and give the command again"):
+        with file_errors(aside, TrainError, "write", advice="free some space, then run the command again"):
             (aside / "logs").mkdir(parents=True)
             for name in names:
                 if (self.path / name).exists() or (self.path / name).is_symlink():
@@ -265,10 +265,10 @@ class RunDir:
         done, file = recorded_steps(self.path)
         if done:
             raise CheckpointError(
-                f"incomplete: {self.checkpoints} holds no checkpoint, but {file} shows {done} steps that "
-                "are done: the run would start again and lose them. Restore the folder from a copy; or, if "
-                f"none was saved yet, begin again with `{way_on(self.path)}`, which keeps what is there in "
-                f"a folder {_ASIDE}N"
+                f"incomplete: {self.checkpoints} contains no checkpoint, but {file} shows {done} finished "
+                "steps, which would be lost because the run would start again. Restore the folder from a "
+                f"copy; or, if no checkpoint was saved yet, start again with `{way_on(self.path)}`, which "
+                f"keeps the existing files in a folder {_ASIDE}N"
             )
 
     def read_manifest(self) -> dict[str, Any]:
@@ -281,16 +281,17 @@ class RunDir:
         try:
             value = read_json(self.manifest, CheckpointError, root=self.path)
             if not isinstance(value, dict):
-                raise CheckpointError(f"wrong-type: {self.manifest}: a JSON object was expected")
+                raise CheckpointError(f"wrong-type: {self.manifest} is not a JSON object")
             for name, kind in kinds.items():
                 if name in value and not isinstance(value[name], kind):  # type: ignore[arg-type]
                     raise CheckpointError(
-                        f"wrong-field: {self.manifest}: field {name!r} is {value[name]!r:.80}"
+                        f"wrong-field: {self.manifest}: field {name!r} has the wrong type: "
+                        f"{value[name]!r:.80}"
                     )
         except CheckpointError as error:
             raise error.with_message(
-                f"{error}. Restore it from a copy; or write {{}} into it, and data and versions are not "
-                "compared with those that the run was started with"
+                f"{error}. Restore it from a copy; or write {{}} into it, but then data and versions cannot "
+                "be compared with those at the start of the run"
             ) from error
         return value
 
@@ -349,7 +350,7 @@ class FollowedRunDir(RunDir):
             ConfigError: there is a run in it, another process writes it, or it cannot be made.
         """
         check_layout(path)
-        with file_errors(path, ConfigError, "made", advice="name another folder with --run-dir"):
+        with file_errors(path, ConfigError, "made", advice="choose another folder with --run-dir"):
             before = _there(path)
             path.mkdir(parents=True, exist_ok=True)
             made = cls(path, RunLock(path / "lock"))
@@ -373,10 +374,10 @@ class FollowedRunDir(RunDir):
             check_free(self.path)
         except ConfigError as error:
             raise ConfigError(
-                f"already-exists: {str(self.path)!r} on {platform.node()} holds a run of its own, and is "
-                "not the folder of that name on the node of rank 0, which this node does not see. To go on "
-                "with the run that is here, start the ranks so that rank 0 is here; or move it, or give "
-                "another --run-dir"
+                f"already-exists: {str(self.path)!r} on {platform.node()} contains a different run than the "
+                "folder of that name on the node of rank 0, which this node cannot see. To continue the "
+                "run on this node, start the ranks so that rank 0 is here; otherwise move the folder, or "
+                "choose another --run-dir"
             ) from error
 
     def discard(self) -> None:
@@ -446,13 +447,13 @@ def _check_run(path: Path, *, verb: str) -> None:
     check_layout(path)
     if (path / OF_NODE).exists():
         raise ConfigError(
-            f"wrong-kind-of-file: cannot {verb} {str(path)!r} on {platform.node()}: it has a node's share "
-            f"of a run whose folder is on the node of rank 0 ({OF_NODE}). Start the ranks so that rank 0 is "
-            f"there; or, if all of the run was copied here, delete {OF_NODE}"
+            f"wrong-kind-of-file: cannot {verb} {str(path)!r} on {platform.node()}: it contains only this "
+            f"node's share of a run whose folder is on the node of rank 0 ({OF_NODE}). Start the ranks so "
+            f"that rank 0 is on that node; or, if the whole run was copied here, delete {OF_NODE}"
         )
     if not (path / "config.toml").is_file():
         raise ConfigError(
-            f"wrong-kind-of-file: cannot {verb} {str(path)!r}: it holds no config.toml, so no run was "
+            f"wrong-kind-of-file: cannot {verb} {str(path)!r}: it contains no config.toml, so no run was "
             "started there"
         )
 
@@ -485,7 +486,7 @@ def check_free(path: Path) -> None:
         advice = "give another --run-dir"
         if (path / "config.toml").is_file():
             advice = f"continue it with `{way_on(path)}`, or {advice}"
-        raise ConfigError(f"already-exists: {str(path)!r} already holds a run; {advice}")
+        raise ConfigError(f"already-exists: {str(path)!r} already contains a run; {advice}")
 
 
 def finished(path: Path, *, steps: int) -> dict[str, Any] | None:

@@ -62,12 +62,12 @@ def check_layout(run: Path) -> None:
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_dir() and (path.parent == run or not path.is_file()):
-                raise CheckpointError(f"not-a-file: {path}: is not a folder; move it away")
+                raise CheckpointError(f"not-a-file: {path} is not a folder; move it away")
     for path in (run / name for name in FILES):
         if path.is_symlink() or path.exists():
             check_inside(path, CheckpointError, root=run)
             if not path.is_file():
-                raise CheckpointError(f"not-a-file: {path}: not a regular file; move it away")
+                raise CheckpointError(f"not-a-file: {path} is not a regular file; move it away")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -114,16 +114,14 @@ def objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, 
         if not raw.endswith(b"\n"):
             if len(raw) > JSON_BYTES:
                 raise CheckpointError(
-                    f"too-large: {where}: is longer than {JSON_BYTES:,} bytes; no such line is"
+                    f"too-large: {where} is longer than {JSON_BYTES:,} bytes, which no valid line is"
                 )
             return
         if not raw.strip():
             continue
         row = parse_json(raw, where, CheckpointError)
         if not isinstance(row, dict):
-            raise CheckpointError(
-                f"wrong-type: {where}: a JSON object was expected, not {type(row).__name__}"
-            )
+            raise CheckpointError(f"wrong-type: {where}: expected a JSON object, got {type(row).__name__}")
         yield number, raw, row
 
 
@@ -297,17 +295,17 @@ def _misplaced(path: Path, line: Line) -> CheckpointError:
     if line.evaluation is not None:
         what = f"evaluation {line.evaluation!r} after {line.step} steps"
     return CheckpointError(
-        f"out-of-order: {path}, line {line.number}: {what} stands there for the second time, or out of "
-        "order; the file was edited or damaged: restore it from a copy, or remove the line that is too much"
+        f"out-of-order: {path}, line {line.number}: {what} occurs twice or out of order; the file was "
+        "edited or damaged: restore it from a copy, or remove the extra line"
     )
 
 
 def _missing(path: Path, what: str, text: str, *, done: int, saved: Collection[int]) -> CheckpointError:
-    back = f"go back by --checkpoint STEP (there are {sorted(saved)}), " if saved else ""
+    back = f"go back with --checkpoint STEP (available: {sorted(saved)}), " if saved else ""
     return CheckpointError(
-        f"incomplete: {path}: has no line of {what}, although the checkpoint is of {done} steps: lines were "
-        f"lost. Restore the file from a copy, {back}or put the line {text} where it was, which shows the "
-        "hole"
+        f"incomplete: {path} has no line for {what}, although the checkpoint is after {done} steps, so "
+        f"lines were lost. Restore the file from a copy, {back}or insert the line {text} in its place, "
+        "which marks the gap"
     )
 
 
@@ -388,12 +386,12 @@ def check_against_ledger(run: Path, *, done: int, saved: Sequence[int]) -> int:
         found = "no line of" if not counts.lines.get(step) else f"{counts.trained[step]} trained samples of"
         told = f"{expected:.0f}" if isinstance(expected, int | float) else "some"
         earlier = sorted(each for each in saved if 0 < each <= step)
-        back = f" go back by --checkpoint STEP (there are {earlier})," if earlier else ""
+        back = f" go back with --checkpoint STEP (available: {earlier})," if earlier else ""
         raise CheckpointError(
-            f"incomplete: {path}: has {found} step {step}, and metrics.jsonl has {told}: lines were lost. "
-            "Restore the "
-            f'file from a copy,{back} or leave only the line {{"step": {done}, "since": {done}}} in it: the '
-            "ledger then begins there, and `lockstep status --ledger` says what it lacks"
+            f"incomplete: {path} has {found} step {step}, but metrics.jsonl has {told}, so lines were lost. "
+            f"Restore the file from a copy,{back} or "
+            f'leave only the line {{"step": {done}, "since": {done}}} in it; '
+            "the ledger then begins there, and `lockstep status --ledger` says what it lacks"
         )
     return since
 
@@ -414,9 +412,9 @@ def gaps(run: Path, steps: Sequence[int], *, running: bool = False) -> list[str]
     told = last_step(ledger)
     if since is not None and since <= last and (told is None or told < last):
         lacks = since if told is None else told + 1
-        found.append(f"ledger.jsonl lacks the lines of step {lacks}; metrics.jsonl has steps up to {last}")
+        found.append(f"ledger.jsonl has no lines for step {lacks}, but metrics.jsonl has steps up to {last}")
     if told is not None and told > last + 1 and not running:
-        found.append(f"ledger.jsonl has lines of step {told}; metrics.jsonl has steps up to {last}")
+        found.append(f"ledger.jsonl has lines for step {told}, but metrics.jsonl has only steps up to {last}")
     return found + rollout_gaps(run, steps, saves=_saves(config), running=running)
 
 
@@ -428,11 +426,13 @@ def rollout_gaps(run: Path, steps: Sequence[int], *, saves: bool, running: bool 
     there = {int(match[2]) for match in names if not match[1]}
     found, lacks = list[str](), sorted(set(steps) - there)
     if saves and lacks:
-        found.append(f"rollouts/ lacks the files of {len(lacks)} steps; the first is step {lacks[0]}")
+        found.append(f"rollouts/ lacks the files of {len(lacks)} steps, beginning with step {lacks[0]}")
     if running:
         return found
     most = max(steps, default=-1) + 1
-    found += [f"rollouts/ has step {step}; metrics.jsonl has not" for step in sorted(there) if step > most]
+    found += [
+        f"rollouts/ has step {step}, but metrics.jsonl does not" for step in sorted(there) if step > most
+    ]
     return found
 
 
@@ -446,7 +446,9 @@ def rollout_counts(run: Path, samples: Mapping[int, float | None]) -> list[str]:
         with open_plain(path, CheckpointError) as file:
             rows = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
         if rows != count:
-            found.append(f"rollouts/{path.name} has {rows} lines, and its step trained {count:.0f} samples")
+            found.append(
+                f"rollouts/{path.name} has {rows} lines, but its step trained on {count:.0f} samples"
+            )
     return found
 
 

@@ -47,7 +47,7 @@ def answer(template: str, variables: Mapping[str, Any], item: Mapping[str, Any])
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES // 2**20} MiB of memory"}
     except TooLong:
-        return {"error": f"its text has more than {TEXT_CHARACTERS:,} characters"}
+        return {"error": f"the rendered text has more than {TEXT_CHARACTERS:,} characters"}
     except jinja2.TemplateError as error:
         return {"error": str(error)[:1000]}
     except Exception as error:  # any code can stand in a template

@@ -162,7 +162,7 @@ def _item(tokenizer: Any, job: RenderJob, shared: dict[str, str]) -> _Item:
             shared[key] = json.dumps([job.template, variables], ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"wrong-row: {job.where}: these messages cannot be given to a chat template: {error}"
+            f"wrong-row: {job.where}: these messages cannot be passed to a chat template: {error}"
         ) from error
     content = {"messages": messages, "generate": job.generate, "turns": list(job.turns)}
     return _Item(where=job.where, shared=shared[key], content=content)
@@ -231,7 +231,7 @@ class Renderer:
             try:
                 return process.exchange(dict(job), seconds=self._seconds)
             except TimeoutError as error:
-                raise _stopped(f"no reply came within {self._seconds:g} s", where) from error
+                raise _stopped(f"there was no reply within {self._seconds:g} s", where) from error
             except ProcessEnded as error:
                 raise _stopped(str(error), where) from error
             finally:
@@ -254,9 +254,10 @@ class Renderer:
 def _stopped(why: str, where: str) -> DataError:
 
     return DataError(
-        f"deadline: {where}: rendering with the chat template was stopped: {why}. It may take "
-        f"{CPU_SECONDS:g} s of processor time and {MEMORY_BYTES // 2**20} MiB, and a usual template takes a "
-        "millisecond; look for a loop in it that does not end, or set data.chat_template to another one"
+        f"deadline: {where}: rendering with the chat template was stopped: {why}. The limits are "
+        f"{CPU_SECONDS:g} s of CPU time and {MEMORY_BYTES // 2**20} MiB, and most templates take a "
+        "millisecond; look for an infinite loop in the template, or set data.chat_template to another "
+        "template"
     )
 
 

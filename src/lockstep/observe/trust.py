@@ -48,9 +48,9 @@ def distrust(found: os.stat_result, *, owners: Collection[int] = (), secret: boo
         return reason
     mode = stat.S_IMODE(found.st_mode)
     if secret and mode & 0o077:
-        return f"has mode {mode:04o}, so that others may read it; chmod 600 it"
+        return f"has mode {mode:04o}, which lets others read it; set its mode with chmod 600"
     if mode & stat.S_IWOTH:
-        return f"has mode {mode:04o}, so that everybody may write it; chmod o-w it"
+        return f"has mode {mode:04o}, which lets everyone write to it; change that with chmod o-w"
     return None
 
 
@@ -70,7 +70,7 @@ def check_own(
     found = os.fstat(handle)
     if reason := distrust(found, owners=owners, secret=secret):
         code = "not-ours" if stat.S_ISREG(found.st_mode) else "not-a-file"
-        raise error(f"{path}: {reason}", code=code)
+        raise error(f"{path} {reason}", code=code)
 
 
 @contextlib.contextmanager
@@ -90,7 +90,10 @@ def open_own(
             handle = os.open(path, flags)
         except OSError:
             if path.is_symlink():
-                raise error(f"not-ours: {path}: is a link; no link is followed here") from None
+                raise error(
+                    f"not-ours: {path} is a symbolic link, and such links are not followed here; replace it "
+                    "with the file"
+                ) from None
             raise
     with os.fdopen(handle, "rb") as file:
         check_own(path, handle, error, owners=owners, secret=secret)
@@ -114,7 +117,7 @@ def read_own(
     with open_own(path, error, owners=owners, secret=secret) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise error(f"too-large: {path}: is larger than {limit:,} bytes")
+        raise error(f"too-large: {path} is larger than {limit:,} bytes")
     return data
 
 
@@ -136,7 +139,7 @@ def check_own_folder(folder: Path, *, advice: str) -> None:
                 reason = _open_to_others(found, last=part == folder.absolute())
             if reason is not None:
                 raise ConfigError(
-                    f"not-ours: {folder}: {'' if part == folder else f'{part} '}{reason}; {advice}"
+                    f"not-ours: {f'{folder}: ' if part != folder else ''}{part} {reason}; {advice}"
                 )
 
 
@@ -174,9 +177,9 @@ def _open_to_others(found: os.stat_result, *, last: bool) -> str | None:
     if mode & stat.S_ISVTX and not last:
         return None
     if mode & stat.S_IWOTH:
-        return f"has mode {mode:04o}, so that everybody may write there"
+        return f"has mode {mode:04o}, which lets everyone write there"
     if mode & stat.S_IWGRP and not _private(found.st_gid):
-        return f"has mode {mode:04o}, so that its group ({_group(found.st_gid)}) may write there"
+        return f"has mode {mode:04o}, which lets its group ({_group(found.st_gid)}) write there"
     return None
 
 
