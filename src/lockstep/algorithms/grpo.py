@@ -47,9 +47,9 @@ class PolicyAlgorithm:
         self._buffer_tokens = self.config.overlong.buffer_tokens or max(1, max_tokens // 5)
         if self._overlong_penalty > 0 and self._buffer_tokens > max_tokens:
             raise ConfigError(
-                f"out-of-range: algorithm.overlong.buffer_tokens = {self._buffer_tokens} exceeds "
-                f"max_tokens = {max_tokens}, so every completion would be punished; lower it, or leave it "
-                "out for a fifth of max_tokens"
+                f"out-of-range: algorithm.overlong.buffer_tokens = {self._buffer_tokens} exceeds max_tokens "
+                f"= {max_tokens}, so every completion would be penalised; lower it, or leave it out to use "
+                "a fifth of max_tokens"
             )
 
     def keep(self, group: RolloutGroup) -> bool:
@@ -148,7 +148,7 @@ class PolicyAlgorithm:
         It uses the engine's logprobs, because the tokens were sampled from them."""
         if ref_logprobs is None or len(ref_logprobs) != len(samples):
             raise TrainError(
-                f"missing-values: algorithm.kl.place = 'reward' needs ref_logprobs of all {len(samples)} "
+                f"missing-values: algorithm.kl.place = 'reward' needs ref_logprobs for all {len(samples)} "
                 f"rollouts, got {'none' if ref_logprobs is None else len(ref_logprobs)}"
             )
         return [
@@ -175,12 +175,12 @@ class PolicyAlgorithm:
     def _check_advantages(self, advantages: Tensor, mask: Tensor) -> None:
         problem = None
         if not isinstance(advantages, Tensor):
-            problem = f"a {type(advantages).__name__}, not a tensor"
+            problem = f"a {type(advantages).__name__} instead of a tensor"
         elif advantages.shape != mask.shape:
-            problem = f"shape {list(advantages.shape)} for rewards of shape {list(mask.shape)}"
+            problem = f"advantages of shape {list(advantages.shape)} for rewards of shape {list(mask.shape)}"
         elif not bool(advantages[mask].isfinite().all()):
             group = int((~advantages.isfinite() & mask).any(1).nonzero()[0])
-            problem = f"an entry that is not finite for group {group}"
+            problem = f"a non-finite advantage for group {group}"
         if problem is not None:
             raise TrainError(
                 f"wrong-result: algorithm.advantage = {self.config.advantage!r} returned {problem}; return "

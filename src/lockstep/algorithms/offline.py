@@ -115,8 +115,8 @@ class PairLoss(ABC):
         if self.needs_ref:
             if batch.ref_logprobs is None:
                 raise TrainError(
-                    "missing-values: the loss compares with a reference, but the batch has no ref_logprobs; "
-                    "run backend.ref.logprobs(batches) first"
+                    "missing-values: the loss needs a reference, but the batch has no ref_logprobs; run "
+                    "backend.ref.logprobs(batches) first"
                 )
             scores = scores - masked(batch.ref_logprobs.to(outputs.device), batch.loss_mask)
         documents = document_sums(scores, batch.cu_seqlens)
@@ -154,7 +154,8 @@ def pair_weights(samples: Sequence[TrainSample]) -> list[Tensor]:
     """
     if len(samples) % 2:
         raise DataError(
-            f"wrong-pairs: {len(samples)} samples are not preference pairs: one has no counterpart"
+            f"wrong-pairs: {len(samples)} samples cannot be preference pairs: the number is odd, so one of "
+            "them has no counterpart"
         )
     return [sample.loss_mask.to(torch.float32) * (2.0 / len(samples)) for sample in samples]
 
@@ -227,8 +228,8 @@ class RewardModelLoss(PairLoss):
         """See PairLoss."""
         if batch.margins is None:
             raise TrainError(
-                "missing-values: a reward model's loss needs margins, 0 where there are none; pack "
-                "ScoredSamples"
+                "missing-values: a reward model's loss needs margins, which may be 0, but the batch has "
+                "none; pack ScoredSamples"
             )
         margins = document_sums(masked(batch.margins.to(chosen.device), batch.loss_mask), batch.cu_seqlens)
         margin = of_pairs(margins, batch)[:, 0]
@@ -277,7 +278,7 @@ class KTOLoss:
         batch = UnpairedBatch.of(batch)
         if batch.kl_baseline is None:
             raise TrainError(
-                "missing-values: KTO compares with a baseline, but the batch has no kl_baseline; set it first"
+                "missing-values: KTO needs a baseline, but the batch has no kl_baseline; set it first"
             )
         slots = logprobs.new_zeros(batch.num_slots)
         slots[rows] = logprobs
@@ -351,8 +352,8 @@ def mismatched(batches: Sequence[PackedBatch], *, max_length: int) -> list[Train
     other = next((i for i in range(-1, -len(prompts), -1) if prompts[i] != prompts[0]), None)
     if other is None:
         raise TrainError(
-            f"wrong-batch: all {len(ordered)} answers of the step are to one prompt, and KTO's baseline "
-            "needs each prompt with the answer to another one; raise batch_size"
+            f"wrong-batch: all {len(ordered)} answers of the step are to one prompt, but KTO's baseline "
+            "combines each prompt with the answer to another prompt; raise batch_size"
         )
     samples = []
     for number, prompt in enumerate(prompts):
@@ -394,7 +395,7 @@ def log_ratios(logprobs: Tensor, batch: UnpairedBatch) -> Tensor:
     """
     if batch.ref_logprobs is None:
         raise TrainError(
-            "missing-values: KTO compares with a reference, but the batch has no ref_logprobs; run "
+            "missing-values: KTO needs a reference, but the batch has no ref_logprobs; run "
             "backend.ref.logprobs(batches) first"
         )
     ref = masked(batch.ref_logprobs.to(logprobs.device), batch.loss_mask)

@@ -177,9 +177,9 @@ class PolicyLoss:
         """
         if len(stats.terms) != len(batches):
             raise TrainError(
-                f"missing-values: the train backend returned the loss's terms of {len(stats.terms)} of "
-                f"{len(batches)} micro-batches; put LossOutput.terms of every call into StepStats.terms, "
-                "[K, T] each"
+                "missing-values: the train backend returned the terms of the loss for only "
+                f"{len(stats.terms)} of {len(batches)} micro-batches; append LossOutput.terms of every call "
+                "to StepStats.terms, [K, T] each"
             )
         masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
         rows = torch.cat([x[:, mask] for x, mask in zip(stats.terms, masks, strict=True)], 1)

@@ -49,7 +49,8 @@ class PPO(PolicyAlgorithm):
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
         """Raise TrainError: PPO needs values, see `estimates`."""
         raise TrainError(
-            "missing-values: PPO has no advantages without values; give the loop a value model (parts.value)"
+            "missing-values: PPO cannot compute advantages without values; pass a value model to the loop "
+            "(parts.value)"
         )
 
     def estimates(
@@ -69,8 +70,8 @@ class PPO(PolicyAlgorithm):
         """
         if len(values) != len(samples):
             raise TrainError(
-                f"missing-values: there are values of {len(values)} of {len(samples)} rollouts; score all "
-                "of them"
+                f"missing-values: there are {len(values)} values for {len(samples)} rollouts; compute the "
+                "values of every rollout"
             )
         shaped, penalties = self.shaped(self._scaled(groups), samples, ref_logprobs)
         metrics = self._adapt_kl(penalties) if self._kl_in_reward else {}
@@ -102,7 +103,8 @@ class PPO(PolicyAlgorithm):
         """See protocols.ValueAlgorithm."""
         if state.keys() != self.state().keys():
             raise CheckpointError(
-                f"wrong-field: the state of PPO has {sorted(self.state())}, the checkpoint {sorted(state)}"
+                f"wrong-field: PPO's state has the fields {sorted(self.state())}, but the checkpoint has "
+                f"{sorted(state)}"
             )
         self.kl_coef = state["kl_coef"]
         self._seen = RunningMoments.of(state)

@@ -79,7 +79,9 @@ def steps(text: str) -> tuple[int | None, int | None]:
     """ "A:B", either of which may be missing: steps from A on, below B. Raises ArgumentTypeError."""
     first, colon, last = text.partition(":")
     if not colon or any(part and not part.isdecimal() for part in (first, last)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps; write it like 10:20, 10: or :20")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a range of steps; write a range such as 10:20, 10: or :20"
+        )
     return int(first) if first else None, int(last) if last else None
 
 
@@ -137,7 +139,7 @@ def _whole(text: str, *, least: int, most: int | None = MOST) -> int:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number of at least {least}")
     if len(digits) > _DIGITS or (most is not None and int(digits) > most):
         above = "" if most is None else f" than {most:,}"
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is more{above}, which no use of it could be")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is more{above}, which is too large for any use")
     return int(digits)
 
 

@@ -131,7 +131,7 @@ def _from_file(source: str | None, model: type[AnyConfig], *, start: Mapping[str
         path = Path(source)
         if not path.is_file():
             raise ConfigError(
-                f"no-such-file: no such file: {source!r}; settings come from flags and from one TOML file"
+                f"no-such-file: no such file: {source!r}; pass settings as flags or in one TOML file"
             )
         values = read_toml(path)
     problems, known = unknown_keys(values, model)
@@ -161,7 +161,7 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def check_other_file(out: Path, data: Path) -> None:
     """Raises ConfigError: --out would replace what --data reads."""
     if out.resolve() == data.resolve():
-        raise ConfigError(f"contradiction: --out {out} is the file of --data; write to another file")
+        raise ConfigError(f"contradiction: --out {out} is the same file as --data; choose another file")
 
 
 def file_digest(path: Path) -> str:

@@ -53,7 +53,7 @@ class OpenModel:
 
         if self.model.tokenizer is None:
             raise ConfigError(
-                f"no-tokenizer: {self.source} has no tokenizer, so it cannot read text; sample --num-prompts "
+                f"no-tokenizer: {self.source} has no tokenizer, so it cannot read text; pass --num-prompts "
                 "instead"
             )
         return ChatFormat(self.data, self.model.tokenizer)
@@ -112,8 +112,8 @@ def find_run(where: str, checkpoint: str | None) -> tuple[RunConfig, Path] | Non
         return saved_run(file), find_weights(folder, checkpoint)
     if checkpoint is not None:
         raise ConfigError(
-            f"wrong-kind-of-file: --checkpoint {checkpoint} needs a run directory, and {where!r} holds no "
-            "config.toml"
+            f"wrong-kind-of-file: --checkpoint {checkpoint} needs a run directory, but {where!r} contains "
+            "no config.toml; name a run directory, or leave --checkpoint out"
         )
     return None
 
@@ -146,12 +146,12 @@ def find_weights(run_dir: Path, checkpoint: str | None) -> Path:
         return saved[int(checkpoint)]
     if checkpoint is not None and checkpoint not in ("export", "last") and not checkpoint.isdecimal():
         raise ConfigError(
-            f"unknown-name: --checkpoint {checkpoint} is neither export, last nor a step; known: "
+            f"unknown-name: --checkpoint {checkpoint} is neither export, last nor a step; available: "
             f"{', '.join(known)}"
         )
     raise CheckpointError(
         f"no-such-file: {run_dir} has no {'weights' if checkpoint is None else f'checkpoint {checkpoint}'}; "
-        f"there are: {', '.join(known) or 'none'}",
+        f"available: {', '.join(known) or 'none'}",
         setting="--checkpoint",
     )
 
@@ -208,6 +208,6 @@ def _sequence(checkpoint: Path) -> int:
     value = read_json(checkpoint / _COMPLETE, CheckpointError, root=checkpoint)
     sequence = value.get("sequence") if isinstance(value, dict) else None
     if not isinstance(sequence, int):
-        why = f"sequence {sequence!r:.80}"
-        raise damaged(CheckpointError, checkpoint / _COMPLETE, why, fix="name a step by --checkpoint")
+        why = f"its sequence is {sequence!r:.80}"
+        raise damaged(CheckpointError, checkpoint / _COMPLETE, why, fix="name a step with --checkpoint")
     return sequence

@@ -43,7 +43,7 @@ def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunCon
         raise unknown("kind of run" if recipe else "kind of run or recipe", source, known, more=OR_A_PATH)
     if source is not None and recipe is not None:
         raise ConfigError(
-            f"contradiction: {source!r} and --recipe {recipe} both name a config; give one of them"
+            f"contradiction: {source!r} and --recipe {recipe} both name a config; use only one of them"
         )
     if source is None and recipe is None:
         raise ConfigError(nothing, code="missing-setting")
@@ -111,7 +111,7 @@ def _unknown_flags(
                 text = f"{before[word]} {word[:200]!r}: expected true or false"
                 problems.append(Problem(text, {"code": "wrong-type", "setting": before[word]}))
             elif not problems:  # else the value of the flag before it
-                text = f"{word[:200]!r}: no flag takes this word; quote a value that has spaces"
+                text = f"{word[:200]!r} belongs to no flag; quote a value that contains spaces"
                 problems.append(Problem(text, {"code": "unknown-setting", "setting": word[:200]}))
             continue
         name = flag.removeprefix("--").replace("-", "_")
@@ -326,7 +326,7 @@ def _item(word: str, path: str) -> dict[str, Any]:
         table = parse_value(word, origin=f"--{path}")
         if not isinstance(table, dict):
             raise ConfigError(
-                f"not-toml: --{path} {word[:200]!r}: not a TOML table, such as {{name = 'math', weight = 2}}"
+                f"not-toml: --{path} {word[:200]!r}is not a TOML table, such as {{name = 'math', weight = 2}}"
             )
         return table
     name, equals, weight = word.partition("=")

@@ -117,13 +117,14 @@ def parse(argv: Sequence[str]) -> Command:
     )
     if not config.data.source:
         raise ConfigError(
-            "missing-setting: no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)"
+            "missing-setting: there are no prompts; pass --data FILE (or reasoning_gym:TASK, a hub name, ids)"
         )
     if config.engine.name not in (*ENGINES, "auto") and ":" not in config.engine.name:
         raise unknown("inference engine", config.engine.name, [*ENGINES, "auto"], setting="engine.name")
     if values["out"] is None and not values["print_config"]:
         raise ConfigError(
-            "missing-setting: no file for the rows: give --out FILE.jsonl or --out FILE.parquet"
+            "missing-setting: there is no output file for the rows; pass --out FILE.jsonl or --out "
+            "FILE.parquet"
         )
     check_writable(values["json"])
     return Command(config=config, **values)

@@ -159,9 +159,9 @@ def _load(command: str) -> Callable[[Sequence[str]], int]:
         if package == "lockstep" or error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"missing-package: this command is in the package {package}, which cannot be imported (no "
-            f"module {error.name!r}); it comes with lockstep-rl: pip install --force-reinstall --no-deps "
-            "lockstep-rl, or put all of src on PYTHONPATH"
+            f"missing-package: this command needs the package {package}, which cannot be imported (no "
+            f"module {error.name!r}); reinstall lockstep-rl, which contains it: pip install "
+            "--force-reinstall --no-deps lockstep-rl, or put all of src on PYTHONPATH"
         ) from error
     run: Callable[[Sequence[str]], int] = getattr(module, function or "main")
     return run
@@ -185,7 +185,7 @@ def _check_arguments(words: Sequence[str]) -> None:
         if _CONTROL.search(word):
             raise ConfigError(
                 f"wrong-format: argument {number}, {word[:80]!r}, contains a control character; rename the "
-                "file, or write the text in a TOML file, where \\u001b stands for one"
+                "file, or write the text in a TOML file, where \\u001b stands for ESC"
             )
 
 
@@ -197,12 +197,14 @@ def _check_launcher() -> None:
         value = os.environ.get(name, "0")
         if not re.fullmatch(r"[0-9]{1,6}", value):
             raise wrong_variable(
-                name, value, "is not a number; torchrun sets it, elsewhere unset RANK and WORLD_SIZE"
+                name,
+                value,
+                "is not a number; torchrun sets it, and without torchrun unset RANK and WORLD_SIZE",
             )
     if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
         raise ConfigError(
             f"wrong-environment: the environment variable RANK = {os.environ['RANK']} is not below "
-            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}; torchrun sets both, elsewhere unset them"
+            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}; torchrun sets both, and without torchrun unset them"
         )
 
 

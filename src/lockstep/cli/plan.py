@@ -134,7 +134,9 @@ def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
     early.add_argument("--recipe")
     recipe = early.parse_known_args(flags)[0].recipe
     run = named_run(
-        source, recipe, nothing="nothing to plan: name grpo, ppo, sft, dpo, rm, a TOML file or --recipe NAME"
+        source,
+        recipe,
+        nothing="there is nothing to plan; name grpo, ppo, sft, dpo, rm, a TOML file or --recipe NAME",
     )
     values, overrides = parse_flags(
         run,
@@ -240,7 +242,7 @@ def _device(run: RunConfig, *, cuda: bool) -> str:
         if run.train.device.startswith("cuda") and not cuda:
             raise ConfigError(
                 f"missing-device: train.device = {run.train.device!r}, but torch sees no CUDA device; set "
-                "--train.device cpu, and --memory-gib for the memory to compare with"
+                "--train.device cpu, and set --memory-gib to the available memory"
             )
         return run.train.device
     return "cuda" if cuda else "cpu"

@@ -79,7 +79,7 @@ def status(argv: Sequence[str]) -> int:
             good = not any(check.problems for check in checks)
     else:
         raise ConfigError(
-            "missing-setting: status of what? name run directories, or --cluster http://HEAD:8265"
+            "missing-setting: no run is named; name run directories, or pass --cluster http://HEAD:8265"
         )
     for line in texts:
         echo(line)
@@ -157,8 +157,8 @@ def _of_job(arguments: argparse.Namespace) -> int:
 
     if arguments.rank:
         raise ConfigError(
-            f"unsupported-combination: --rank {arguments.rank} with --cluster: the cluster keeps what rank 0 "
-            "says; the logs of the others are in logs/ranks of the run directory"
+            f"unsupported-combination: --rank {arguments.rank} with --cluster: the cluster keeps only the "
+            "log of rank 0; the logs of the other ranks are in logs/ranks of the run directory"
         )
     jobs, name = Jobs(arguments.cluster), str(arguments.run)
     log = jobs.log(name)
@@ -276,7 +276,7 @@ class RunLook:
         """What can be done with a run that has ended early."""
         if self.checkpoint is None and not self.steps and self.state == "failed":
             again = f"lockstep train {self.run / 'config.toml'} --run-dir {self.run}"
-            return f"it failed before its first step; correct that, and start it again: {again}"
+            return f"it failed before its first step; fix the error, then start it again: {again}"
         return f"resume with: {way_on(self.run)}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -328,14 +328,14 @@ def stop_run(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLoo
     state, where = _state(run, owner, read_summary(run / "summary.json") or {})
     if owner is None or state != "running":
         raise DataError(
-            f"wrong-state: {run}: nothing to stop, the run is {state}"
-            + (f": {where}; give the command there" if state == "elsewhere" else "")
+            f"wrong-state: {run}: there is nothing to stop; the run is {state}"
+            + (f": {where}; run the command there" if state == "elsewhere" else "")
         )
     with holding(run / "lock", pid=owner.pid, started=owner.started) as holder:
         if holder is None or not holder.send(signal.SIGTERM):
             raise DataError(
-                f"wrong-state: {run}: nothing was stopped: {where} belongs to another user, or has ended "
-                "just now; give the command as the user who started the run"
+                f"wrong-state: {run}: nothing was stopped: {where} belongs to another user, or has just "
+                "ended; run the command as the user who started the run"
             )
     say(f"asked {where} to save and end after its step")
     until = time.monotonic() + seconds
@@ -344,8 +344,8 @@ def stop_run(run: Path, *, seconds: float, say: Callable[[str], None]) -> RunLoo
             doing = "; ".join(_doing(run)) or "no flight record"
             raise TrainError(
                 f"deadline: {run}: {where} has not ended within {seconds:g} s ({doing}). It will end after "
-                f"its step. To see why it takes so long: lockstep hang {run}. To end it at once, and lose "
-                f"what came after the newest checkpoint: kill -9 {owner.pid}"
+                f"its current step. To see why that takes so long: lockstep hang {run}. To end it at once, "
+                f"and lose everything after the newest checkpoint: kill -9 {owner.pid}"
             )
         time.sleep(_POLL_SECONDS)
     return look(run)
@@ -361,9 +361,7 @@ def log_file(run: Path, *, rank: int) -> Path:
     path = run / "logs" / f"rank-{rank}.log"
     if not path.is_file():
         there = sorted(each.stem for each in (run / "logs").glob("rank-*.log"))
-        raise DataError(
-            f"no-such-file: {path}: there is no such log; there are those of {', '.join(there) or 'no rank'}"
-        )
+        raise DataError(f"no-such-file: {path}: no such log; available: {', '.join(there) or 'none'}")
     return path
 
 
@@ -371,7 +369,8 @@ def _owner(run: Path) -> Owner | None:
     """The process that says that it writes the run."""
     if not (run / "config.toml").is_file():
         raise DataError(
-            f"wrong-kind-of-file: {run}: holds no run (config.toml); give a folder as --run-dir named it"
+            f"wrong-kind-of-file: {run} contains no run (config.toml); give the folder that was passed as "
+            "--run-dir"
         )
     check_layout(run)
     return read_owner(run / "lock")
@@ -385,14 +384,14 @@ def _state(run: Path, owner: Owner | None, summary: Mapping[str, Any]) -> tuple[
         return "elsewhere", where
     # A process that has the pid now, or that somebody wrote into the lock, does not hold the lock open.
     there = holds(run / "lock", pid=owner.pid, started=owner.started) is not False
-    return ("running", where) if there else ("died", f"{where} has gone")
+    return ("running", where) if there else ("died", f"{where} no longer exists")
 
 
 def _total(config: Path) -> int | None:
     try:
         steps = tomllib.loads(read_plain(config, DataError).decode("utf-8")).get("steps")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"not-toml: {config}: is not TOML: {error}") from error
+        raise DataError(f"not-toml: {config} is not TOML: {error}") from error
     return steps if isinstance(steps, int) else None
 
 

@@ -132,9 +132,7 @@ def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
         return [Prompt(index=0, token_ids=tuple(ids), text=text, where="--prompt")]
     run = opened.run
     if run is None or not run.online:
-        raise ConfigError(
-            f"missing-setting: {opened.source} comes with no held-out prompts; give --prompt TEXT"
-        )
+        raise ConfigError(f"missing-setting: {opened.source} has no held-out prompts; pass --prompt TEXT")
     held_out = load_train_and_held_out(
         cast(GRPORun, run), tokenizer=opened.model.tokenizer, vocab_size=vocab_size
     )[1]
@@ -255,8 +253,8 @@ class Chat:
         ids = self._format.encode(self._render(messages))
         if len(ids) >= self._max_positions:
             raise ConfigError(
-                f"too-long: the conversation has {len(ids)} tokens and the model {self._max_positions} "
-                "positions; start over with /reset"
+                f"too-long: the conversation has {len(ids)} tokens, but the model has only "
+                f"{self._max_positions} positions; start over with /reset"
             )
         request = GenerationRequest(
             prompt_token_ids=tuple(ids),

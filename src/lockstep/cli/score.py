@@ -110,7 +110,7 @@ def score(command: Command, _: Interrupt) -> dict[str, Any]:
         first = first or item
         count += 1
     if first is None:
-        raise DataError(f"nothing-left: --data {str(data)!r} has no rows")
+        raise DataError(f"nothing-left: --data {str(data)!r} has no rows; give a file with samples")
     check_columns(config, first)
     rows = RowFile(
         out,

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if not args.best_of_n and args.top_k is None and args.min_reward is None and args.pairs is None:
         raise ConfigError(
-            "missing-setting: nothing to select by: give --best-of-n, --top-k K, --min-reward X or --pairs"
+            "missing-setting: no selection criterion; pass --best-of-n, --top-k K, --min-reward X or --pairs"
         )
     _check_flags(args)
     from lockstep.rollout.rows import check_out
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     check_writable(args.json)
     check_other_file(args.out, args.data)
     if args.out.exists() and not args.overwrite:
-        raise already_exists(f"--out {str(args.out)!r}", "choose another file, or give --overwrite")
+        raise already_exists(f"--out {str(args.out)!r}", "choose another file, or pass --overwrite")
     result = _documents(args) if args.pairs is None else _pairs(args)
     if args.json is not None:
         write_json(args.json, result)
@@ -64,7 +64,7 @@ def _documents(args: argparse.Namespace) -> dict[str, Any]:
     selection = select(read_rows(args.data), choice, source=str(args.data))
     if not selection.rows:
         raise DataError(
-            f"nothing-left: no sample of the {selection.prompts} prompts in {args.data} is left "
+            f"nothing-left: no samples of the {selection.prompts} prompts in {args.data} are left "
             f"({dict(selection.left_out)}); lower --min-reward, or sample more of each prompt"
         )
     rows = [sft_row(row) for row in selection.rows]
@@ -89,8 +89,8 @@ def _pairs(args: argparse.Namespace) -> dict[str, Any]:
     selection = select_pairs(_scored(args.data), choice, source=str(args.data))
     if not selection.rows:
         raise DataError(
-            f"nothing-left: no two samples of one of the {selection.prompts} prompts in {args.data} make a "
-            f"pair ({dict(selection.left_out)}); sample more of each prompt, or ask for less"
+            f"nothing-left: no two samples of any of the {selection.prompts} prompts in {args.data} form a "
+            f"pair ({dict(selection.left_out)}); sample more of each prompt, or relax the criteria"
         )
     rows = list(selection.rows)
     lengths = [(len(_text(row["chosen"])), len(_text(row["rejected"]))) for row in rows]
@@ -126,8 +126,8 @@ def _scored(path: Path) -> Iterator[dict[str, Any]]:
     files = sorted((path / "rollouts").glob("step-*.jsonl"))
     if not files:
         raise DataError(
-            f"wrong-kind-of-file: --data {str(path)!r} has no rollouts/step-*.jsonl: it is not a directory "
-            "of an RL run, or rollout.save was off; name a run, or a file of scored samples"
+            f"wrong-kind-of-file: --data {str(path)!r} has no rollouts/step-*.jsonl: either it is not the "
+            "directory of an RL run, or rollout.save was off; give an RL run, or a file of scored samples"
         )
     for file in files:
         yield from read_rows(file)
@@ -141,11 +141,11 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ConfigError(f"no-effect: {flag} has no effect without --pairs; leave it out")
     if args.pairs is not None and args.unique:
         raise ConfigError(
-            "no-effect: --unique has no effect with --pairs, which never takes an answer twice; leave it out"
+            "no-effect: --unique has no effect with --pairs, which never uses an answer twice; leave it out"
         )
     if args.pairs is None and args.data.is_dir():
         raise ConfigError(
-            f"wrong-kind-of-file: --data {str(args.data)!r} is a directory, from which only --pairs selects; "
+            f"wrong-kind-of-file: --data {str(args.data)!r} is a directory, which only --pairs can read; "
             "give a file of samples"
         )
 
@@ -216,7 +216,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     try:
         write_atomic(path, json_lines(rows))
     except OSError as error:
-        raise cannot_write(DataError, path, error, "make room and run it again") from error
+        raise cannot_write(DataError, path, error, "free some space, then run the command again") from error
 
 
 def train_command(kind: str, path: Path, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -38,17 +38,17 @@ def main(argv: Sequence[str]) -> int:
     own, rest = _parser().parse_known_args(argv)
     if own.cluster is None:
         raise ConfigError(
-            "missing-setting: submit needs --cluster http://HEAD:8265; without a cluster: lockstep train"
+            "missing-setting: submit needs --cluster http://HEAD:8265; without a cluster, use lockstep train"
         )
     if not rest:
         raise ConfigError(
-            "missing-setting: nothing to submit: name a TOML file, grpo, ppo, sft, dpo, rm or --resume "
-            "RUN_DIR"
+            "missing-setting: there is nothing to submit; name a TOML file, grpo, ppo, sft, dpo, rm or "
+            "--resume RUN_DIR"
         )
     command = parse(rest)
     if command.json is not None or command.print_config:
         raise ConfigError(
-            "unsupported-combination: --json and --print-config belong to lockstep train; omit them"
+            "unsupported-combination: --json and --print-config are flags of lockstep train only; omit them"
         )
     check_cluster(command)
     again = "--restart" if command.restart else None if command.resume is None else "--resume"
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if run_dir is None or not run_dir.is_absolute():
         raise ConfigError(
             f"missing-setting: run_dir = {None if run_dir is None else str(run_dir)!r}: a job runs in a "
-            "folder of Ray's that is removed later; give --run-dir with an absolute path that the nodes have"
+            "temporary folder of Ray's; pass --run-dir with an absolute path that exists on the nodes"
         )
     from lockstep.cluster.jobs import RUN_FILE, Jobs, packed, placement_of
     from lockstep.cluster.launch import check_nodes

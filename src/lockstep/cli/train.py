@@ -326,14 +326,15 @@ def _check_launcher(command: TrainCommand) -> None:
     started = int(os.environ["WORLD_SIZE"])
     if command.ranks not in (None, started):
         raise ConfigError(
-            f"contradiction: --ranks {command.ranks}, but {started} ranks were started; leave --ranks out "
-            "under torchrun and deepspeed, or give the same number"
+            f"contradiction: --ranks {command.ranks}, but {started} ranks were started; with torchrun and "
+            "deepspeed leave --ranks out, or pass the same number"
         )
     check_ranks(command.run, started)
     if command.run.cluster is not None and command.run.cluster.peer_copy and COPIES not in os.environ:
         raise ConfigError(
-            "unsupported-combination: cluster.peer_copy = true under torchrun or deepspeed: the launcher "
-            "must restart the ranks; start them with --ranks N or --cluster, or set cluster.peer_copy = false"
+            "unsupported-combination: cluster.peer_copy = true under torchrun or deepspeed: only "
+            "Lockstep's launcher can restart the ranks; start them with --ranks N or --cluster, or set "
+            "cluster.peer_copy = false"
         )
 
 
@@ -426,7 +427,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
             )
         if early.restart is not None:
             raise ConfigError(
-                "contradiction: --resume continues a run, --restart starts it over; give one of them"
+                "contradiction: --resume continues a run, but --restart starts it over; pass only one of them"
             )
         return load_resumed(early.resume)
     if early.restart is not None and (source is not None or early.recipe is not None):
@@ -438,7 +439,10 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
         raise ConfigError(f"missing-setting: --checkpoint {early.checkpoint} needs --resume RUN_DIR")
     if early.restart is not None:
         return load_restarted(early.restart)
-    nothing = "nothing to train: name grpo, ppo, sft, dpo, rm, a TOML file, --recipe NAME or --resume RUN_DIR"
+    nothing = (
+        "there is nothing to train; name grpo, ppo, sft, dpo, rm, a TOML file, --recipe NAME or --resume "
+        "RUN_DIR"
+    )
     return named_run(source, early.recipe, nothing=nothing)
 
 

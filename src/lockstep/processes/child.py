@@ -222,7 +222,7 @@ def _end_session(session: int) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            log.error("processes %s, started by a child that was killed, cannot be ended", members)
+            log.error("cannot end processes %s, which were started by a child that was killed", members)
             return
         time.sleep(0.02)
 
@@ -344,7 +344,7 @@ class JobProcess(Child):
             raise
         if not isinstance(reply, dict) or type(reply.get("id")) is not int or reply.pop("id") != self._count:
             self.end()
-            raise ProcessEnded("it replied something that is no reply to the job")
+            raise ProcessEnded("it sent an invalid reply to the job")
         return reply
 
     def _give(self, job: Message, deadline: float) -> None:
@@ -357,7 +357,7 @@ class JobProcess(Child):
     def _reply(self, deadline: float) -> Any:
         size = struct.unpack("<I", self._read(4, deadline))[0]
         if size > REPLY_BYTES:
-            raise ProcessEnded(f"it sent a reply of {size} bytes")
+            raise ProcessEnded(f"it sent a reply of {size} bytes, more than allowed")
         try:
             return json.loads(self._read(size, deadline))
         except (ValueError, RecursionError) as error:

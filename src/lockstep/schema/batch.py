@@ -66,7 +66,9 @@ class TrainSample:
                 f"got {list(self.loss_mask.shape)} {self.loss_mask.dtype}"
             )
         if len(self) and bool(self.loss_mask[-1]) and not self.scores_last:
-            raise ValueError("loss_mask[-1] must be False: the last token of a document predicts nothing")
+            raise ValueError(
+                "loss_mask[-1] must be False: the last token of a document has no next token to predict"
+            )
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -160,8 +162,8 @@ def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
     for sample_id, trajectory in enumerate(trajectories):
         if not trajectory.prompt_token_ids:
             raise DataError(
-                f"empty: sample {sample_id} has an empty prompt, so nothing predicts its first token; give "
-                "the prompt at least a beginning-of-sequence token"
+                f"empty: sample {sample_id} has an empty prompt, so its first sampled token has no context; "
+                "give the prompt at least a beginning-of-sequence token"
             )
         token_ids = torch.tensor(trajectory.token_ids, dtype=torch.int64)
         loss_mask = torch.zeros(len(token_ids), dtype=torch.bool)

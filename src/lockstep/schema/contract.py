@@ -84,16 +84,18 @@ class KernelContract:
         fields = {name: value for name, value in values.items() if name != "hash"}
         if fields.keys() != types.keys():
             raise ValueError(
-                f"kernel contract: it misses the fields {sorted(types.keys() - fields.keys())} and has the "
-                f"unknown ones {sorted(fields.keys() - types.keys())}; another version of Lockstep wrote it"
+                f"kernel contract: it lacks the fields {sorted(types.keys() - fields.keys())} and has the "
+                f"unknown fields {sorted(fields.keys() - types.keys())}; it was written by another version "
+                "of Lockstep"
             )
         for name, kind in types.items():
             if type(fields[name]).__name__ != kind:
-                raise ValueError(f"kernel contract: {name} = {fields[name]!r} is not {kind}")
+                raise ValueError(f"kernel contract: {name} = {fields[name]!r} is not of type {kind}")
         contract = cls(**fields)
         if values.get("hash", contract.hash) != contract.hash:
             raise ValueError(
-                f"kernel contract: its hash is {values['hash']!r}, its fields give {contract.hash}"
+                f"kernel contract: its hash is {values['hash']!r}, but the hash of its fields is "
+                f"{contract.hash}"
             )
         return contract
 
