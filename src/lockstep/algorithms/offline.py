@@ -277,9 +277,7 @@ class KTOLoss:
         """See protocols.TokenLoss; `rows` must contain every trained slot of the batch."""
         batch = UnpairedBatch.of(batch)
         if batch.kl_baseline is None:
-            raise TrainError(
-                "missing-values: KTO needs a baseline, but the batch has no kl_baseline; set it first"
-            )
+            raise TrainError("missing-values: KTO needs a baseline; set the batch's kl_baseline first")
         slots = logprobs.new_zeros(batch.num_slots)
         slots[rows] = logprobs
         options = self.config

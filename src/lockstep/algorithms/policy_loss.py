@@ -105,9 +105,7 @@ class PolicyLoss:
 
     def __init__(self, config: GRPOConfig) -> None:
         if config.objective is None or config.kl.estimator is None:
-            raise ConfigError(
-                "missing-argument: PolicyLoss needs a resolved GRPOConfig; call config.resolved() first"
-            )
+            raise ConfigError("missing-argument: PolicyLoss needs a resolved GRPOConfig; call resolved()")
         self.config = config
         self.objective: Objective = OBJECTIVES.load(config.objective)
         self.clip_low, self.clip_high = config.clip_low, config.clip_high
@@ -177,9 +175,9 @@ class PolicyLoss:
         """
         if len(stats.terms) != len(batches):
             raise TrainError(
-                "missing-values: the train backend returned the terms of the loss for only "
-                f"{len(stats.terms)} of {len(batches)} micro-batches; append LossOutput.terms of every call "
-                "to StepStats.terms, [K, T] each"
+                f"missing-values: the train backend returned loss terms for only {len(stats.terms)} of "
+                f"{len(batches)} micro-batches; append LossOutput.terms of every call to StepStats.terms, "
+                "[K, T] each"
             )
         masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
         rows = torch.cat([x[:, mask] for x, mask in zip(stats.terms, masks, strict=True)], 1)

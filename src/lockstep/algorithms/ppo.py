@@ -49,8 +49,7 @@ class PPO(PolicyAlgorithm):
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
         """Raise TrainError: PPO needs values, see `estimates`."""
         raise TrainError(
-            "missing-values: PPO cannot compute advantages without values; pass a value model to the loop "
-            "(parts.value)"
+            "missing-values: PPO's advantages need values; pass a value model to the loop (parts.value)"
         )
 
     def estimates(
@@ -103,8 +102,7 @@ class PPO(PolicyAlgorithm):
         """See protocols.ValueAlgorithm."""
         if state.keys() != self.state().keys():
             raise CheckpointError(
-                f"wrong-field: PPO's state has the fields {sorted(self.state())}, but the checkpoint has "
-                f"{sorted(state)}"
+                f"wrong-field: PPO's state has {sorted(self.state())}, but the checkpoint has {sorted(state)}"
             )
         self.kl_coef = state["kl_coef"]
         self._seen = RunningMoments.of(state)

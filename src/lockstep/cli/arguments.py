@@ -79,9 +79,7 @@ def steps(text: str) -> tuple[int | None, int | None]:
     """ "A:B", either of which may be missing: steps from A on, below B. Raises ArgumentTypeError."""
     first, colon, last = text.partition(":")
     if not colon or any(part and not part.isdecimal() for part in (first, last)):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a range of steps; write a range such as 10:20, 10: or :20"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps, such as 10:20, 10: or :20")
     return int(first) if first else None, int(last) if last else None
 
 

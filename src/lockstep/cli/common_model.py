@@ -53,8 +53,7 @@ class OpenModel:
 
         if self.model.tokenizer is None:
             raise ConfigError(
-                f"no-tokenizer: {self.source} has no tokenizer, so it cannot read text; pass --num-prompts "
-                "instead"
+                f"no-tokenizer: {self.source} has no tokenizer, so it cannot read text; use --num-prompts"
             )
         return ChatFormat(self.data, self.model.tokenizer)
 
@@ -146,7 +145,7 @@ def find_weights(run_dir: Path, checkpoint: str | None) -> Path:
         return saved[int(checkpoint)]
     if checkpoint is not None and checkpoint not in ("export", "last") and not checkpoint.isdecimal():
         raise ConfigError(
-            f"unknown-name: --checkpoint {checkpoint} is neither export, last nor a step; available: "
+            f"unknown-name: --checkpoint {checkpoint} is not export, last or a step; available: "
             f"{', '.join(known)}"
         )
     raise CheckpointError(

@@ -123,8 +123,7 @@ def parse(argv: Sequence[str]) -> Command:
         raise unknown("inference engine", config.engine.name, [*ENGINES, "auto"], setting="engine.name")
     if values["out"] is None and not values["print_config"]:
         raise ConfigError(
-            "missing-setting: there is no output file for the rows; pass --out FILE.jsonl or --out "
-            "FILE.parquet"
+            "missing-setting: there is no output file; pass --out FILE.jsonl or --out FILE.parquet"
         )
     check_writable(values["json"])
     return Command(config=config, **values)

@@ -78,9 +78,7 @@ def status(argv: Sequence[str]) -> int:
             ]
             good = not any(check.problems for check in checks)
     else:
-        raise ConfigError(
-            "missing-setting: no run is named; name run directories, or pass --cluster http://HEAD:8265"
-        )
+        raise ConfigError("missing-setting: no run is named; name one, or pass --cluster http://HEAD:8265")
     for line in texts:
         echo(line)
     if arguments.json is not None:
@@ -368,10 +366,7 @@ def log_file(run: Path, *, rank: int) -> Path:
 def _owner(run: Path) -> Owner | None:
     """The process that says that it writes the run."""
     if not (run / "config.toml").is_file():
-        raise DataError(
-            f"wrong-kind-of-file: {run} contains no run (config.toml); give the folder that was passed as "
-            "--run-dir"
-        )
+        raise DataError(f"wrong-kind-of-file: {run} contains no run (config.toml); give the run's --run-dir")
     check_layout(run)
     return read_owner(run / "lock")
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if not args.best_of_n and args.top_k is None and args.min_reward is None and args.pairs is None:
         raise ConfigError(
-            "missing-setting: no selection criterion; pass --best-of-n, --top-k K, --min-reward X or --pairs"
+            "missing-setting: nothing to select by; pass --best-of-n, --top-k K, --min-reward X or --pairs"
         )
     _check_flags(args)
     from lockstep.rollout.rows import check_out

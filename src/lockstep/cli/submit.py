@@ -37,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     own, rest = _parser().parse_known_args(argv)
     if own.cluster is None:
-        raise ConfigError(
-            "missing-setting: submit needs --cluster http://HEAD:8265; without a cluster, use lockstep train"
-        )
+        raise ConfigError("missing-setting: submit needs --cluster http://HEAD:8265, or use lockstep train")
     if not rest:
         raise ConfigError(
             "missing-setting: there is nothing to submit; name a TOML file, grpo, ppo, sft, dpo, rm or "
@@ -48,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     command = parse(rest)
     if command.json is not None or command.print_config:
         raise ConfigError(
-            "unsupported-combination: --json and --print-config are flags of lockstep train only; omit them"
+            "unsupported-combination: --json and --print-config only work with train; omit them"
         )
     check_cluster(command)
     again = "--restart" if command.restart else None if command.resume is None else "--resume"

@@ -333,8 +333,8 @@ def _check_launcher(command: TrainCommand) -> None:
     if command.run.cluster is not None and command.run.cluster.peer_copy and COPIES not in os.environ:
         raise ConfigError(
             "unsupported-combination: cluster.peer_copy = true under torchrun or deepspeed: only "
-            "Lockstep's launcher can restart the ranks; start them with --ranks N or --cluster, or set "
-            "cluster.peer_copy = false"
+            "Lockstep's launcher can restart ranks; use --ranks N or --cluster, or set cluster.peer_copy = "
+            "false"
         )
 
 
@@ -422,8 +422,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
     if early.resume is not None:
         if source is not None or early.recipe is not None:
             raise ConfigError(
-                "contradiction: --resume takes its config from the run's folder; leave the recipe, file or "
-                "kind out"
+                "contradiction: --resume reads the run's config; leave the recipe, file or kind out"
             )
         if early.restart is not None:
             raise ConfigError(
@@ -432,8 +431,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
         return load_resumed(early.resume)
     if early.restart is not None and (source is not None or early.recipe is not None):
         raise ConfigError(
-            "contradiction: --restart takes its config from the run's folder; leave the recipe, file or kind "
-            "out"
+            "contradiction: --restart reads the run's config; leave the recipe, file or kind out"
         )
     if early.checkpoint is not None:
         raise ConfigError(f"missing-setting: --checkpoint {early.checkpoint} needs --resume RUN_DIR")

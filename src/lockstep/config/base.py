@@ -67,9 +67,7 @@ class OneOf:
 
 def _check_temperature(value: float) -> float:
     if 0 < value < _COLDEST:
-        raise ConfigError(
-            f"out-of-range: a temperature of {value:g} is below {_COLDEST:g}; set 0 for greedy sampling"
-        )
+        raise ConfigError(f"out-of-range: a temperature of {value:g} is below {_COLDEST:g}; set 0 (greedy)")
     return value
 
 
@@ -267,8 +265,8 @@ def check_no_secret(name: str, value: Any, *, instead: str, by_name: bool = True
         hide(text)  # from the errors of other settings as well, which are reported together
         if text not in _SAVED:
             raise ConfigError(
-                f"secret-in-config: {printable(path)} {why}, and everyone who can read config.toml could "
-                f"read it; {instead}",
+                f"secret-in-config: {printable(path)} {why}, and every reader of config.toml would see it; "
+                f"{instead}",
                 setting=path,
             )
 

@@ -88,7 +88,7 @@ class RewardRoleConfig(RewardModelConfig):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(
-                f"duplicate: others: {twice!r} is named twice; the models of an ensemble must differ"
+                f"duplicate: others: {twice!r} is named twice; an ensemble's models must differ"
             )
         refuse(self, "reward_model")
         return self

@@ -206,8 +206,7 @@ def read_declarations(root: Path) -> tuple[Declaration, ...]:
         value = declaration.axis, declaration.name
         if value in of:
             raise ConfigError(
-                f"duplicate: {of[value]} and {path} both describe {' '.join(map(str, value))}; keep one of "
-                "them"
+                f"duplicate: {of[value]} and {path} both describe {' '.join(map(str, value))}; keep one"
             )
         of[value] = path
         found.append(declaration)

@@ -214,9 +214,7 @@ def check_engine(config: EngineConfig) -> None:
         value, default = getattr(config, name), fields[name].get_default(call_default_factory=True)
         if value != default and not set(here) & set(places):
             where = f"with engine.name = {config.name!r}{_where(config)}"
-            raise no_effect(
-                f"engine.{name}", value, f"{where}: {why}", fix=f"it has an effect with {_listed(places)}"
-            )
+            raise no_effect(f"engine.{name}", value, f"{where}: {why}", fix=f"use it with {_listed(places)}")
     if has_own_weights(config):
         _check_own_weights(config)
     else:
@@ -236,8 +234,8 @@ def _check_own_weights(config: EngineConfig) -> None:
         raise ConfigError(
             f"unsupported-combination: engine.name = {config.name!r} uses seeds only in its deterministic "
             "mode; otherwise it draws all samples from one stream of random numbers. Set "
-            "engine.batch_invariant = true, which makes the run reproducible, or engine.unseeded = true to "
-            "accept unseeded samples",
+            "engine.batch_invariant = true, which makes the run reproducible, or accept it with "
+            "engine.unseeded = true",
             setting="engine.batch_invariant",
         )
     refuse(config, "engine (seeds)")

@@ -161,8 +161,8 @@ def _saved_run(folder: Path, *, verb: str = "resume") -> RunConfig:
     file = folder / "config.toml"
     if not file.is_file():
         raise ConfigError(
-            f"no-such-file: cannot {verb} {str(folder)!r}: it contains no config.toml; give the folder of "
-            "an earlier run"
+            f"no-such-file: cannot {verb} {str(folder)!r}: it has no config.toml; give the folder of an "
+            "earlier run"
         )
     check_inside(file, ConfigError, root=folder)
     return saved_run(file)
@@ -278,14 +278,12 @@ def _ends_in_comment(text: str, origin: str) -> bool:
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     if _LONG_KEY.search(text):
-        raise ConfigError(
-            f"too-deep: {origin}: a key has more than 64 parts, but no setting is nested that deeply"
-        )
+        raise ConfigError(f"too-deep: {origin}: a key has more than 64 parts, but no setting has so many")
     try:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ConfigError(
-            f"too-deep: {origin}: lists or tables are nested deeper than in any setting"
+            f"too-deep: {origin}: lists or tables are nested too deeply for a setting"
         ) from error
 
 
@@ -406,9 +404,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth <= DEPTH and isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     if depth > DEPTH:
-        raise ConfigError(
-            f"too-deep: lists or tables are nested more than {DEPTH} levels deep, but no setting is"
-        )
+        raise ConfigError(f"too-deep: lists or tables are nested over {DEPTH} levels deep, but no setting is")
     raise ConfigError(f"wrong-type: {value!r} is a {type(value).__name__}, which no setting accepts")
 
 

@@ -251,7 +251,7 @@ class RunConfig(Config):
         if device.startswith("cuda:"):
             raise ConfigError(
                 f"contradiction: train.device = {device!r} with cluster.{own}: GPUs are assigned starting "
-                "with cuda:0 for the first rank; set train.device = 'cuda', and choose GPUs with "
+                "with cuda:0 for the first rank; set train.device = 'cuda', and choose GPUs by "
                 "CUDA_VISIBLE_DEVICES"
             )
         self._check_engine_gpus(cluster)
@@ -322,7 +322,7 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
         what = f"ranks / (tp * ring) = {ranks // together}" if together > 1 else f"{ranks} ranks"
         raise ConfigError(
             f"nothing-to-do: {what} share the documents of an optimizer step, but {run.documents_setting} "
-            f"gives only {documents}, so the other ranks would have nothing to do. Start fewer ranks, or "
-            "raise that number",
+            f"gives only {documents}, so other ranks would have nothing to do. Start fewer ranks, or raise "
+            "that number",
             setting=run.documents_setting,
         )

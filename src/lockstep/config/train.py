@@ -242,8 +242,7 @@ def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, .
     if checkpoint.metric not in names:
         raise ConfigError(
             f"unsupported-combination: checkpoint.keep_best = {checkpoint.keep_best} uses checkpoint.metric "
-            f"= {checkpoint.metric!r}, which this kind of run does not measure; set one of "
-            f"{', '.join(names)}",
+            f"= {checkpoint.metric!r}, which this run does not measure; set one of {', '.join(names)}",
             setting="checkpoint.metric",
         )
     if checkpoint.every and (every == 0 or checkpoint.every % every):

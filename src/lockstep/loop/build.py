@@ -169,8 +169,7 @@ class Builder:
             names = [name or "of the config" for name in (then, self.own_environment)]
             raise ConfigError(
                 f"values-differ: the run was started with the environment {names[0]}, but is being resumed "
-                f"with {names[1]}; resume it with the original environment: train_online(run, resume=..., "
-                "environment=...)"
+                f"with {names[1]}; pass the original one: train_online(run, resume=..., environment=...)"
             )
         with self.ranks.fail_together("loading model and data"):
             check_devices(config.cluster, self._machine.device, ranks=self.ranks)
@@ -197,8 +196,7 @@ class Builder:
             if config.reward_model is not None:
                 raise ConfigError(
                     f"no-effect: reward_model.name = {config.reward_model.name!r} only scores samples of "
-                    "the config's environment, not of a custom one; leave it out, or compute scores in "
-                    "your environment"
+                    "the config's environment, not of yours; leave it out, or score in your environment"
                 )
         return own
 

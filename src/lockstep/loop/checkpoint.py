@@ -262,8 +262,7 @@ class CheckpointManager:
                 return entry.path, entry.damage
         steps = sorted(entry.step for entry in entries)
         raise CheckpointError(
-            f"no-such-file: {self.directory} has no checkpoint of step {step}; available steps: "
-            f"{steps or 'none'}",
+            f"no-such-file: {self.directory} has no checkpoint of step {step}; available: {steps or 'none'}",
             name=str(step),
             steps=steps,
         )

@@ -178,9 +178,7 @@ def _check_state(
     for own in (STATE, *lists, *index.files, *(() if role else (RUN_STATE,))):
         name = f"{folder}{own}"
         if name not in listed:
-            raise _wrong_field(
-                path / COMPLETE, "files", f"does not list {name!r}, which the state needs", file=name
-            )
+            raise _wrong_field(path / COMPLETE, "files", f"lacks {name!r}, which the state needs", file=name)
         record = index.files.get(own)
         if record is not None and asdict(record) != listed[name]:
             what = f"{COMPLETE} and {folder}{STATE} disagree on the size or hash of {name!r}"
@@ -249,9 +247,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
     file = path / COMPLETE
     value: Any = read_json(file)
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"damaged-file: {file} does not contain a JSON object; it is damaged", path=file
-        )
+        raise CheckpointError(f"damaged-file: {file} contains no JSON object; it is damaged", path=file)
     # Absent from checkpoints of earlier versions.
     value.setdefault("optimizer_steps", None)
     fields = {

@@ -158,8 +158,7 @@ def check_model(name: str, *, setting: str = "model.name") -> None:
     if (folder.is_absolute() or name.startswith((".", "~"))) and not (folder / "config.json").is_file():
         what = "contains no config.json" if folder.is_dir() else "does not exist"
         raise ModelError(
-            f"wrong-kind-of-file: {setting} = {name!r}: this folder {what}; name a folder that contains a "
-            "saved model",
+            f"wrong-kind-of-file: {setting} = {name!r}: this folder {what}; name a folder with a saved model",
             setting=setting,
         )
 
@@ -200,7 +199,7 @@ def _check_reward_models(run: GRPORun, config: RewardRoleConfig) -> None:
     if run.data.source == "ids":
         raise ConfigError(
             f"unsupported-combination: reward_model.name = {config.name!r} with data.source = 'ids': a "
-            "reward model reads text, but these prompts are token ids; use prompts with text, or leave "
+            "reward model reads text, but these prompts are token ids; use text prompts, or leave "
             "reward_model out"
         )
 
@@ -289,8 +288,7 @@ def check_attribute(target: str, *, what: str) -> None:
     if spec is None:
         raise ConfigError(
             f"missing-package: {what} needs the module {module!r}, which is not installed or not on the "
-            f"Python path (searched for {target!r}, also in {os.getcwd()!r}); install it, or add its folder "
-            "to PYTHONPATH",
+            f"Python path (searched for {target!r}, also in {os.getcwd()!r}); install it, or set PYTHONPATH",
             name=module,
         )
     if spec.origin is None or not spec.origin.endswith(".py"):
@@ -305,9 +303,7 @@ def check_attribute(target: str, *, what: str) -> None:
     if bound is not None and first not in bound and not inside:
         near = nearest(first, bound)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ConfigError(
-            f"wrong-part: {what}: {spec.origin} does not define {first!r}{hint}", name=attribute
-        )
+        raise ConfigError(f"wrong-part: {what}: {spec.origin} has no {first!r}{hint}", name=attribute)
 
 
 def _find(module: str) -> importlib.machinery.ModuleSpec | None:
@@ -369,7 +365,7 @@ def _check_prompts(run: GRPORun, config: DataConfig) -> None:
     if after and rows <= after:
         raise ConfigError(
             f"not-enough: data.size = {after} uses all {rows} rows of data.source = {config.source!r} for "
-            "training, which leaves no rows to hold out for evaluations; lower data.size, set "
+            "training, so none are left to hold out for evaluations; lower data.size, set "
             "eval_data.source, or turn evaluations off (eval.before = false, eval.after = false, "
             "eval.every = 0)",
             rows=rows,

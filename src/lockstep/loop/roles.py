@@ -226,7 +226,7 @@ def _check_token_ids(model: LoadedModel, policy: LoadedModel) -> None:
     if problem is not None:
         raise ConfigError(
             f"other-model: value.name = {model.name!r} reads token ids differently from the policy "
-            f"{policy.name!r}: {problem}. It receives the policy's token ids; choose a model with the same "
+            f"{policy.name!r}: {problem}. It receives the policy's ids; choose a model with the same "
             "tokenizer, or 'policy'"
         )
 
@@ -274,8 +274,8 @@ def build_reward_models(
         if policy.tokenizer is None:
             raise ConfigError(
                 f"no-tokenizer: reward_model.name = {run.reward_model.name!r} reads text, but the policy "
-                f"{policy.name!r} has no tokenizer to decode its samples; add the tokenizer's files to the "
-                "policy's folder"
+                f"{policy.name!r} has no tokenizer to decode its samples; add its files to the policy's "
+                "folder"
             )
         models = RewardModels(run.reward_model, device=torch.device(resolved.device))
         if "reward_model" in run.offload:
@@ -303,8 +303,7 @@ def describe_reward_models(
             if now.get(name) != before:
                 raise ModelError(
                     f"values-differ: reward model {name!r} has changed since {str(directory.path)!r} was "
-                    "started, so the run cannot be resumed; restore the model's original files, "
-                    "or start a new run",
+                    "started, so the run cannot be resumed; restore the original model, or start a new run",
                     name=name,
                 )
     ranks.require_same(now, what="the weights of the reward models")

@@ -202,8 +202,8 @@ class Rollouts:
         if sampled.aborted:
             raise EngineError(
                 f"unrequested-abort: step {step}: engine {self.engine.name!r} aborted samples although this "
-                "run did not request it; is another client using the server? Give the run its own engine, "
-                "and resume it"
+                "run did not request it; does another client use the server? Resume the run with its own "
+                "engine"
             )
         return sampled
 

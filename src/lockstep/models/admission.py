@@ -112,8 +112,8 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
             f"unsupported-model: model.name = {name!r} is not supported: in a small copy of its config, a "
             f"token of a document of {worst.document} tokens has logprob {worst.ours:.6f} {worst.way}, but "
             f"{worst.theirs:.6f} with transformers' eager attention on that document alone (allowed "
-            f"difference: {TOLERANCE:g}). An option in its config.json is not supported; compare the file "
-            "with the published one"
+            f"difference: {TOLERANCE:g}). An option in its config.json is not supported; compare it with "
+            "the published file"
         )
     return gaps
 

@@ -194,8 +194,7 @@ class _Writer:
             return  # a tied one: it comes under its first name too
         if name not in self._missing:
             raise ModelError(
-                f"wrong-weights: {type(self._bare).__name__} has no weight {name!r}, or the weight was "
-                "given twice"
+                f"wrong-weights: {type(self._bare).__name__} has no weight {name!r}, or it came twice"
             )
         self._missing.remove(name)
         wide = tensor.detach().is_floating_point()
@@ -265,9 +264,7 @@ def _folder_beside(directory: Path) -> Path:
     if directory.exists() and (
         not directory.is_dir() or (any(directory.iterdir()) and not (directory / "config.json").is_file())
     ):
-        raise ModelError(
-            f"already-exists: {directory} exists and is not a model folder; export to a new folder"
-        )
+        raise ModelError(f"already-exists: {directory} exists but is not a model folder; choose a new folder")
     directory.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{directory.name}.tmp-", dir=directory.parent))
 

@@ -275,9 +275,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     content = read_json(index, ModelError)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ModelError(
-            f"missing-field: {index} has no weight_map from tensor names to file names; download it again"
-        )
+        raise ModelError(f"missing-field: {index} has no weight_map of names to files; download it again")
     if not isinstance(content.get("metadata"), dict):
         raise ModelError(
             f'missing-field: {index}: has no "metadata", which transformers reads; add "metadata": {{}}'

@@ -209,9 +209,8 @@ def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device:
     windows = {window for window in layer_windows(config) if window is not None}
     if windows:
         raise ConfigError(
-            "unsupported-combination: ring attention has no sliding windows, but layers of this "
-            f"{config.model_type} model have windows of {', '.join(map(str, sorted(windows)))} tokens; set "
-            "train.ring = 1"
+            f"unsupported-combination: ring attention has no sliding windows, but this {config.model_type} "
+            f"model has windows of {', '.join(map(str, sorted(windows)))} tokens; set train.ring = 1"
         )
     # On a CPU both names mean the reference kernels of attention/varlen.py.
     kernels = ("varlen", "sdpa") if device.type == "cpu" else ("varlen",)

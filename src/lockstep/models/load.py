@@ -359,8 +359,7 @@ def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
         return check_folder(path)
     if path.is_absolute() or config.name.startswith((".", "~")) or config.name.count("/") > 1:
         raise ModelError(
-            f"no-such-file: model.name = {config.name!r} is not a folder; name a folder that contains "
-            "config.json"
+            f"no-such-file: model.name = {config.name!r} is not a folder; name a folder with config.json"
         )
     return check_folder(_hub_folder(config, local_only=local_only))
 
@@ -502,9 +501,8 @@ def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"unreachable: model.name = {at} is not a folder and not in the local hub cache, and the hub "
-            f"cannot be reached ({error}). Check the name; or download the model on a machine with network "
-            "access (`hf download`) and set model.name to its folder; or use bundled:smollm2-135m, which "
-            "needs no network"
+            f"cannot be reached ({error}). Check the name; or download the model elsewhere (`hf download`) "
+            "and set model.name to its folder; or use bundled:smollm2-135m, which needs no network"
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(

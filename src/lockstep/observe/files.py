@@ -66,7 +66,7 @@ def check_above(path: Path, *, flag: str = "--out") -> None:
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigError(
-            f"not-a-file: {flag} {str(path)!r}: {str(above)!r} is not a folder; choose another path"
+            f"not-a-file: {flag} {str(path)!r}: {str(above)!r} is not a folder; change the path"
         )
 
 
@@ -245,7 +245,7 @@ def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int
     most = JSON_VALUES * limit // JSON_BYTES
     if len(raw) > limit or sum(map(raw.count, (b",", b"[", b"{"))) > most:
         raise error(
-            f"too-large: {where}: {len(raw):,} bytes of JSON exceed a limit ({limit:,} bytes or {most:,} "
+            f"too-large: {where}: {len(raw):,} bytes of JSON exceed a limit ({limit:,} bytes, {most:,} "
             "values)",
         )
 

@@ -468,8 +468,7 @@ def _content(path: Path, file: BufferedReader) -> bytes:
     version = _HEADER.unpack_from(data)[1]
     if version != _VERSION:
         raise DataError(
-            f"version-differs: {path} has format version {version}, but this version of lockstep reads "
-            f"version {_VERSION}"
+            f"version-differs: {path} has format {version}, but this version of lockstep reads {_VERSION}"
         )
     if len(data) != _SIZE:
         size = os.fstat(file.fileno()).st_size

@@ -310,9 +310,7 @@ class Spans:
             RuntimeError: inside a span.
         """
         if self._stack:
-            raise RuntimeError(
-                f"spans were flushed inside span {self._stack[-1].name!r}; flush between steps"
-            )
+            raise RuntimeError(f"flushed inside span {self._stack[-1].name!r}; flush between steps")
         now = self.clock()
         wall = 0.0 if self._since is None else now - self._since
         host = max(0.0, wall - self._work_time)
@@ -443,8 +441,7 @@ def check_ledger(run: Path) -> LedgerCheck:
     path, trained, begin = run / "ledger.jsonl", trained_samples(run), ledger_since(run)
     if not path.is_file() and (begin is None or begin not in trained):
         raise DataError(
-            f"no-such-file: {run} has no ledger.jsonl: either it is not an RL run, or it has not finished a "
-            "step"
+            f"no-such-file: {run} has no ledger.jsonl; it is not an RL run or has not finished a step"
         )
     steps, going_on = sorted(trained), max(trained, default=-1) + 1
     problems, rows, since = list[str](), dict[Sample, list[Mapping[str, Any]]](), 0

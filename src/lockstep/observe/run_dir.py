@@ -285,7 +285,7 @@ class RunDir:
             for name, kind in kinds.items():
                 if name in value and not isinstance(value[name], kind):  # type: ignore[arg-type]
                     raise CheckpointError(
-                        f"wrong-field: {self.manifest}: field {name!r} has the wrong type: "
+                        f"wrong-field: {self.manifest}: field {name!r} is of the wrong type: "
                         f"{value[name]!r:.80}"
                     )
         except CheckpointError as error:
@@ -453,8 +453,7 @@ def _check_run(path: Path, *, verb: str) -> None:
         )
     if not (path / "config.toml").is_file():
         raise ConfigError(
-            f"wrong-kind-of-file: cannot {verb} {str(path)!r}: it contains no config.toml, so no run was "
-            "started there"
+            f"wrong-kind-of-file: cannot {verb} {str(path)!r}: it has no config.toml, so no run began there"
         )
 
 

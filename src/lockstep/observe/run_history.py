@@ -114,7 +114,7 @@ def objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, 
         if not raw.endswith(b"\n"):
             if len(raw) > JSON_BYTES:
                 raise CheckpointError(
-                    f"too-large: {where} is longer than {JSON_BYTES:,} bytes, which no valid line is"
+                    f"too-large: {where} is longer than {JSON_BYTES:,} bytes, too long for a line"
                 )
             return
         if not raw.strip():

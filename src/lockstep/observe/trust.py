@@ -91,8 +91,7 @@ def open_own(
         except OSError:
             if path.is_symlink():
                 raise error(
-                    f"not-ours: {path} is a symbolic link, and such links are not followed here; replace it "
-                    "with the file"
+                    f"not-ours: {path} is a link, which is not followed; replace it with the file"
                 ) from None
             raise
     with os.fdopen(handle, "rb") as file:

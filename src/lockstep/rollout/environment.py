@@ -75,8 +75,7 @@ class Sampler:
         if reply and self.trajectory is None:
             raise EngineError(
                 f"wrong-state: {self.task.where or 'a task'}: the environment passed a reply of "
-                f"{len(reply)} tokens before the first turn, which has only the task's prompt; await "
-                "sample() without a reply first"
+                f"{len(reply)} tokens before the first turn; await sample() without a reply first"
             )
         room = self.left - len(reply)
         if room < 1:
@@ -395,9 +394,7 @@ def run_episodes(
         _drop(engine, [one for group in episodes for one in group], submitted=bool(requests))
         raise
     if missing := sum(episode.turn is not None for group in episodes for episode in group):
-        raise EngineError(
-            f"wrong-result: the engine finished without returning {missing} of the requested samples"
-        )
+        raise EngineError(f"wrong-result: the engine did not return {missing} of the requested samples")
     return [[episode.trajectory for episode in group] for group in episodes]
 
 
@@ -434,9 +431,7 @@ def _check(number: int, episode: _Episode, completion: Completion) -> None:
     tokens."""
     before, turn = episode.sampler.trajectory, episode.turn
     if turn is None or completion.seed != episode.sampler.seed:
-        raise EngineError(
-            f"wrong-result: request {number}: the seeds of the returned samples are not the requested ones"
-        )
+        raise EngineError(f"wrong-result: request {number}: the samples' seeds are not the requested ones")
     prompt = episode.sampler.task.token_ids if before is None else (*before.token_ids, *turn.reply)
     check_completion(number, prompt, completion)
 
@@ -446,7 +441,7 @@ def check_completion(index: int, prompt_token_ids: Sequence[int], completion: Co
     logprobs."""
     if completion.prompt_token_ids != tuple(prompt_token_ids):
         raise EngineError(
-            f"wrong-result: request {index}: the engine returned a completion for a different prompt",
+            f"wrong-result: request {index}: the engine returned a completion for another prompt",
         )
     if len(completion.logprobs) != len(completion.token_ids):
         raise EngineError(

@@ -57,9 +57,7 @@ def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardIn
                 f"{dict(kwargs)}: {type(error).__name__}: {text_of(error)}"
             ) from error
         if not callable(instance):
-            raise ConfigError(
-                f"wrong-part: reward {name!r}: an instance must be callable with one RewardInput"
-            )
+            raise ConfigError(f"wrong-part: reward {name!r}: instances must be callable with a RewardInput")
         return cast(Callable[[RewardInput], Any], instance)
     if not callable(value):
         raise ConfigError(f"wrong-part: reward {name!r} is {type(value).__name__}, not a function or a class")
@@ -100,9 +98,7 @@ class ReadOnlyRow(dict[str, Any]):
     """A deep copy of a row for one call of a reward; writing to it is an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
-            "a reward's row is read-only, because other rewards and steps share it; copy it: dict(row)"
-        )
+        raise TypeError("a reward's row is read-only, because other rewards share it; copy it: dict(row)")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
@@ -386,6 +382,4 @@ def decoded(value: Any, where: str) -> Any:
             return {decoded(key, where): decoded(item, where) for key, item in value[_ITEMS]}
         return _AS_TEXT[tag][2](value[tag])
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise DataError(
-            f"wrong-row: {where}: {value!r:.80} is not a valid value for the tag {tag}: {error}"
-        ) from error
+        raise DataError(f"wrong-row: {where}: {value!r:.80} is not a valid {tag} value: {error}") from error

@@ -418,8 +418,7 @@ def _check_pattern(config: RewardConfig) -> None:
         re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"wrong-format: reward 'format': kwargs.pattern = {pattern!r} is not a regular expression: "
-            f"{error}",
+            f"wrong-format: reward 'format': kwargs.pattern = {pattern!r} is not a valid regex: {error}",
             setting="rewards.kwargs.pattern",
         ) from error
 

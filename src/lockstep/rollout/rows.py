@@ -40,8 +40,7 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
     """Raise ConfigError if rows cannot be written to `path`; leaves no trace."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"wrong-format: {flag} {str(path)!r}: the name must end in {' or '.join(SUFFIXES)}; choose one "
-            "of them"
+            f"wrong-format: {flag} {str(path)!r}: the name must end in {' or '.join(SUFFIXES)}; choose one"
         )
     check_writable(path, flag=flag)
     if path.suffix == ".parquet":
@@ -122,8 +121,8 @@ class RowFile:
                     os.ftruncate(self._fd, size)
                 raise DataError(
                     f"cannot-write: cannot write to {self._journal}: {error.strerror}; {len(self.done)} of "
-                    f"{self.expected} rows are saved. Free some space, then run the same command again to "
-                    "continue from there"
+                    f"{self.expected} rows are saved. Free some space, then run the command again to "
+                    "continue"
                 ) from error
             for key, line in lines:
                 self.done.add(key)
@@ -177,8 +176,7 @@ class RowFile:
             if os.fstat(self._fd).st_size or (self._journal != self.path and self.path.exists()):
                 raise ConfigError(
                     f"already-exists: --out {str(self.path)!r} exists, but {meta_path(self.path).name}, "
-                    "which describes how it was made, does not; choose another file, or start over with "
-                    "--overwrite"
+                    "which describes it, does not; choose another file, or start over with --overwrite"
                 )
             self._write_meta(complete=False)
             return
@@ -299,8 +297,7 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
             key = _key(parse_row(line, where), where)
             if key in offsets:
                 raise DataError(
-                    f"duplicate: {where}: sample {key[1]} of prompt {key[0]} occurs twice; remove one of "
-                    "the rows"
+                    f"duplicate: {where}: sample {key[1]} of prompt {key[0]} occurs twice; remove one"
                 )
             offsets[key] = end
             end += len(line)
@@ -310,9 +307,7 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
 def _key(row: Row, where: str) -> Key:
     index, sample = row.get("index"), row.get("sample")
     if type(index) is not int or type(sample) is not int:
-        raise DataError(
-            f"wrong-row: {where}: index = {index!r} and sample = {sample!r} must be whole numbers"
-        )
+        raise DataError(f"wrong-row: {where}: index = {index!r} and sample = {sample!r} must be integers")
     return index, sample
 
 
@@ -339,7 +334,7 @@ def _open_locked(path: Path) -> int:
     except OSError as error:
         os.close(fd)
         raise ConfigError(
-            f"locked: --out {str(path)!r} is being written by another process; wait until that process ends"
+            f"locked: --out {str(path)!r} is being written by another process; wait for it to end"
         ) from error
     return fd
 
@@ -449,14 +444,12 @@ def _encoded(row: Mapping[str, Any], names: Iterable[str], as_json: frozenset[st
     known = set(names)
     if unknown := sorted(set(row) - known):
         raise DataError(
-            f"wrong-row: rows have different columns: {unknown} are not in the first row; choose a .jsonl "
-            "file"
+            f"wrong-row: rows have different columns: {unknown} are not in the first row; write .jsonl"
         )
     for message in _messages(row):
         if more := sorted(set(message) - {"role", "content"}):
             raise DataError(
-                f"wrong-row: a message has {', '.join(more)}, for which the Parquet file has no column; "
-                "choose a .jsonl file"
+                f"wrong-row: a message has {', '.join(more)}, for which Parquet has no column; write .jsonl"
             )
     return {
         name: json.dumps(row[name]) if name in as_json and row.get(name) is not None else row.get(name)

@@ -33,7 +33,7 @@ class Choice:
     def __post_init__(self) -> None:
         if self.top_k is None and self.min_reward is None:
             raise ConfigError(
-                "missing-setting: no selection criterion: pass --best-of-n, --top-k K or --min-reward X"
+                "missing-setting: nothing to select by; pass --best-of-n, --top-k K or --min-reward X"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"out-of-range: --top-k {self.top_k} must be at least 1")
@@ -152,9 +152,7 @@ def checked_sample(row: Row, where: str, *, index: Any, reward: Any, use: str) -
     if "reward" not in row:
         raise DataError(f"missing-column: {where} has no column 'reward'; run `lockstep score` first")
     if type(index) is not int or type(row.get("sample")) is not int:
-        raise DataError(
-            f"wrong-row: {where}: index and sample must be whole numbers; run `lockstep score` first"
-        )
+        raise DataError(f"wrong-row: {where}: index and sample must be integers; run `lockstep score` first")
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
         raise DataError(f"wrong-row: {where}: reward = {reward!r} is not a number")
     if not isinstance(row.get("completion"), str) or not row.get("prompt"):
@@ -303,8 +301,7 @@ def _checked(row: Row, choice: PairChoice, where: str) -> dict[str, Any]:
         if not isinstance(rewards, Mapping) or choice.reward not in rewards:
             known = ", ".join(map(str, rewards)) if isinstance(rewards, Mapping) else "none"
             raise DataError(
-                f"missing-column: {where} has no reward {choice.reward!r}; known rewards: {known}. Correct "
-                "--by"
+                f"missing-column: {where} has no reward {choice.reward!r}; known: {known}. Correct --by"
             )
         reward = rewards[choice.reward]
     index = row.get("index", row.get("prompt_index"))

@@ -459,8 +459,8 @@ def check_row(config: RewardConfig, row: Mapping[str, Any]) -> None:
         raise ConfigError(
             "missing-column: reward 'verifier', which is the default, only scores rows from data.source = "
             f"'reasoning_gym:TASK', but these rows have the columns {_columns(row)}. Set rewards: 'math' "
-            "compares with the column 'answer' (or data.answer_column), and 'module:function' names a "
-            "function that you wrote"
+            "compares with the column 'answer' (or data.answer_column), and 'module:function' calls your "
+            "function"
         )
     if config.name == "math" and "answer" not in row:
         raise ConfigError(

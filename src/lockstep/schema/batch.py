@@ -66,9 +66,7 @@ class TrainSample:
                 f"got {list(self.loss_mask.shape)} {self.loss_mask.dtype}"
             )
         if len(self) and bool(self.loss_mask[-1]) and not self.scores_last:
-            raise ValueError(
-                "loss_mask[-1] must be False: the last token of a document has no next token to predict"
-            )
+            raise ValueError("loss_mask[-1] must be False: the last token has no next token to predict")
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

@@ -85,8 +85,8 @@ class KernelContract:
         if fields.keys() != types.keys():
             raise ValueError(
                 f"kernel contract: it lacks the fields {sorted(types.keys() - fields.keys())} and has the "
-                f"unknown fields {sorted(fields.keys() - types.keys())}; it was written by another version "
-                "of Lockstep"
+                f"unknown fields {sorted(fields.keys() - types.keys())}; another version of Lockstep wrote "
+                "it"
             )
         for name, kind in types.items():
             if type(fields[name]).__name__ != kind:
@@ -94,8 +94,7 @@ class KernelContract:
         contract = cls(**fields)
         if values.get("hash", contract.hash) != contract.hash:
             raise ValueError(
-                f"kernel contract: its hash is {values['hash']!r}, but the hash of its fields is "
-                f"{contract.hash}"
+                f"kernel contract: its hash is {values['hash']!r}, but its fields hash to {contract.hash}"
             )
         return contract
 
