@@ -130,7 +130,7 @@ def _from_file(source: str | None, model: type[AnyConfig], *, start: Mapping[str
     if source is not None:
         path = Path(source)
         if not path.is_file():
-            raise ConfigError(f"no-such-file: no such file: {source!r}; use flags and one TOML file")
+            raise ConfigError(f"no-such-file: no such file: {source!r}; name one TOML file, or use flags")
         values = read_toml(path)
     problems, known = unknown_keys(values, model)
     if problems:

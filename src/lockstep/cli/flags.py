@@ -326,7 +326,7 @@ def _item(word: str, path: str) -> dict[str, Any]:
         table = parse_value(word, origin=f"--{path}")
         if not isinstance(table, dict):
             raise ConfigError(
-                f"not-toml: --{path} {word[:200]!r} is no TOML table, such as {{name = 'math', weight = 2}}"
+                f"not-toml: --{path} {word[:200]!r} is not a TOML table like {{name = 'math', weight = 2}}"
             )
         return table
     name, equals, weight = word.partition("=")

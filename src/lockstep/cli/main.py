@@ -179,8 +179,8 @@ def _check_arguments(words: Sequence[str]) -> None:
             word.encode()
         except UnicodeEncodeError as error:  # it would fail where it is written to a file or a report
             raise ConfigError(
-                f"not-text: argument {number}, {word[:80]!a}, is not UTF-8; rename the file or encode it in "
-                "UTF-8"
+                f"not-text: argument {number}, {word[:80]!a}, is not UTF-8; rename the file, or use UTF-8 "
+                "text"
             ) from error
         if _CONTROL.search(word):
             raise ConfigError(

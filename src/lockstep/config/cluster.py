@@ -116,7 +116,7 @@ class ClusterConfig(Config):
                 )
             raise ConfigError(
                 f"not-enough: a node needs {layout.sums('GPUs')}, but only {there} are visible on this one; "
-                f"set {', or '.join(settings)}, or make more visible (CUDA_VISIBLE_DEVICES){otherwise}",
+                f"use {', or '.join(settings)}, or make more visible (CUDA_VISIBLE_DEVICES){otherwise}",
                 setting="cluster.dedicated_gpus" if layout.remote_groups else "cluster.engine_gpus",
             )
 

@@ -88,8 +88,8 @@ class RunManifest:
         if data is not None and data != fingerprint:
             raise DataError(
                 f"values-differ: the training data changed since {str(self.dir.path)!r} was started "
-                f"(fingerprint {printable(str(data))}, now {fingerprint}), so the run would not continue "
-                "exactly; restore the original data, or start a new run",
+                f"(fingerprint {printable(str(data))}, now {fingerprint}), so the run cannot be resumed; "
+                "restore the original data, or start a new run",
                 name="data",
             )
         now = manifest() | self._parallel_layout()

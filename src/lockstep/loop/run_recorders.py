@@ -127,8 +127,8 @@ class RunRecorders:
         recorded = settings.inputs_seen > 0 and settings.writes and self._ranks.rank in self._folders.leaders
         if recorded and not (own := rank_folder(folder, settings.rank)).is_dir():
             raise CheckpointError(
-                f"no-such-file: {own} does not exist, although this rank has already recorded, and this "
-                "node cannot see the folder of that name on the node of rank 0; copy it from there",
+                f"no-such-file: {own} does not exist, although this rank has recorded before, and this node "
+                "cannot see the folder of that name on the node of rank 0; copy it from there",
                 path=own,
             )
 

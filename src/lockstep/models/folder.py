@@ -115,8 +115,8 @@ def check_limits(folder: Path) -> None:
             value = part.get(key)
             if isinstance(value, int | float) and not -1 <= value <= limit:
                 raise ModelError(
-                    f"out-of-range: {folder / CONFIG}: {key} = {str(value)[:24]} exceeds any real model (at "
-                    f"most {limit}); the file is damaged"
+                    f"out-of-range: {folder / CONFIG}: {key} = {str(value)[:24]} is implausibly large (the "
+                    f"limit is {limit}); the file is damaged"
                 )
 
 
@@ -139,7 +139,7 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
         if not 1 <= config.num_hidden_layers <= len(layers):
             raise ModelError(
                 f"damaged-file: {wrong}config.json says num_hidden_layers = {config.num_hidden_layers}, but "
-                f"they contain {len(layers)} layers"
+                f"the files have {len(layers)} layers"
             )
         for tensor, (keys, expected) in _expected(config).items():
             names = [

@@ -253,8 +253,8 @@ class FolderSource:
             if name != own and self._place[name] != self._place[own] and not self._equal(name, own):
                 raise ModelError(
                     f"values-differ: model.name = {self._model_name!r}: its config.json ties {name} to "
-                    f"{own}, but its files hold different values; set tie_word_embeddings = false in "
-                    "config.json"
+                    f"{own}, but its files hold different values for them; set tie_word_embeddings = false "
+                    "in config.json"
                 )
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:

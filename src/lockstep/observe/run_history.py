@@ -114,7 +114,7 @@ def objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, 
         if not raw.endswith(b"\n"):
             if len(raw) > JSON_BYTES:
                 raise CheckpointError(
-                    f"too-large: {where} is longer than {JSON_BYTES:,} bytes, too long for a line"
+                    f"too-large: {where} has more than {JSON_BYTES:,} bytes; no line is that long"
                 )
             return
         if not raw.strip():
