@@ -104,7 +104,7 @@ def test_where_json_cannot_go_is_known_before_anything_is_measured(capsys, tmp_p
     monkeypatch.setattr(lab, "run_bench", run_bench)
     words = ["bench", "step", "--device", "cpu", "--out", str(tmp_path / "out"), "--json"]
     assert main([*words, str(tmp_path)]) == 2
-    assert "is a folder; name a file in it" in capsys.readouterr().err
+    assert "is a folder; give the name of a file" in capsys.readouterr().err
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     assert main([*words, str(tmp_path / "bench.json")]) == 2
     assert "bench.json' cannot be written (permission denied)" in capsys.readouterr().err

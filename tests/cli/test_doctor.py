@@ -166,4 +166,4 @@ def test_a_model_is_proven_on_request(capsys, tmp_path, monkeypatch):
     assert {finding.status for finding in found} == {"ok"} and len(found) == 12
     assert {"packed (varlen)", "decoded by engine native"} < {finding.name for finding in found}
     (wrong,) = doctor.proofs(str(tmp_path))
-    assert wrong.status == "problem" and "holds no config.json" in wrong.detail
+    assert wrong.status == "problem" and "contains no config.json" in wrong.detail

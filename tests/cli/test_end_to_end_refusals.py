@@ -48,7 +48,7 @@ REFUSED = {
         ["model.name = 'shape:tiny-lama'", "did you mean 'tiny-llama'"],
     ),
     "missing model folder": ((*GRPO, "--model.name", "/no/where"), ["'/no/where'", "does not exist"]),
-    "folder without a model": ((*GRPO, "--model.name", "./empty"), ["'./empty'", "holds no config.json"]),
+    "folder without a model": ((*GRPO, "--model.name", "./empty"), ["'./empty'", "contains no config.json"]),
     "unknown reward": ((*GRPO, *IDS, "--rewards", "idz"), ["unknown reward 'idz'; did you mean 'ids'?"]),
     "unknown engine": ((*GRPO, *IDS, "--engine.name", "vlm"), ["engine", "'vlm'; did you mean 'vllm'?"]),
     "unknown task": (
@@ -76,11 +76,11 @@ REFUSED = {
     ),
     "too few prompts": (
         (*GRPO, *IDS, "--data.size", "4", "--rollout.prompts-per-step", "8"),
-        ["data.size = 4 is below one rollout batch", "raise data.size or lower rollout.prompts_per_step"],
+        ["data.size = 4 is less than one rollout batch", "raise data.size or lower rollout.prompts_per_step"],
     ),
     "a sample longer than the budget": (
         (*GRPO, *IDS, "--train.token-budget", "64"),
-        ["train.token_budget = 64", "raise train.token_budget or lower"],
+        ["train.token_budget = 64", "raise train.token_budget, or lower"],
     ),
     "minibatches that do not divide": (
         (*GRPO, *IDS, "--train.minibatches", "3"),
@@ -100,16 +100,16 @@ REFUSED = {
     ),
     "fewer documents than a batch": (
         ("train", "sft", "--data.source", "row.jsonl", "--data.size", "2"),
-        ["data.size = 2 is below batch_size"],
+        ["data.size = 2 is less than batch_size"],
     ),
     "a run directory that is a file": ((*GRPO, *IDS, "--run-dir", "row.jsonl"), ["'row.jsonl' is a file"]),
     "a run directory that is taken": (
         (*GRPO, *IDS, "--run-dir", "taken"),
-        ["'taken' already holds a run", "lockstep train --restart taken"],
+        ["'taken' already contains a run", "lockstep train --restart taken"],
     ),
-    "resume without a run": (("train", "--resume", "empty"), ["holds no config.toml"]),
-    "resume of a folder that is not there": (("train", "--resume", "absent"), ["holds no config.toml"]),
-    "resume of a file": (("train", "--resume", "row.jsonl"), ["holds no config.toml"]),
+    "resume without a run": (("train", "--resume", "empty"), ["has no config.toml"]),
+    "resume of a folder that is not there": (("train", "--resume", "absent"), ["has no config.toml"]),
+    "resume of a file": (("train", "--resume", "row.jsonl"), ["has no config.toml"]),
     "nowhere to put the JSON": ((*GRPO, *IDS, "--json", "no/x.json"), ["no such folder"]),
 }
 

@@ -36,7 +36,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(name, tmp_path, monkeypatch, 
     os.mkfifo(tmp_path / "pipe")
     for path, said in (
         ("no/x.json", "no such folder"),
-        ("folder", "is a folder; name a file in it"),
+        ("folder", "is a folder; give the name of a file"),
         ("pipe", "is a device or a pipe, not a regular file"),
     ):
         assert main([*COMMANDS[name], "--json", path]) == 2

@@ -97,7 +97,7 @@ def test_a_command_whose_package_is_missing_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lockstep_lab", None)
     assert main(["replay", "--help"]) == 2
     said = capsys.readouterr().err
-    assert "error[missing-package]: this command is in the package lockstep_lab, which cannot be " in said
+    assert "error[missing-package]: this command needs the package lockstep_lab, which cannot be " in said
     assert "pip install --force-reinstall --no-deps lockstep-rl" in said
 
 

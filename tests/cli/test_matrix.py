@@ -114,7 +114,7 @@ def test_an_interrupt_says_how_to_go_on(
         (["--resume"], "give its folder with --out"),
         (["--retry", "--out", "x"], "it needs --resume"),
         (["--json", "/nowhere/x.json"], "no such folder: '/nowhere'"),
-        (["diff", "nowhere", "nowhere"], "nowhere: cannot be read (No such file"),
+        (["diff", "nowhere", "nowhere"], "nowhere cannot be read (No such file"),
     ],
 )
 def test_wrong_flags(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def test_a_run_is_seen_and_stopped_from_another_process(
         done = look(run).steps
         assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
         assert main(["stop", str(run)]) == 1
-        assert "nothing to stop, the run is interrupted" in capsys.readouterr().err
+        assert "nothing to stop; the run is interrupted" in capsys.readouterr().err
         assert main(["logs", str(run), "--lines", "1", "--follow"]) == 0  # it has ended, so this does
         assert "interrupted after" in capsys.readouterr().out
     finally:
@@ -104,16 +104,16 @@ def test_a_run_of_another_machine_is_not_asked(run: Path, capsys: pytest.Capture
     (run / "lock").write_text(json.dumps({"pid": os.getpid(), "started": "1", "host": "far"}))
     assert look(run).state == "elsewhere"
     assert main(["stop", str(run)]) == 1
-    assert f"process {os.getpid()} on far; give the command there" in capsys.readouterr().err
+    assert f"process {os.getpid()} on far; run the command there" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("status", "stop", "logs"):
         assert main([command, str(tmp_path)]) == 2
-        assert "holds no run (config.toml)" in capsys.readouterr().err
+        assert "contains no run (config.toml)" in capsys.readouterr().err
     assert look(run).state == "not started"
     assert main(["logs", str(run), "--rank", "3"]) == 2
-    assert "rank-3.log: there is no such log; there are those of no rank" in capsys.readouterr().err
+    assert "rank-3.log: no such log; available: none" in capsys.readouterr().err
     (run / "logs").symlink_to(tmp_path)
     with raises(LockstepError, "leads-out-of-folder: logs"):
         look(run)

@@ -46,7 +46,7 @@ def test_every_problem_is_told_at_once() -> None:
         }
     )
     assert told == [
-        "lr = 1e-06: unknown key here; lr belongs to train.lr",
+        "lr = 1e-06: unknown key in this table; lr belongs to train.lr",
         "checkpoint.evry = 3: unknown key; did you mean checkpoint.every?",
         "rewards[1].wieght = 2.0: unknown key; did you mean rewards[1].weight?",
         "steps = 2.5: expected a whole number",
@@ -85,7 +85,7 @@ def test_all_checks_of_one_table_are_told(overrides: dict[str, Any], told: list[
         ("steps", True, "steps = True: expected a whole number"),
         ("steps", 0, "steps = 0: expected a number greater than 0"),
         ("train.activation_checkpointing", 1, "expected true or false"),
-        ("train.betas", [0.9], "train.betas[1]: is required; set it"),
+        ("train.betas", [0.9], "train.betas[1] is required; set it"),
         ("model.lora", 16, "model.lora = 16: expected a table of settings"),
         ("data.chat_template", 4, "data.chat_template = 4: expected one of 'auto' or 'none' or a string"),
         ("model.dtype", "bf16", "did you mean 'bfloat16'?"),
@@ -93,10 +93,10 @@ def test_all_checks_of_one_table_are_told(overrides: dict[str, Any], told: list[
         ("rollout.sampling.stop", "x", "rollout.sampling.stop = 'x': expected a list"),
         ("train", 3, "train = 3: expected a table of settings"),
         ("eval_data.size", -1, "eval_data.size = -1: expected a number greater than 0"),
-        ("train.steps", 3, "train.steps = 3: unknown key here; steps belongs to steps"),
+        ("train.steps", 3, "train.steps = 3: unknown key in this table; steps belongs to steps"),
         ("data.learning_rate", 3, "data.learning_rate = 3: unknown key; did you mean train.lr?"),
         ("num_generations", 3, "num_generations = 3: unknown key; did you mean rollout.group_size?"),
-        ("data.xyzzy", 3, "data.xyzzy = 3: unknown key; known here: answer_column, chat_template"),
+        ("data.xyzzy", 3, "data.xyzzy = 3: unknown key; known keys: answer_column, chat_template"),
         (
             "rollout.tmperature",
             3,
@@ -115,7 +115,7 @@ def test_a_wrong_value_says_what_it_was_and_what_is_expected(path: str, value: A
         (
             "grpo",
             {"data.size": 4},
-            "data.size = 4 is below one rollout batch of rollout.prompts_per_step = 8",
+            "data.size = 4 is less than one rollout batch of rollout.prompts_per_step = 8",
         ),
         ("grpo", {"rollout.group_size": 1}, "set rollout.group_size >= 2 or algorithm.name = 'reinforce++'"),
         ("grpo", {"train.minibatches": 7}, "train.minibatches = 7 does not divide the 64 rollouts"),
@@ -128,7 +128,7 @@ def test_a_wrong_value_says_what_it_was_and_what_is_expected(path: str, value: A
         (
             "sft",
             {"data.max_length": 9999, "train.token_budget": 4096},
-            "does not fit one micro-batch of train.token_budget = 4096",
+            "does not fit into one micro-batch of train.token_budget = 4096",
         ),
     ],
 )

@@ -166,7 +166,7 @@ def test_old_and_new_together_are_refused(tmp_path: Path) -> None:
     for text, call in cases.items():
         with raises(ConfigError, "duplicate") as refused:
             call()
-        assert text in str(refused.value) and "both are given" in str(refused.value)
+        assert text in str(refused.value) and "both are set" in str(refused.value)
 
 
 @pytest.mark.filterwarnings("ignore::lockstep.config.old_names.SettingWarning")

@@ -86,7 +86,7 @@ ROOT = Path(__file__).parents[2]
         (["q_proj", "v_prj"], "unknown-name", "did you mean 'v_proj'"),
         (["norm"], "unknown-name", "unknown linear module 'norm'"),
         (["c_attn"], "unknown-name", "Known: all-linear, down_proj"),
-        (["q_proj", "all-linear"], "unknown-name", "stands alone"),
+        (["q_proj", "all-linear"], "unknown-name", "already means"),
         ([], "nothing-to-do", "names no module"),
     ],
 )

@@ -228,7 +228,7 @@ def test_stop_signals_only_the_process_that_holds_the_lock(
         assert main(["stop", str(tmp_path), "--timeout", "1"]) != 0
         time.sleep(0.3)
         assert process.poll() is None
-    assert "nothing to stop, the run is died" in capsys.readouterr().err
+    assert "nothing to stop; the run is died" in capsys.readouterr().err
 
 
 # end of 29

@@ -282,33 +282,33 @@ def remove(file: str) -> Callable[[Path], None]:
     [
         # The run has 3 steps of 4 samples, and was stopped after 2: 8 lines in the ledger.
         (lambda run: None, None, [], False),
-        (remove("ledger.jsonl"), "step 0", ["step 0 has no line", "step 1 has no line"], True),
-        (cut("ledger.jsonl", lambda _: []), "step 0", ["step 0 has no line", "step 1 has no line"], True),
-        (cut("ledger.jsonl", lambda lines: lines[:4]), "step 1", ["step 1 has no line"], True),
-        (cut("ledger.jsonl", lambda lines: lines[4:]), "step 0", ["step 0 has no line"], False),
+        (remove("ledger.jsonl"), "step 0", ["step 0 has no lines", "step 1 has no lines"], True),
+        (cut("ledger.jsonl", lambda _: []), "step 0", ["step 0 has no lines", "step 1 has no lines"], True),
+        (cut("ledger.jsonl", lambda lines: lines[:4]), "step 1", ["step 1 has no lines"], True),
+        (cut("ledger.jsonl", lambda lines: lines[4:]), "step 0", ["step 0 has no lines"], False),
         (
             cut("ledger.jsonl", lambda lines: lines[:-2]),
             "step 1",
-            ["step 1 has samples of 1 prompts, and began with 2"],
+            ["step 1 has samples of 1 prompts, but began with 2"],
             False,
         ),
         (
             # What the message of a refused resume advises: the run goes on, and the loss stays known.
             cut("ledger.jsonl", lambda _: ['{"step": 2, "since": 2}\n']),
             None,
-            ["the ledger begins with step 2, the run with step 0: lines were lost"],
+            ["lines were lost: the ledger begins with step 2, but the run with step 0"],
             False,
         ),
         (
             remove("rollouts/step-000000.jsonl"),
             None,
-            ["rollouts/ lacks the files of 1 steps; the first is step 0"],
+            ["rollouts/ lacks the files of 1 steps, beginning with step 0"],
             True,
         ),
         (
             cut("rollouts/step-000001.jsonl", lambda lines: lines[:3]),
             None,
-            ["rollouts/step-000001.jsonl has 3 lines, and its step trained 4 samples"],
+            ["rollouts/step-000001.jsonl has 3 lines, but its step trained on 4 samples"],
             False,
         ),
     ],

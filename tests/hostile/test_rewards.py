@@ -183,7 +183,7 @@ def totals(rewards: RewardSet, *inputs: RewardInput) -> list[float | None]:
         ("runaway", "raised TimeoutError: took longer than 0.5 s"),
         ("huge", r"returned '(\\x1b)+.* \(str\), not a finite number"),
         ("raises_huge", r"raised ValueError: \\x1b\]0;pwn\\x07x+ \(worst.py, line \d+\)"),
-        ("scribbles", "it replied something that is no reply to the job"),
+        ("scribbles", "it sent an invalid reply to the job"),
         ("closes", "its process exited with status 1"),
         ("imports", "raised ModuleNotFoundError: No module named 'no_such_module'"),
         ("async_exits", "its process exited with status 4"),

@@ -142,7 +142,9 @@ def test_all_tasks_of_the_package_hold(judge, canaries):
 def test_a_data_set_that_takes_too_long_is_an_error_with_the_task(judge):
     _, row = rows("n_queens")
     slow = {**row, "verifier_settings": {"n": 12}}  # every board is found first, which takes 2 s
-    with pytest.raises(VerifierFailure, match=r"'n_queens': its data set could not be made: TimeoutError"):
+    with pytest.raises(
+        VerifierFailure, match=r"'n_queens': its data set could not be generated: TimeoutError"
+    ):
         judge.reasoning_gym(slow, row["answer"], timeout=0.2)
     for _ in range(2):
         assert judge.reasoning_gym(row, row["answer"], timeout=60) == (1.0, None)
@@ -263,10 +265,10 @@ judge._end()
 
 def test_whatever_an_answer_makes_a_verifier_raise_or_reply_scores_0():
     ended = subprocess.run([sys.executable, "-c", ODD], capture_output=True, text=True, timeout=120)
-    raised, died = "NotImplementedError: no such case", "the verifier's process died, or replied something"
+    raised, died = "NotImplementedError: no such case", "the verifier's process died, or its reply was"
     expected = [
         {"score": 0.0, "junk": raised},
-        {"score": 0.0, "junk": f"{died} else than a score"},
+        {"score": 0.0, "junk": f"{died} not a score"},
         {"error": raised},
         {"score": 0.5},
     ]

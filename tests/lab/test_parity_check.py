@@ -111,7 +111,7 @@ def test_which_stacks_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
     status, detail = stack("fsdp2:tp2+ring2", gpus=6)
     assert status == "refused" and "use 4 or 8 ranks" in detail
     status, detail = stack("fsdp2:ring2+compile")
-    assert status == "refused" and "ring attention talks to other ranks inside of a layer" in detail
+    assert status == "refused" and "ring attention communicates with other ranks inside a layer" in detail
     status, detail = stack("deepspeed:deepcompile")
     assert status == "refused" and "CUDA extension" in detail
     assert stack("deepspeed:deepcompile", device_count=2)[0] == "ok"

@@ -461,7 +461,7 @@ def ranks_see_one_folder(ranks: RankContext) -> None:
             return inner(own, background=background)
 
         backend.save = elsewhere  # type: ignore[method-assign]
-    with fails(ranks, r"rank 0 does not see \['files-00003.*shows files late"):
+    with fails(ranks, r"rank 0 does not see \['files-00003.*new files become visible late"):
         checkpoints.save(1, backend, {})
     assert checkpoints.find() is None
 

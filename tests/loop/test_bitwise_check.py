@@ -118,10 +118,10 @@ def test_a_wrong_bit_is_an_error_that_names_the_token_and_both_values():
         check.old_logprobs(parts, wrong)
     message = str(caught.value)
     assert message.startswith(
-        "step 1, prompt 101, sample 1, position 3 (token 1 of its completion, id 51): the engine's logprob "
-        "is -1.140625, the trainer's -1.1406248807907104, at the same weights; 1 of 3 compared"
+        "step 1, prompt 101, sample 1, position 3 (token 1 of its completion, id 51): with the same "
+        "weights, the engine's logprob is -1.140625 and the trainer's is -1.1406248807907104; 1 of 3 compared"
     )
-    assert CONTRACT.hash[:12] in message and "No weight was changed" in message
+    assert CONTRACT.hash[:12] in message and "No weights were changed" in message
 
 
 @pytest.mark.parametrize("value", [float("nan"), -1.0])

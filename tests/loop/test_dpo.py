@@ -42,7 +42,7 @@ def test_a_micro_batch_must_hold_a_pair(lockstep: Commands, dpo_toml: Path, tmp_
     ended = lockstep(
         "train", dpo_toml, "--data.max-length", "200", "--train.token-budget", "256", cwd=tmp_path, code=2
     )
-    assert "both answers of a pair are in one micro-batch" in ended.err
+    assert "both answers of a pair must be in one micro-batch" in ended.err
 
 
 @pytest.mark.parametrize("name", ["dpo", "orpo", "kto"])

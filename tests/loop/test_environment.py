@@ -100,8 +100,9 @@ def test_the_same_environment_goes_on_exactly_when_it_is_resumed(tmp_path: Path)
 def test_a_reply_beyond_the_budget_and_a_reward_that_is_no_number_end_the_run(tmp_path: Path) -> None:
     with raises(EngineError, "too-long") as caught:
         train_online(run_of(tmp_path / "long"), environment=Asks(reply=[5] * 8))
-    assert "a reply of 8 tokens leaves no room for a turn, as 8 of rollout.sampling.max_tokens = 12" in str(
-        caught.value
+    assert (
+        "a reply of 8 tokens leaves no room for a turn, because only 8 of rollout.sampling.max_tokens = 12"
+        in str(caught.value)
     )
 
     class Infinite(Asks):

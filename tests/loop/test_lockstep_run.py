@@ -163,7 +163,7 @@ def test_a_resumed_run_with_other_kernels_says_so(tmp_path: Path) -> None:
     assert contract_change(manifest["contract"], KernelContract.from_json(manifest["contract"])) == []
     assert contract_change(None, changed) == []
     (line,) = contract_change(manifest["contract"], None)
-    assert "goes on without one: its logprob_gap was 0" in line
+    assert "continues without one; its logprob_gap was 0" in line
     assert batch_invariance_manifest(None, None) == {"batch_invariant": None, "contract": None}
     (line,) = contract_change(manifest["contract"], changed)
     assert "gemm 'cpu-tiles" in line and "now 'triton-persistent'; " in line and "now '2.11.0')" in line

@@ -72,7 +72,7 @@ def test_a_node_whose_folder_holds_another_run_is_refused(
     other.mkdir(parents=True)
     (other / "metrics.jsonl").write_text('{"step": 0}\n')
     assert on_nodes(tmp_path, "train", str(toml), "--run-dir", "run") == 2
-    assert "'run' already holds a run" in capfd.readouterr().err
+    assert "'run' already contains a run" in capfd.readouterr().err
     assert (other / "metrics.jsonl").read_text() == '{"step": 0}\n' and len(list(other.iterdir())) == 1
 
 

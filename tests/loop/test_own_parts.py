@@ -77,7 +77,7 @@ def test_an_own_kernel_of_the_documented_signature_is_taken(own):
 
 
 # (an estimator that can be called, what its error says)
-RETURNED = [("field_own:listed", "a list, not a tensor"), ("field_own:fails", "ZeroDivisionError")]
+RETURNED = [("field_own:listed", "a list instead of a tensor"), ("field_own:fails", "ZeroDivisionError")]
 
 
 @pytest.mark.parametrize(("advantage", "said"), RETURNED)

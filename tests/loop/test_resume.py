@@ -67,7 +67,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_begun_again(
     before = {f: f.read_bytes() for f in [run / "metrics.jsonl", *sorted((run / "rollouts").glob("[!.]*"))]}
     ended = lockstep("train", "--resume", run, cwd=tmp_path, code=2)
     assert len(ended.err.splitlines()) == 1
-    assert "holds no checkpoint, but" in ended.err and "steps that are done" in ended.err
+    assert "contains no checkpoint, but" in ended.err and "finished steps" in ended.err
     assert {f: f.read_bytes() for f in before} == before
     assert not list(run.rglob(".step-*")), "leftovers of a killed write"
     command = re.search(r"`lockstep (train --restart [^`]+)`", ended.err)
@@ -129,9 +129,9 @@ def test_options_that_the_config_leaves_open_are_those_the_run_began_with_or_it_
         return ended.out + ended.err
 
     assert "was started" not in resumed(3, manifest["algorithm"])
-    note = "the run was started with algorithm.ratio = token and goes on with sequence_product"
+    note = "the run was started with algorithm.ratio = token and continues with sequence_product"
     assert note in resumed(4, manifest["algorithm"] | {"ratio": "token"})
-    assert "by a version in which rloo had a ratio per token" in resumed(5, None)
+    assert "by an older version, in which rloo had a ratio per token" in resumed(5, None)
 
 
 @pytest.mark.parametrize("kind", ["tiny_toml", "sft_toml"])

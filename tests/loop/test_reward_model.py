@@ -73,7 +73,7 @@ def test_its_inputs_are_recorded_and_replayed(lockstep: Commands, rm_toml: Path,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--train.batch-invariant", "true"], "no such form"),
+        (["--train.batch-invariant", "true"], "no batch-invariant implementation"),
         (["--algorithm.center-coef", "-1"], "greater than or equal to 0"),
     ],
 )

@@ -120,7 +120,7 @@ def test_a_start_that_fails_says_that_its_folder_is_gone(
         loops.train(tiny(folder, **{"eval.after": True, "eval.kinds": {"any": "(.+)+!"}}))
     assert capsys.readouterr().out.splitlines() == [
         f"run directory: {folder}",
-        "nothing had begun: what was written there is removed",
+        "no step had begun, so the files of this run are removed",
     ]
     assert not folder.exists()
     loops.train(tiny(folder, steps=1))

@@ -61,7 +61,7 @@ def test_a_whole_ledger_has_no_problems(run: Path) -> None:
 
 def test_steps_of_a_version_without_a_ledger_are_not_missed(run: Path) -> None:
     rows = [each for each in good() if each["step"] == 1]
-    assert problems(run, rows) == ["step 0 has no line"]
+    assert problems(run, rows) == ["step 0 has no lines"]
     assert problems(run, [{"step": 1, "since": 1}, *rows]) == []
     assert check_ledger(run).since == 1 and " in 1 steps since step 1: " in check_ledger(run).text()
 
@@ -97,15 +97,15 @@ def changed(name: str, **fields: Any) -> Callable[[Rows], Rows]:
             lambda rows: [*rows, row("1/4/0", trained_step=None, dropped="no-signal")],
             ["sample 1/4/0 has 2 lines"],
         ),
-        (without("0/5"), ["step 0 has samples of 1 prompts, and began with 2"]),
-        (without("0/"), ["step 0 has no line"]),
+        (without("0/5"), ["step 0 has samples of 1 prompts, but began with 2"]),
+        (without("0/"), ["step 0 has no lines"]),
         (
             lambda rows: [each for each in rows if each["id"] not in ("1/4/2", "1/4/3")],
-            ["step 1 trained 4.0 samples, and the ledger has 2"],
+            ["step 1 trained on 4.0 samples, but the ledger has 2"],
         ),
         (
             lambda rows: [*rows, row("7/1/0"), row("7/1/1")],
-            ["step 7 is in the ledger, and not in metrics.jsonl"],
+            ["step 7 is in the ledger but not in metrics.jsonl"],
         ),
         (changed("1/3/1", trained_step=None), ["line 6: sample 1/3/1 was neither trained nor dropped"]),
         (changed("1/3/1", trained_step=0), ["line 6: sample 1/3/1 was trained in step 0"]),

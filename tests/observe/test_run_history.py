@@ -43,4 +43,6 @@ def test_steps_that_a_running_run_does_while_it_is_looked_at_are_no_gaps(tmp_pat
     assert gaps(tmp_path, read, running=True) == []
     assert len(gaps(tmp_path, read)) == 3  # the ledger's step 5, the rollouts of steps 4 and 5
     (tmp_path / "rollouts" / "step-000001.jsonl").unlink()
-    assert gaps(tmp_path, read, running=True) == ["rollouts/ lacks the files of 1 steps; the first is step 1"]
+    assert gaps(tmp_path, read, running=True) == [
+        "rollouts/ lacks the files of 1 steps, beginning with step 1"
+    ]

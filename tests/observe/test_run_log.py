@@ -94,5 +94,5 @@ def test_a_full_disk_is_said_once_and_ends_no_run(log, capsys):
     log._file = io.FileIO("/dev/full", "a")
     log.line("x")
     log.error(ValueError("the run's own"))
-    said = f"{log.path}: cannot be written (No space left on device); it ends here\n"
+    said = f"{log.path} cannot be written (No space left on device); it ends here\n"
     assert capsys.readouterr().err == said

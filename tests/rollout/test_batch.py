@@ -186,7 +186,7 @@ def test_a_crash_of_the_engine_keeps_what_is_finished(model, data, tmp_path):
     ("fields", "message"),
     [
         ({"prompt_token_ids": (1,)}, "another prompt"),
-        ({"seed": 1}, "other samples than the seeds"),
+        ({"seed": 1}, "seeds are not the requested ones"),
         ({"logprobs": ()}, "1 tokens but 0 logprobs"),
     ],
 )

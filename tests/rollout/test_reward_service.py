@@ -163,15 +163,15 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> Answer:
 
 BAD = {
     "late": (lambda request, tries: None, "did not answer within 0.5 s (2 attempts)"),
-    "busy": (lambda request, tries: (503, b"no room"), "answered 503: 'no room' (2 attempts)"),
-    "refuses": (lambda request, tries: (401, b"who?"), "answered 401: 'who?'"),
+    "busy": (lambda request, tries: (503, b"no room"), "answered with status 503: 'no room' (2 attempts)"),
+    "refuses": (lambda request, tries: (401, b"who?"), "answered with status 401: 'who?'"),
     "no JSON": (lambda request, tries: (200, b"<html>"), "is not JSON: '<html>'"),
-    "a list": (changed(lambda reply: reply["scores"]), "no object with 'scores'"),
+    "a list": (changed(lambda reply: reply["scores"]), "is not an object with 'scores'"),
     "too few": (changed(lambda reply: reply | {"scores": reply["scores"][1:]}), "1 scores for 2 samples"),
     "too many": (changed(lambda reply: reply | {"scores": [1.0] * 3}), "3 scores for 2 samples"),
     "a text": (changed(lambda reply: reply | {"scores": "12"}), "scores = '12' for 2 samples"),
-    "of another": (changed(lambda reply: reply | {"request_id": "x"}), "request_id 'x' to request"),
-    "too long": (changed(lambda reply: reply | {"more": "x" * 10**6}), "answered more than"),
+    "of another": (changed(lambda reply: reply | {"request_id": "x"}), "request_id 'x' for request"),
+    "too long": (changed(lambda reply: reply | {"more": "x" * 10**6}), "sent a response of more than"),
 }
 
 
@@ -291,11 +291,11 @@ def test_what_is_no_such_service_is_refused_at_the_start(
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"name": "http"}, "set the service's address"),
-        ({"name": "http", "url": "ftp://host/"}, "set the service's address"),
-        ({"name": "http", "url": "http://a b"}, "set the service's address"),
+        ({"name": "http"}, "needs the service's address"),
+        ({"name": "http", "url": "ftp://host/"}, "needs the service's address"),
+        ({"name": "http", "url": "http://a b"}, "needs the service's address"),
         ({"name": "http", "url": "http://host:99999/"}, "is not of the form"),
-        ({"name": "http", "url": "https://me:hunter2@host/"}, "holds a password in a url"),
+        ({"name": "http", "url": "https://me:hunter2@host/"}, "contains a password in a URL"),
         ({"name": "ids", "url": "http://host/"}, "has no effect with name = 'ids'"),
         ({"name": "http", "url": "http://host/", "retries": -1}, "retries"),
     ],

@@ -250,7 +250,7 @@ def test_an_engine_that_mixes_samples_up_is_caught():
 
     with raises(EngineError, "wrong-result") as caught:
         sample(Moved())
-    assert "other samples than the seeds" in str(caught.value)
+    assert "seeds are not the requested ones" in str(caught.value)
     with raises(EngineError, "wrong-result") as caught:
         sample(OtherPrompt())
     assert "another prompt" in str(caught.value)

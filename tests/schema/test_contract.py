@@ -50,9 +50,12 @@ def test_it_goes_through_json():
     assert KernelContract.from_json(written) == ONE
     for change, message in (
         ({"hash": "0" * 64}, "its hash is"),
-        ({"threads": "0"}, "threads = '0' is not int"),
-        ({"threads": True}, "threads = True is not int"),
-        ({"colour": "red"}, r"misses the fields \[\] and has the unknown ones \['colour'\]; another version"),
+        ({"threads": "0"}, "threads = '0' is not of type int"),
+        ({"threads": True}, "threads = True is not of type int"),
+        (
+            {"colour": "red"},
+            r"lacks the fields \[\] and has the unknown fields \['colour'\]; another version",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             KernelContract.from_json(written | change)
