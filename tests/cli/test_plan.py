@@ -140,7 +140,7 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     here = [word for word in PLACED if word not in ("--memory-gib", "4")]
-    with raises(ConfigError, "not-enough: cluster.dedicated_gpus, 4 GPUs, this one shows 3"):
+    with raises(ConfigError, "not-enough: cluster.dedicated_gpus, 4 GPUs, only 3 are visible"):
         plan.main([*here, "--train.backend", "fsdp2", "--ranks", "2"])
 
 

@@ -170,7 +170,7 @@ def test_a_node_with_too_few_gpus_is_refused_by_both_numbers() -> None:
     run = placed(["policy"], ["value"], ["ref"], **OWN, **SERVER)
     assert run.cluster is not None
     run.cluster.check_devices(run.cluster.layout(2), there=8)
-    with raises(ConfigError, "not-enough: cluster.dedicated_gpus, 8 GPUs, this one shows 7"):
+    with raises(ConfigError, "not-enough: cluster.dedicated_gpus, 8 GPUs, only 7 are visible"):
         run.cluster.check_devices(run.cluster.layout(2), there=7)
     shared = run.cluster.model_copy(update={"dedicated_gpus": False, "engine_gpus": 0})
     shared.check_devices(shared.layout(2), there=1)  # ranks may share GPUs
