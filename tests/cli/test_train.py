@@ -206,7 +206,7 @@ def test_the_verdict_is_the_last_line_and_the_exit_status(
 def test_resume_with_another_setting_is_refused(tmp_path, capsys):
     (tmp_path / "config.toml").write_text(dump_toml(load_run(kind="grpo")))
     assert main(["train", "--resume", str(tmp_path), "--train.lr", "0.1"]) == 2
-    assert "train.lr: the run has 1e-06, now 0.1" in capsys.readouterr().err
+    assert "train.lr: 1e-06 in the run, now 0.1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_what_a_backend_of_the_users_reads_and_refuses():
         return own | {"refuses": [refusal | changes]}
 
     check_own_settings(train, lora=False, **own)
-    wrong = "train.backend = 'm:C': its attributes reads and refuses are wrong: "
+    wrong = "train.backend = 'm:C': its attributes reads and refuses are invalid: "
     for problem, settings in (
         ("no sgd with LoRA", own),
         ("train.tp = 2 has no effect with train.backend = 'm:C': only fsdp2", own | {"reads": ()}),

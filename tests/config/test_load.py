@@ -191,7 +191,7 @@ def test_resume_takes_the_saved_config_and_only_harmless_changes(tmp_path: Path)
         load_resumed(tmp_path, {"steps": 5, "train.lr": 0.1, "data.task": {"a": 2}, "model.lora.rank": 3})
     _, *lines = str(caught.value).splitlines()
     assert (
-        lines[0] == "  data.task.a: the run has 1, now 2" or "  train.lr: the run has 1e-06, now 0.1" in lines
+        lines[0] == "  data.task.a: 1 in the run, now 2" or "  train.lr: 1e-06 in the run, now 0.1" in lines
     )
     assert sorted(line.split(":")[0].strip() for line in lines) == ["data.task.a", "model.lora", "train.lr"]
 

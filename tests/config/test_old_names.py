@@ -186,7 +186,7 @@ def test_a_run_of_old_names_resumes(tmp_path: Path) -> None:
     assert len(told(list(caught))) == len(RENAMED) + 1, "the file's names, and the override's"
     with raises(ConfigError, "not-resumable") as refused:
         load_resumed(tmp_path, {"engine.sleep": False})
-    assert "  engine.offload: the run has True, now False" in str(refused.value)
+    assert "  engine.offload: True in the run, now False" in str(refused.value)
 
 
 IDLE = """
@@ -228,4 +228,4 @@ def test_a_run_resumes_with_what_new_runs_refuse(tmp_path: Path) -> None:
     assert override(run, {"log.display": "off"}).rewards == run.rewards, "checked again, it is still taken"
     lines = told(list(caught))
     assert len(lines) == 2 and "0123456789" not in "".join(lines)
-    assert "train.min_lr_ratio = 0.1 is left out" in lines[0] and "rewards.kwargs.api_key" in lines[1]
+    assert "train.min_lr_ratio = 0.1 is ignored" in lines[0] and "rewards.kwargs.api_key" in lines[1]

@@ -140,7 +140,7 @@ def test_header_fields_are_checked(valid, change, named):
         ('{"a": NaN}', "NaN"),
         ('{"a": -Infinity}', "Infinity"),
         ('{"a": 1e999}', "too large"),
-        ('{"a": 1, "a": 2}', "stands twice"),
+        ('{"a": 1, "a": 2}', "occurs twice"),
         ("[" * 100_000, "JSON"),
         ('{"a": ' + "9" * 5000 + "}", "JSON"),
         ('{"a": [' + "1," * 2_000_000 + "1]}", "bytes of JSON"),

@@ -124,7 +124,7 @@ def test_one_wrong_bit_of_the_engine_ends_the_run(tmp_path: Path, monkeypatch: p
         TrainError, "values-differ", step=1, name="prompt 6, sample 3", position=10, token=1
     ) as found:
         loops.train(run_of(tmp_path))
-    assert "1 of " in str(found.value) and "No weight was changed" in str(found.value)
+    assert "1 of " in str(found.value) and "No weights were changed" in str(found.value)
 
 
 def test_contracts_that_differ_are_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_a_run_whose_value_model_decays_ends_where_it_said(lockstep, ppo_toml, t
     run = tmp_path / "run"
     lockstep("train", ppo_toml, "--run-dir", run, "--value.schedule", "linear", cwd=tmp_path)
     ended = lockstep("train", "--resume", run, "--steps", "6", cwd=tmp_path, code=2)
-    assert "steps: the run has 4, now 6" in ended.err
+    assert "steps: 4 in the run, now 6" in ended.err
 
 
 def test_a_value_model_with_a_smaller_vocabulary_is_refused(tmp_path):

@@ -117,7 +117,7 @@ def test_what_is_no_message_is_refused(monkeypatch):
     other = packed(rollout(3)).replace(b'"record": "RolloutSample"', b'"record": "RolloutSampl_"')
     with pytest.raises(TrainError, match="RolloutSampl_"):
         unpacked(other)
-    with pytest.raises(TypeError, match="a Event cannot be sent"):
+    with pytest.raises(TypeError, match="of type Event cannot be sent"):
         packed([threading.Event()])
     monkeypatch.setattr(role_worker, "MOST_BYTES", 31)
     with pytest.raises(TrainError) as large:

@@ -310,7 +310,7 @@ def test_what_an_environment_may_not_do_is_named():
     assert "returned str" in str(caught.value)
     with raises(EngineError, "wrong-result") as caught:
         sample(environment=Sleeps())
-    assert "awaits int" in str(caught.value)
+    assert "awaited int" in str(caught.value)
     with raises(EngineError, "wrong-state") as caught:
         sample(environment=RepliesFirst())
     assert "before the first turn" in str(caught.value)
