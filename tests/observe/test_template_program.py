@@ -197,7 +197,7 @@ def test_a_batch_is_one_exchange_and_an_error_is_its_rows_alone(tokenizer, monke
     ]
     with raises(DataError, "refused: row 2: the chat template refuses these messages: no"):
         raise texts[1]
-    with raises(DataError, "wrong-row: row 4: these messages cannot be given to a chat template"):
+    with raises(DataError, "wrong-row: row 4: these messages cannot be passed to a chat template"):
         raise texts[3]
 
 
