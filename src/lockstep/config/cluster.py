@@ -22,57 +22,60 @@ MOST_SLOTS = 2**16
 
 
 class ClusterConfig(Config):
-    """Nodes and ranks of `lockstep train --cluster`, and where roles run. Without --cluster only the
-    placement of roles and the peer copies apply."""
+    """Nodes and ranks of `lockstep train --cluster`, and where roles run. Without --cluster, only the
+    placement of roles and the peer copies have an effect."""
 
     section: ClassVar[str | None] = "cluster"
 
     nodes: PositiveInt = 1
-    """Number of nodes, with equally many ranks on each."""
+    """Number of nodes. Each node has the same number of ranks."""
     gpus: NonNegativeInt = 0
-    """GPUs for ranks on each node, one per rank; 0: ranks run on CPUs, `slots` on each node. dedicated_gpus
-    and engine_gpus need additional GPUs."""
+    """GPUs for ranks on each node, one per rank. With 0, ranks run on CPUs, `slots` on each node.
+    dedicated_gpus and engine_gpus need additional GPUs."""
     slots: PositiveInt = 1
-    """Ranks on each node without GPUs (gpus = 0)."""
+    """Ranks on each node if they run on CPUs (gpus = 0)."""
     colocate: tuple[tuple[str, ...], ...] = ()
-    """Roles that share processes: policy, ref, value, reward_model. Empty: all of them. The groups name every
-    role of the run. A group without the policy is remote: its roles run in a separate process beside each
-    rank. As a flag it is one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
+    """Groups of roles that share processes. The roles are policy, ref, value and reward_model; if the list is
+    empty, all of them share. Otherwise the groups must name every role of the run. A group without the policy
+    is remote: its roles run in a separate process beside each rank. On the command line, the flag takes one
+    value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
     dedicated_gpus: bool = False
     """Give each process that runs remote roles a GPU of its own, on the same node as its rank. If false, the
-    process shares the GPU of its rank. On CPUs it takes a slot, which only Ray counts."""
+    process shares the GPU of its rank. On CPUs the process takes a slot, which only Ray counts."""
     engine_gpus: int = Field(0, ge=0, le=1024)
     """GPUs that are reserved for each rank's engine server, on the same node: engine.replicas * engine.tp, or
     0. With 0 the server shares the GPU of its rank, or uses engine.cuda_devices."""
     remote_seconds: PositiveFloat = 1200.0
-    """Deadline of one call to remote roles: scoring or training on a rollout batch, saving, loading. Keep it
-    below --rank-timeout, so that the run ends with an error that names the roles."""
+    """Deadline in seconds of one call to remote roles, such as scoring or training on a rollout batch, saving
+    or loading. Keep it below --rank-timeout, so that the run ends with an error that names the roles."""
     remote_start_seconds: PositiveFloat = 600.0
-    """How long a process of remote roles may take to start and to load its models."""
+    """How many seconds a process of remote roles may take to start and load its models."""
     remote_restarts: NonNegativeInt = 3
-    """How often in a run each process of remote roles is restarted after it dies. If it held the value model,
-    its state is lost: the run ends and can be resumed from its last checkpoint."""
+    """How often each process of remote roles may be restarted in a run after it dies. If the process held the
+    value model, that model's state is lost; the run then ends and can be resumed from its last checkpoint."""
     secrets: tuple[str, ...] = ()
     """Names of secret environment variables that the ranks need, such as HF_TOKEN. Only the names are sent:
     each node must have the values in its own environment."""
     temp_dir: FilePath | None = None
-    """Folder for Ray's files under --cluster local. None: ray/ in the cache folder (LOCKSTEP_CACHE)."""
+    """Folder for Ray's files under --cluster local. Default: ray/ in the cache folder (LOCKSTEP_CACHE)."""
     object_store_mb: int = Field(80, ge=75, le=2**20)
-    """Size of Ray's object store under --cluster local, in MB. No tensor goes through it."""
+    """Size of Ray's object store under --cluster local, in MB. No tensors go through it."""
     peer_copy: bool = False
-    """Also keep each rank's state in host memory that outlives the rank; it is copied while the next step
-    runs. When a rank dies, all ranks are restarted from these copies. Works with --ranks too. On several
-    nodes each node also holds the copy of another one, so that the run survives the loss of a node."""
+    """Also keep a copy of each rank's state in host memory that outlives the rank. The copy is made while the
+    next step runs. When a rank dies, all ranks are restarted from these copies. This also works with --ranks.
+    With several nodes, each node also holds the copy of another node, so that the run survives the loss of a
+    node."""
     max_restarts: NonNegativeInt = 3
-    """With peer_copy: how often the ranks are restarted in a run. After that a death ends the run."""
+    """With peer_copy: how often the ranks may be restarted in a run. After that, the death of a rank ends the
+    run."""
     warm_spares: bool = True
-    """With peer_copy: from the first copy on, keep one spare process per rank that has imported everything
-    and replaces a rank that dies. A spare uses no GPU and about 0.4 GB of host memory."""
+    """With peer_copy: once the first copy exists, keep one spare process per rank. It has already imported
+    everything and replaces a rank that dies. A spare uses no GPU and about 0.4 GB of host memory."""
     copy_dir: FilePath | None = None
     """With peer_copy: a folder in memory (tmpfs) on each node, with room for two copies of the state of all
-    ranks. None: /dev/shm."""
+    ranks. Default: /dev/shm."""
     node_seconds: PositiveFloat = 600.0
-    """With peer_copy on several nodes: how long to wait for a replacement of a node that died."""
+    """With peer_copy on several nodes: how many seconds to wait for a node that replaces a dead one."""
 
     @property
     def per_node(self) -> int:

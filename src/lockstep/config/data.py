@@ -9,32 +9,33 @@ from lockstep.errors import ConfigError
 
 
 class DataConfig(Config):
-    """One prompt set or SFT set."""
+    """The prompts of an RL run, or the documents of an SFT, DPO or reward model run."""
 
     source: Name = "reasoning_gym:chain_sum"
-    """A .jsonl/.json/.parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or `ids`
-    (the id-level source for models without a tokenizer)."""
+    """A .jsonl, .json or .parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or
+    `ids` (generated token ids, for models without a tokenizer)."""
     subset: Name | None = None
-    """Name of the subset of a hub data set."""
+    """Subset of a hub data set."""
     split: Name = "train"
-    """Name of the split of a hub data set or a saved folder."""
+    """Split of a hub data set or a saved folder."""
     task: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reasoning_gym task. For ids: vocab_size (default: the model's), min_tokens
     (4), max_tokens (16)."""
     size: PositiveInt | None = None
-    """Rows to generate (reasoning_gym, ids) or at most to use (files). None: generated sources are endless,
-    files whole. Generated rows of a sized set are distinct by question."""
+    """Number of rows to generate (reasoning_gym, ids), or maximum number of rows to use (files). By default,
+    generated sources are endless and files are used whole. If size is set, no two generated rows have the
+    same question."""
     skip: NonNegativeInt = 0
     """Number of rows to skip at the beginning."""
     seed: Seed = 1
-    """Seed of generated rows."""
+    """Seed for generated rows."""
     prompt_column: str = "prompt"
-    """Column with the prompt: text, or a list of {role, content} messages. For reasoning_gym rows, `question`
-    is used automatically."""
+    """Column with the prompt, as text or as a list of {role, content} messages. For reasoning_gym rows,
+    `question` is used automatically."""
     messages_column: str = "messages"
     """SFT: column with a whole conversation, used if it exists."""
     completion_column: str = "completion"
-    """SFT: column with the answer to train on, without messages."""
+    """SFT: column with the answer to train on, for rows without messages."""
     chosen_column: str = "chosen"
     """Pairs: column with the better answer, as text or as a list of messages. If the rows have no
     prompt_column, the answer includes the prompt."""
@@ -49,43 +50,44 @@ class DataConfig(Config):
     """DPO: what to do with a pair whose two answers have the same token ids, so that neither can be
     preferred."""
     text_column: str = "text"
-    """SFT: column with plain text, without messages and completions; every token is trained on."""
+    """SFT: column with plain text, for rows without messages and completion; every token is trained on."""
     answer_column: str = "answer"
     """Column that is passed to rewards as `answer`. In GSM8K's format, "... #### 42", the part after #### is
     the answer."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Renames: {new name = name in the data}."""
+    """Columns to rename: {new name = name in the data}."""
     system_prompt: str | None = None
     """System message for conversations without one."""
     prompt_template: str = "{prompt}"
-    """Wraps the user's (last) text; it may contain `{prompt}` and any column name; `{{` and `}}` are literal
-    braces."""
+    """Template for the user's (last) message. It may contain `{prompt}` and any column name; write `{{` and
+    `}}` for literal braces."""
     chat_template: Literal["auto", "none"] | str = "auto"
-    """auto: the tokenizer's template if it has one; none: plain text; or a jinja template (or a .jinja
-    file)."""
+    """auto: the tokenizer's template if it has one. none: plain text. Or a jinja template, or the path of a
+    .jinja file."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the template, such as {enable_thinking = false}."""
+    """Arguments that are passed to the template, such as {enable_thinking = false}."""
     max_prompt_tokens: PositiveInt = 1024
     """Maximum length of a prompt in tokens, including the chat template; `overlong_prompts` says what to do
     with longer prompts."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
-    """What to do with a longer prompt; drops and truncations are counted and reported."""
+    """What to do with a prompt longer than max_prompt_tokens. Dropped and truncated prompts are counted and
+    reported."""
     max_length: PositiveInt = 2048
     """SFT: maximum length of a document in tokens; `overlong_documents` says what to do with longer
     documents."""
     overlong_documents: Literal["error", "drop", "truncate"] = "truncate"
-    """SFT: what to do with a longer document; drops and truncations are counted. truncate keeps the
-    beginning; for a reward model it keeps the end, where the document is scored."""
+    """SFT: what to do with a document longer than max_length. Dropped and truncated documents are counted.
+    truncate keeps the beginning; for a reward model it keeps the end, where the document is scored."""
     untrained_documents: Literal["error", "drop"] = "error"
     """SFT: what to do with a document that has no tokens to train on, for example after truncation."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens that the loss covers. assistant: every assistant turn (after the prompt, if the row has a
     separate one); last: only the last assistant turn; all: every token (SFT)."""
     shuffle: bool = True
-    """Shuffle in every epoch, by the run's seed."""
+    """Shuffle the rows in every epoch, using the run's seed."""
     exclude: Name | None = None
-    """Another file, folder or hub set with the same columns; prompts whose text occurs in it are left out.
-    Held-out prompts are left out of training anyway."""
+    """Another file, folder or hub data set with the same columns. Prompts whose text occurs in it are left
+    out. Held-out prompts are always left out of training."""
 
     @property
     def generated(self) -> bool:

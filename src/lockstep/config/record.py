@@ -13,19 +13,19 @@ _EVERY = re.compile(r"every ([1-9]\d{0,8})", re.ASCII)
 
 
 class RecordConfig(Config):
-    """What the policy is fed in training, kept under recordings/ for `lockstep replay`."""
+    """Recordings of the policy's training inputs, kept under recordings/ for `lockstep replay`."""
 
     enabled: bool = Field(False, json_schema_extra={"alias": "--record"})
-    """Record inputs (micro-batches) and the policy's outputs for them. Also written `--record`."""
+    """Record the policy's inputs (micro-batches) and its outputs for them. Also available as `--record`."""
     every: PositiveInt = 1
-    """Record every k-th input of the run; 1: all."""
+    """Record every k-th input of the run; 1 records all of them."""
     first_step: NonNegativeInt = 0
-    """First recorded step; steps count from 0."""
+    """First step to record; steps count from 0."""
     last_step: NonNegativeInt | None = None
-    """Last recorded step. None: the last of the run."""
+    """Last step to record. Default: the last step of the run."""
     weights: str = Field("first", json_schema_extra={"alias": "--record-weights"})
-    """Weights stored for replay. first: those that the first recorded input saw; `every K`: those of every
-    K-th step as well; none. Also written `--record-weights`."""
+    """Weights to store for replay. first: the weights at the first recorded input. `every K`: also the
+    weights of every K-th step. none: no weights. Also available as `--record-weights`."""
 
     @field_validator("weights")
     @classmethod

@@ -27,13 +27,13 @@ class RunConfig(Config):
     section: ClassVar[str | None] = ""
 
     seed: Seed = 0
-    """Seed of the data order and of the sampling noise."""
+    """Seed for the data order and the sampling noise."""
     steps: PositiveInt = 100
-    """Rollout batches (RL) or optimizer steps (SFT)."""
+    """Number of rollout batches (grpo and ppo) or optimizer steps (sft, dpo and rm)."""
     run_dir: FilePath | None = None
-    """Folder for all output. None: runs/NAME-TIMESTAMP."""
+    """Folder for all output. Default: runs/NAME-TIMESTAMP."""
     name: Name = "run"
-    """Name of the run, used for its folder and in wandb."""
+    """Name of the run. It is used for the folder and in wandb."""
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

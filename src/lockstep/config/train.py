@@ -20,76 +20,79 @@ class TrainConfig(Config):
     """How the policy is trained: backend, kernel, execution mode, optimizer and schedule."""
 
     backend: Backend = "local"
-    """Where the policy trains; local is one process on one device, the others span the ranks of --ranks,
-    torchrun or deepspeed."""
+    """Backend that trains the policy. local is one process on one device; the others span the ranks that
+    --ranks, torchrun or deepspeed starts."""
     tp: PositiveInt = 1
-    """Tensor parallel size: how many ranks share each matrix. Backend fsdp2 only."""
+    """Tensor parallel size: number of ranks that share each matrix. Only for backend fsdp2."""
     ring: PositiveInt = 1
-    """Ring attention size: how many ranks share the tokens of each pack. Backend fsdp2 only. The data
-    parallel size is ranks / (tp * ring)."""
+    """Ring attention size: number of ranks that share the tokens of each pack. Only for backend fsdp2. The
+    data parallel size is ranks / (tp * ring)."""
     tp_plan: Literal["auto", "hf", "lockstep"] = "auto"
-    """How tensor parallelism splits matrices: by transformers' plan or by Lockstep's. auto: lockstep."""
+    """How tensor parallelism splits matrices: by transformers' plan (hf) or by Lockstep's. auto: lockstep."""
     zero_stage: int = Field(2, ge=0, le=3)
-    """Stage of DeepSpeed's ZeRO. Backend deepspeed only."""
+    """DeepSpeed's ZeRO stage. Only for backend deepspeed."""
     reshard_after_forward: bool = True
-    """fsdp2: free a block's gathered weights after its forward and gather them again in backward: less
-    memory, more traffic."""
+    """fsdp2: free a block's gathered weights after its forward pass and gather them again for the backward
+    pass. This saves memory but adds traffic."""
     parameter_device: Literal["model", "cpu"] = "model"
-    """cpu: fsdp2 and deepspeed (ZeRO 3) keep their share of the weights in host memory between uses."""
+    """cpu: fsdp2 and deepspeed (ZeRO 3) keep each rank's share of the weights in host memory between uses."""
     attention: Name = "auto"
-    """sdpa, varlen, flex, hf:NAME, or your own `module:function`; auto: varlen if batch-invariant or on CUDA
-    below float32, else sdpa."""
+    """Attention kernel: sdpa, varlen, flex, hf:NAME, or your own `module:function`. auto: varlen if the run
+    is batch-invariant or uses a 16-bit dtype on CUDA, else sdpa."""
     execution: Execution | Literal["auto"] = "auto"
-    """compile: compile every block of layers with torch.compile. joint: forward and backward of the whole
-    decoder as one graph (not with ZeRO 3 or ring attention). deepcompile: DeepSpeed's. auto: compile on CUDA
-    if a parity test covers it and the run's steps save more time than compiling takes; else eager."""
+    """compile: compile each decoder layer with torch.compile. joint: run forward and backward of the whole
+    decoder as one graph (not with ZeRO 3 or ring attention). deepcompile: use DeepSpeed's DeepCompile. auto:
+    compile on CUDA if a parity test covers it and it saves more time over the run's steps than compiling
+    takes; else eager."""
     layout: Layout = "auto"
-    """packed: documents end to end in one row. padded: one document per row, pads computed. shared: packed,
-    and a common prefix of documents, such as a group's prompt, is computed once. auto: shared if that is
-    tested and the run has groups or pairs, else packed."""
+    """packed: documents end to end in one row. padded: one document per row, with padding, which is computed
+    too. shared: like packed, but a prefix that several documents have in common, such as a group's prompt, is
+    computed once. auto: shared if it is tested and the run has groups or pairs, else packed."""
     padding_side: Literal["left", "right"] = "right"
-    """Side on which the layout padded adds padding."""
+    """Side on which the padded layout adds padding."""
     device: Name = "auto"
     """auto: cuda if available, else cpu."""
 
     token_budget: PositiveInt | Literal["auto"] = "auto"
-    """Token slots of one micro-batch (in layout shared, those that are computed); decides activation memory.
-    auto: 4096 on a CPU; on CUDA the largest of a few values up to 32768 that fits the memory plan; never
-    less than the length of the longest document."""
+    """Token slots of one micro-batch; in the shared layout, only slots that are computed count. The budget
+    determines the activation memory. auto: 4096 on a CPU; on CUDA the largest of a few values up to 32768
+    that fits the memory plan; never less than the length of the longest document."""
     static_capacity: bool | None = None
-    """Pad every pack to one of a few static capacities (one graph per bucket). None: on for compiled
+    """Pad every pack to one of a few static capacities, with one graph per capacity. Default: on in compiled
     modes, else off."""
     max_recompiles: NonNegativeInt | None = None
-    """Compiled modes: stop the run after more recompiles than this (after its first step). None: no limit."""
+    """Compiled modes: how many recompiles to allow after the run's first step; with more, the run stops.
+    Default: no limit."""
     batch_invariant: bool | None = None
-    """Make every row of a forward, and so every logprob, bitwise independent of the rest of the batch; with
-    engine.name = 'native' the rollout's logprobs then equal the trainer's. None: on with that engine on CUDA
-    in bfloat16 under varlen attention, else off."""
+    """Make every row of a forward pass, and so every logprob, bitwise independent of the rest of the batch.
+    With engine.name = 'native' the rollout's logprobs then equal the trainer's. Default: on with that engine
+    on CUDA in bfloat16 with varlen attention, else off."""
     reuse_rollout_logprobs: bool | None = None
     """Use the rollout's logprobs as old_logprobs instead of recomputing them for every sample. As a check, a
-    few micro-batches of each step are recomputed and must be bitwise equal. None: on if trainer and engine
+    few micro-batches of each step are recomputed and must be bitwise equal. Default: on if trainer and engine
     have the same kernel contract."""
     deterministic: bool = Field(False, json_schema_extra={"alias": "--deterministic"})
-    """Make the run reproducible: repeated on the same machine, it gives bitwise the same weights, whose hash
-    is logged each step. Slower on CUDA. Also written `--deterministic`."""
+    """Make the run reproducible: repeated on the same machine, it produces bitwise identical weights. Their
+    hash is logged each step. Slower on CUDA. Also available as `--deterministic`."""
     minibatches: PositiveInt = 1
-    """Optimizer steps per pass over a rollout batch."""
+    """Number of optimizer steps per pass over a rollout batch."""
     accumulate: Literal["pack", "sample"] = "pack"
     """How much of a micro-batch goes through forward, loss and backward at a time. pack: all of it. sample:
-    one sample (with DPO one pair) at a time, which needs the activation memory of one; the gradients are the
-    same."""
+    one sample (with DPO, one pair) at a time, so that only one sample's activations are in memory. The
+    gradients are the same."""
     score_all_every: PositiveInt = 10
-    """Steps between those that compute all groups, from step 0. The steps in between skip groups whose
-    advantages are all zero, if the loss has no KL or entropy term. Gradients stay the same; metrics such as
-    entropy then cover scored_share of the tokens. Counts as 1 when the run is recorded, and in compiled modes
-    when max_recompiles is set."""
+    """Compute all groups in every k-th step, starting with step 0. The other steps skip groups whose
+    advantages are all zero, if the loss has no KL or entropy term. The gradients stay the same, but metrics
+    such as entropy then cover only scored_share of the tokens. Counts as 1 when the run is recorded, and in
+    compiled modes when max_recompiles is set."""
     cuda_graph: bool = False
-    """execution joint on CUDA: run the decoder's forward and backward as one CUDA graph each, with static
-    buffers; the head and the loss run between them."""
+    """With execution joint on CUDA: run the decoder's forward pass and its backward pass as one CUDA graph
+    each, with static buffers. The head and the loss run between the two."""
     epochs_per_batch: PositiveInt = 1
-    """PPO epochs: passes over a rollout batch."""
+    """PPO epochs: number of passes over a rollout batch."""
     activation_checkpointing: bool = False
-    """Keep only the input of each block and recompute the rest in backward: less memory, more time."""
+    """Keep only the input of each block and recompute the rest in the backward pass. This saves memory but
+    takes time."""
 
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
@@ -106,15 +109,17 @@ class TrainConfig(Config):
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay. It applies to matrices only, not to norms, biases or embeddings."""
     max_grad_norm: PositiveFloat = 1.0
-    """A gradient with a larger L2 norm is scaled down to this norm."""
+    """Maximum L2 norm of the gradient. A gradient with a larger norm is scaled down to it."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """adamw8bit keeps its states in 8 bits and needs torchao."""
     optimizer_device: Literal["model", "cpu"] = "model"
-    """cpu: master weights and optimizer states live in host memory."""
+    """cpu: keep master weights and optimizer states in host memory."""
     grad_accum_dtype: Literal["float32", "model"] = "float32"
-    """Dtype in which gradients are accumulated over micro-batches. deepspeed always uses the model's."""
+    """Dtype in which gradients are accumulated over micro-batches. deepspeed always uses the model's
+    dtype."""
     num_threads: PositiveInt | None = Field(None, le=4096)
-    """CPU threads of torch. None: OMP_NUM_THREADS, else torch's own default."""
+    """Number of CPU threads that torch uses. Default: OMP_NUM_THREADS if it is set, else torch's own
+    default."""
 
     @field_validator("device")
     @classmethod
@@ -152,10 +157,10 @@ def token_slots(budget: int | Literal["auto"]) -> int:
 
 
 class EvalConfig(Config):
-    """Held-out evaluation, before training, every k steps, and after."""
+    """Evaluation on held-out prompts: before training, every k steps, and after training."""
 
     every: NonNegativeInt = 0
-    """Steps between evaluations; 0: only before and after."""
+    """Steps between evaluations; 0: evaluate only before and after training."""
     before: bool = True
     """Evaluate before the first step."""
     after: bool = True
@@ -164,17 +169,18 @@ class EvalConfig(Config):
     """Number of held-out prompts. If a file has fewer than twice as many rows, a fifth of its rows are held
     out."""
     samples_per_prompt: PositiveInt = 1
-    """Completions per prompt; accuracies are over all of them."""
+    """Completions per prompt. Accuracies cover all of them."""
     temperature: Temperature = 0.0
-    """0 is greedy."""
+    """Sampling temperature of evaluations; 0 is greedy."""
     max_tokens: PositiveInt | None = None
-    """Longest completion in an evaluation. None: rollout.sampling.max_tokens."""
+    """Maximum length of a completion in an evaluation, in tokens. Default: rollout.sampling.max_tokens."""
     before_max_tokens_factor: PositiveInt = 1
-    """Factor by which max_tokens is raised in the evaluation before training. With 2, a policy does not seem
-    to improve merely because it learns to stop in time. Above 1 the lines that compare evaluations say so."""
+    """Factor by which max_tokens is multiplied in the evaluation before training. With 2, a policy does not
+    seem to improve merely because it learns to stop in time. Above 1, the lines that compare evaluations
+    mention the different limits."""
     kinds: dict[Name, str] = Field(default_factory=dict)
-    """Kinds of problems whose lenient accuracy is reported separately, as eval/lenient_accuracy/NAME: for
-    each name, a regular expression that is searched for in the rendered prompt."""
+    """Kinds of problems whose lenient accuracy is also reported separately, as eval/lenient_accuracy/NAME.
+    Each NAME has a regular expression that is searched for in the rendered prompt."""
 
     @property
     def enabled(self) -> bool:
@@ -199,39 +205,41 @@ class CheckpointConfig(Config):
     """Checkpoints under checkpoints/, from which a run resumes exactly."""
 
     every: NonNegativeInt = 0
-    """Steps between checkpoints; 0: only at the end and on Ctrl-C."""
+    """Steps between checkpoints; 0: save only at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
-    """Checkpoints to keep, newest first."""
+    """Number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
-    """Also keep the k best checkpoints by `metric`, which is known if there is an evaluation at the same
-    step."""
+    """Also keep this many of the best checkpoints by `metric`. A checkpoint has a metric only if the run is
+    evaluated at the same step."""
     metric: Name = "eval/lenient_accuracy"
-    """eval/strict_accuracy, eval/lenient_accuracy, eval/mean_reward or eval/mean_completion_tokens; SFT:
-    eval/loss or eval/perplexity."""
+    """Metric for keep_best. grpo and ppo: eval/strict_accuracy, eval/lenient_accuracy, eval/mean_reward or
+    eval/mean_completion_tokens. sft: eval/loss or eval/perplexity. dpo and rm: eval/loss, eval/accuracy or
+    eval/reward_margin."""
     mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller `metric` is better."""
     save_at_end: bool = True
     """Write a checkpoint after the last step."""
     background: bool = True
-    """Write while training continues: a save delays a step only by the copy, and counts once it is complete.
-    The last save is written at once. false: every save is written at once, without host memory for a copy."""
+    """Save checkpoints while training continues: a step is delayed only while the state is copied, and the
+    checkpoint counts once it is complete. The last checkpoint is always saved in the foreground. If false,
+    all of them are, which needs no host memory for a copy."""
     export_at_end: bool = True
-    """Write a Hugging Face folder under export/."""
+    """Write the trained model as a Hugging Face folder under export/."""
 
 
 class LogConfig(Config):
-    """Where metrics go besides metrics.jsonl."""
+    """Where to log metrics in addition to metrics.jsonl."""
 
     tensorboard: bool = True
     """Write event files under logs/tensorboard."""
     wandb: bool = False
-    """Log to Weights & Biases; needs the package and a login."""
+    """Log to Weights & Biases. This needs the package and a login."""
     wandb_project: Name = "lockstep"
-    """Project in wandb."""
+    """Name of the wandb project."""
     display: Literal["auto", "live", "plain", "off"] = "auto"
-    """auto: live in a terminal, one line per step elsewhere."""
+    """auto: live in a terminal, otherwise plain, which is one line per step."""
     samples_per_step: NonNegativeInt = 1
-    """Completions shown per step in the plain log."""
+    """Number of completions shown per step in the plain log."""
 
 
 def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, ...]) -> None:
