@@ -94,12 +94,13 @@ def config_page() -> str:
     parts = [
         "# Settings",
         NOTE,
-        "Every setting of a run. In a TOML file a dotted name is a key in a section; on the command line it "
-        "is a flag: `train.lr` is `lr` under `[train]`, and `--train.lr 1e-5`. Underscores may be hyphens in "
-        "flags, and `--train.no-activation-checkpointing` turns a switch off. `kind` at the top of a file is "
-        "`grpo`, `ppo`, `sft`, `dpo` or `rm`.",
-        f"Recipes that come with Lockstep: {', '.join(f'`{name}`' for name in recipes())}. "
-        "`lockstep train --recipe NAME --print-config` prints one in full.",
+        "This page lists every setting of a run. In a TOML file, a dotted name is a key in a section: "
+        "`train.lr` is `lr` under `[train]`. On the command line it is a flag: `--train.lr 1e-5`. Flags may "
+        "have hyphens in place of underscores, and `no-` before the last part turns a setting off: "
+        "`--train.no-activation-checkpointing`. `kind` at the top of a file is `grpo`, `ppo`, `sft`, `dpo` "
+        "or `rm`. A setting with the default — is unset unless you set it.",
+        f"Lockstep comes with the recipes {', '.join(f'`{name}`' for name in recipes())}. "
+        "`lockstep train --recipe NAME --print-config` prints all settings of a recipe.",
     ]
     shared = set(GRPORun.model_fields) & set(SFTRun.model_fields) - {"algorithm", "kind", "eval_data"}
     parts.append("## Every kind of run")
@@ -107,7 +108,7 @@ def config_page() -> str:
     parts.append('## `kind = "grpo"`')
     parts += sections(GRPORun, only=set(GRPORun.model_fields) - shared)
     parts.append('## `kind = "ppo"`')
-    parts.append("The settings of `grpo`, but for these.")
+    parts.append("The settings are those of `grpo`, except for these.")
     parts += sections(
         PPOConfig, only=set(PPOConfig.model_fields) - set(GRPOConfig.model_fields), prefix="algorithm."
     )
@@ -115,10 +116,10 @@ def config_page() -> str:
     parts.append('## `kind = "sft"`')
     parts += sections(SFTRun, only=set(SFTRun.model_fields) - shared)
     parts.append('## `kind = "dpo"`')
-    parts.append("The settings of `sft`, but for these.")
+    parts.append("The settings are those of `sft`, except for these.")
     parts += sections(DPORun, only={"algorithm"})
     parts.append('## `kind = "rm"`')
-    parts.append("The settings of `sft`, but for these.")
+    parts.append("The settings are those of `sft`, except for these.")
     parts += sections(RewardModelRun, only={"algorithm"})
     return "\n\n".join(parts) + "\n"
 
@@ -167,9 +168,9 @@ def sections(model: type[BaseModel], *, only: set[str], prefix: str = "") -> Ite
         yield f"### `{prefix}{name}`" + (" (a list of tables)" if many else "")
         about = [words(inner.__doc__), words(field.description)]
         if field.default is None:
-            about.append("Off unless one of its settings is given.")
+            about.append("Off unless one of its settings is set.")
         if name == "eval_data":
-            yield " ".join(filter(None, [about[1], "Settings as under `data`."]))
+            yield " ".join(filter(None, [about[1], "The settings are the same as under `data`."]))
             continue
         yield " ".join(filter(None, about))
         yield from sections(
@@ -317,9 +318,9 @@ def rules_page() -> str:
     parts = [
         "# Refused combinations of settings",
         NOTE,
-        "Within one table of settings these combinations are errors before anything is loaded; the first that"
-        " applies is shown. `...` stands for the value that was given. What the axes of a run (backend, "
-        "engine, attention, ...) can be combined with is in [what may be combined](support.md).",
+        "These combinations of settings in one table are refused before anything is loaded. If several "
+        "apply, the error shows the first. `...` stands for the value that was set. For combinations of backend, "
+        "engine, attention and the other axes of a run, see [supported combinations](support.md).",
     ]
     for name, rules in sorted(RULES.items()):
         rows = ((f"`{r.setting}`", f"`{r.code}`", _with_dots(r.text)) for r in rules)

@@ -192,7 +192,7 @@ def _view(model: type[BaseModel], value: BaseModel | None) -> tuple[dict[str, An
         current = None if value is None else getattr(value, name)
         if nested is not None and not many:
             annotations, inner = _view(nested, current)
-            off = "" if current is not None else " Off; any of these flags turns it on."
+            off = "" if current is not None else " It is off unless one of these flags is given."
             fields[name] = _typed_dict(nested.__name__, annotations, _summary(nested) + off)
             defaults[name] = inner
             continue
@@ -259,9 +259,9 @@ def _is_nested(field: FieldInfo) -> bool:
 def _help(field: FieldInfo, *, many: bool) -> str:
     text = inspect.cleandoc(field.description or "").replace("\n", " ")
     if _is_dict(field):
-        return f"{text} Added to what is there.".strip()
+        return f"{text} These are added to the existing ones.".strip()
     if many:
-        return f"{text} Replaces the list; each is NAME, NAME=WEIGHT or a TOML table in quotes.".strip()
+        return f"{text} This replaces the list. Write NAME, NAME=WEIGHT or a quoted TOML table.".strip()
     return text
 
 

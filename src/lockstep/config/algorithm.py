@@ -51,20 +51,20 @@ lockstep.ops.losses."""
 
 
 class KLConfig(Config):
-    """KL to the frozen reference. Coefficient 0: no reference is loaded."""
+    """KL penalty against the frozen reference. If coef is 0, no reference is loaded."""
 
     coef: float = Field(0.0, ge=0.0)
-    """The KL is multiplied by this, then added to the loss or subtracted from the reward."""
+    """Factor by which the KL is multiplied before it is added to the loss or subtracted from the reward."""
     estimator: Literal["k1", "k2", "k3"] | None = None
-    """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, with x = ref - policy of the token. None: k1 in the reward,
-    k3 in the loss. k1 in the loss, and k2 or k3 in the reward, are refused, because they do not
-    penalise the KL there."""
+    """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, where x is the token's logprob under the reference minus
+    that under the policy. Default: k1 in the reward, k3 in the loss. k1 in the loss, and k2 or k3 in the
+    reward, are refused, because they do not penalise the KL there."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: added per token. reward: the KL of the whole completion is subtracted before advantages are
-    computed."""
+    """loss: the KL is added per token. reward: the KL of the whole completion is subtracted before advantages
+    are computed."""
     max_nats: PositiveFloat = 10.0
-    """k3 of a token counts at most this much, and has no gradient beyond it; 10 in verl and OpenRLHF, no such
-    bound in TRL (1e9 here). x is kept within 20 nats."""
+    """Upper bound for k3 of a token; beyond it, k3 has no gradient. verl and OpenRLHF use 10; TRL has no such
+    bound (use 1e9 here). x is clamped to 20 nats in both directions."""
 
     @check
     def _check(self) -> KLConfig:
@@ -87,23 +87,23 @@ class KLConfig(Config):
 
 
 class RolloutCorrectionConfig(Config):
-    """Correction for an engine whose logprobs are not the trainer's: rollout_is_weight = exp(old -
-    rollout)."""
+    """Correction for an engine whose logprobs differ from the trainer's. The importance weight is
+    rollout_is_weight = exp(old - rollout), w below."""
 
     kind: Literal["none", "tis", "mask", "icepop"] = "none"
-    """tis: truncated weight min(w, high). mask: tokens (sequences) with w > high are masked, else weighted by
-    w. icepop: masked outside [low, high], else weighted by w."""
+    """tis: weight by min(w, high). mask: mask tokens (or sequences) with w > high and weight the others by w.
+    icepop: mask those with w outside [low, high] and weight the others by w."""
     level: Literal["token", "sequence"] = "token"
-    """sequence: the weight of a whole completion, at each of its tokens."""
+    """token: each token has its own weight. sequence: each token has the weight of its whole completion."""
     low: float = Field(0.5, ge=0.0)
-    """Lower bound of icepop."""
+    """Lower bound for icepop."""
     high: float = Field(2.0, gt=0.0)
-    """Upper bound of tis, mask and icepop."""
+    """Upper bound for tis, mask and icepop."""
     geometric_high: float | None = Field(None, gt=1.0)
-    """Under every kind, a completion is masked if the geometric mean of old / rollout over its tokens is
-    above this; verl's rollout_rs = seq_mean_k1, which does not grow with length. None: off."""
+    """With every kind: mask a completion if the geometric mean of old / rollout over its tokens is above
+    this. It is verl's rollout_rs = seq_mean_k1, and does not grow with the length. Default: off."""
     geometric_low: float | None = Field(None, gt=0.0, lt=1.0)
-    """A completion is also masked if that mean is below this. None: 1 / geometric_high."""
+    """Also mask a completion if that mean is below this. Default: 1 / geometric_high."""
 
     @property
     def whole_sequences(self) -> bool:
@@ -117,72 +117,77 @@ class RolloutCorrectionConfig(Config):
 
 
 class OverlongConfig(Config):
-    """DAPO's soft overlong punishment: from max_tokens - buffer_tokens on, the reward falls linearly by
-    penalty."""
+    """DAPO's soft overlong punishment: over the last buffer_tokens tokens before max_tokens, the reward falls
+    linearly by penalty."""
 
     buffer_tokens: PositiveInt | None = None
-    """None: a fifth of max_tokens, the published share (4,096 of 20,480)."""
+    """Number of tokens before max_tokens over which the reward falls. Default: a fifth of max_tokens, as
+    published (4,096 of 20,480)."""
     penalty: float | None = Field(None, ge=0.0)
-    """Reward that a completion of max_tokens tokens loses; 0: off. None: 1 under algorithm.name = "dapo" and
-    where buffer_tokens is given, else 0."""
+    """Amount by which the reward of a completion with max_tokens tokens is reduced; 0 turns the punishment
+    off. Default: 1 if algorithm.name is "dapo" or buffer_tokens is set, else 0."""
 
 
 class GRPOConfig(Config):
     """A policy-gradient algorithm over groups of rollouts."""
 
     name: PolicyAlgorithm = "grpo"
-    """Name of a published algorithm, whose published values are used for the options below unless they are
-    set. A `module:Class` takes grpo's."""
+    """Name of a published algorithm. Options below that are not set take its published values. A
+    `module:Class` takes those of grpo."""
     advantage: Advantage | None = None
-    """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. group_mean_step_std: (r - mean of
-    the group) / std of all rewards of the step. leave_one_out: r - mean of the others. batch_mean_std:
-    whitened over the trained tokens of the step. group_mean_batch_std: r - group mean, whitened likewise.
-    Under these two, kl.place = 'reward' charges a token with its own KL and that of later tokens.
-    `module:function`: a function of rewards and mask, [G, n] each, that returns advantages, [G, n]."""
+    """How advantages are computed from the rewards r. group_mean_std: (r - mean of the group) / std of the
+    group. group_mean: r - mean of the group. group_mean_step_std: (r - mean of the group) / std of all
+    rewards of the step. leave_one_out: r - mean of the others in the group. batch_mean_std: r whitened over
+    the trained tokens of the step. group_mean_batch_std: r - mean of the group, whitened in the same way.
+    With these last two, kl.place = 'reward' charges each token with its own KL and that of later tokens.
+    `module:function`: a function of rewards and mask, each [G, n], that returns advantages, [G, n]."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """With several rewards: sum_then_normalize makes advantages of their weighted sum. normalize_then_sum
-    (GDPO, arXiv 2601.05242) makes them of each reward by itself, adds them with the rewards' weights and
-    whitens them over the rollouts of the step, so that no reward counts more because of its range. TRL's name
-    and values."""
+    """How several rewards become advantages. sum_then_normalize: advantages are computed from the weighted
+    sum of the rewards. normalize_then_sum (GDPO, arXiv 2601.05242): advantages are computed for each reward
+    separately, added with the rewards' weights, and whitened over the rollouts of the step, so that no reward
+    counts more because of its range. The name and the values are TRL's."""
     aggregation: Aggregation | None = None
-    """sequence_mean: tokens are averaged per sequence, then sequences. sequence_sum: tokens are added up per
-    sequence, then sequences averaged. token_mean: over all tokens of the step. constant: divided by
-    sequences * max_tokens (Dr. GRPO)."""
+    """How the losses of tokens are averaged. sequence_mean: over the tokens of each sequence, then over
+    sequences. sequence_sum: added up over the tokens of each sequence, then averaged over sequences.
+    token_mean: over all tokens of the step. constant: added up and divided by sequences * max_tokens (Dr.
+    GRPO)."""
     clip_low: float | None = Field(None, ge=0.0)
-    """The ratio is clipped at 1 - clip_low."""
+    """Lower clip: the ratio is clipped at 1 - clip_low."""
     clip_high: float | None = Field(None, ge=0.0)
-    """The ratio is clipped at 1 + clip_high."""
+    """Upper clip: the ratio is clipped at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1.0)
-    """Where the advantage is negative, the ratio counts at most this much (arXiv 1912.09729; verl's
-    clip_ratio_c, 3 there). None: no such bound."""
+    """Upper bound for the ratio where the advantage is negative (arXiv 1912.09729; verl's clip_ratio_c, 3
+    there). Default: no bound."""
     ratio: Literal["token", "sequence", "sequence_token", "sequence_product"] | None = None
-    """Level of the importance_ratio; sequence is GSPO's length-normalised ratio, sequence_product that of the
-    whole completion (TRL's RLOOTrainer). sequence_token: GSPO-token's, the value of sequence with the
-    gradient of the token alone, for advantages that differ within a completion."""
+    """Level of the importance_ratio. sequence: GSPO's length-normalised ratio. sequence_product: the ratio of
+    the whole completion (TRL's RLOOTrainer). sequence_token: GSPO-token's ratio, which has the value of
+    sequence but the gradient of the token alone, for advantages that differ within a completion."""
     objective: Objective | None = None
     """cispo: the clipped ratio is a detached weight, so no token loses its gradient. sapo: a sigmoid of
     the ratio replaces the clip. `module:function`: a function of lockstep.algorithms.policy_loss.PolicyTerms
     and these options that returns a loss per token, [R]."""
     tau_pos: PositiveFloat | None = None
-    """sapo: temperature of tokens with a positive advantage; the higher, the sooner a token far from the old
-    policy loses its gradient. None: 1, published and TRL's sapo_temperature_pos."""
+    """sapo: temperature of tokens with a positive advantage. The higher it is, the sooner a token far from
+    the old policy loses its gradient. Default: 1, as published; TRL's sapo_temperature_pos."""
     tau_neg: PositiveFloat | None = None
-    """sapo: temperature of the other tokens. None: 1.05, published and TRL's sapo_temperature_neg."""
+    """sapo: temperature of the other tokens. Default: 1.05, as published; TRL's sapo_temperature_neg."""
     dynamic_sampling: bool | None = None
-    """Groups whose rewards are all equal are replaced by newly sampled ones."""
+    """Replace groups whose rewards are all equal by newly sampled groups."""
     max_resample_rounds: PositiveInt = 10
-    """dynamic_sampling: rounds of sampling before the run stops with an error."""
+    """dynamic_sampling: rounds of sampling after which the run stops with an error."""
     mask_truncated: bool = False
-    """A completion that max_tokens cut off is not trained on, as if it had no token; its reward still counts
-    in the advantages of the others. DAPO's overlong filtering, TRL's mask_truncated_completions."""
+    """Do not train on completions that max_tokens cut off, as if they had no tokens. Their rewards still
+    count in the advantages of the others. This is DAPO's overlong filtering and TRL's
+    mask_truncated_completions."""
     overlong: OverlongConfig = OverlongConfig()
     entropy_coef: float = 0.0
-    """Entropy bonus: this coefficient times the entropy is subtracted from the loss."""
+    """Entropy bonus: the entropy times this coefficient is subtracted from the loss."""
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     off_policy_mask_threshold: PositiveFloat | None = None
-    """Nats: where the advantage is negative, a completion whose tokens are on average this much less likely
-    now than when they were sampled is masked (arXiv 2512.02556, eq. 9; TRL has the same name). None: off."""
+    """Mask a completion with a negative advantage if its tokens are now less likely than when they were
+    sampled, on average by more than this many nats (arXiv 2512.02556, eq. 9; the setting has the same name in
+    TRL). Default: off."""
 
     @property
     def compares_group(self) -> bool:
@@ -315,30 +320,32 @@ class SFTConfig(Config):
     """Supervised fine-tuning: cross-entropy of the labels, averaged over the step."""
 
     name: Literal["sft"] = "sft"
-    """The only value."""
+    """The only allowed value."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """token_mean: over all trained tokens of the step. sequence_mean: per document, then over documents."""
+    """token_mean: average over all trained tokens of the step. sequence_mean: average per document, then over
+    documents."""
 
 
 PreferenceName = Literal["dpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"]
 
 
 class DPOConfig(Config):
-    """Direct preference optimisation on pairs of answers, and later losses of its kind."""
+    """Direct preference optimisation on pairs of answers, and related losses."""
 
     name: PreferenceName = "dpo"
-    """Name of a published loss: options below that are left out take its published values. simpo and orpo
-    need no reference; kto trains on single answers with a label instead of pairs."""
+    """Name of a published loss. Options below that are not set take its published values. simpo and orpo need
+    no reference; kto trains on single answers with a label instead of pairs."""
     beta: PositiveFloat | None = None
-    """dpo, robust_dpo, ipo, kto: how much a nat of log(policy / ref) counts; a larger one keeps the policy
-    nearer to the reference. simpo: how much a nat of the mean logprob counts. orpo: weight of the odds ratio
-    beside the cross-entropy of the chosen answer."""
+    """dpo, robust_dpo, ipo, kto: weight of log(policy / ref), per nat; a larger weight keeps the policy
+    closer to the reference. simpo: weight of the mean logprob, per nat. orpo: weight of the odds ratio
+    relative to the cross-entropy of the chosen answer."""
     label_smoothing: float | None = Field(None, ge=0.0, lt=0.5)
-    """dpo, robust_dpo: share of the pairs that are assumed to be the wrong way round."""
+    """dpo, robust_dpo: fraction of the pairs that are assumed to be labelled the wrong way round."""
     average: bool | None = None
-    """Divide an answer's log-probability by its number of trained tokens, so that length does not count."""
+    """Divide the logprob of an answer by its number of trained tokens, so that its length does not matter."""
     margin: float | None = Field(None, ge=0.0)
-    """simpo: how far the chosen reward, beta times the mean logprob, should exceed the other one's."""
+    """simpo: margin by which the reward of the chosen answer, beta times its mean logprob, should exceed that
+    of the other answer."""
     desirable_weight: float | None = Field(None, ge=0.0)
     """kto: weight of the loss of a desirable answer."""
     undesirable_weight: float | None = Field(None, ge=0.0)
@@ -392,10 +399,10 @@ class RewardModelLossConfig(Config):
     """The loss of a reward model on pairs of answers."""
 
     name: Literal["bradley_terry"] = "bradley_terry"
-    """The only value."""
+    """The only allowed value."""
     center_coef: float = Field(0.0, ge=0.0)
-    """Weight of the squared sum of both scores, a term that holds their mean at 0 (arXiv 2312.09244); TRL's
-    center_rewards_coefficient, 0.01 in that paper."""
+    """Weight of the squared sum of both scores, a term that keeps their mean near 0 (arXiv 2312.09244, which
+    uses 0.01). It is TRL's center_rewards_coefficient."""
 
 
 def published_values(name: str) -> dict[str, Any]:

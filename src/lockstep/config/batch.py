@@ -16,23 +16,25 @@ Column = Literal["prompt_token_ids", "token_ids", "logprobs"]
 
 
 class GenerateConfig(Config):
-    """Samples of many prompts, into a file."""
+    """Generate samples for many prompts and write them to a file."""
 
     section: ClassVar[str | None] = ""
 
     seed: Seed = 0
-    """Another seed gives other samples, and another order when data.shuffle is on."""
+    """Seed for the samples, and for the order of the prompts if data.shuffle is on."""
     n: PositiveInt = 1
-    """Samples of each prompt: the n of best-of-n."""
+    """Number of samples per prompt: the n of best-of-n."""
     max_samples: PositiveInt | None = None
-    """Prompts to take at most, from the first on; needed for data without an end."""
+    """Maximum number of prompts to use, starting with the first. Data without an end needs this, iteration or
+    data.size."""
     rollout_batch_size: PositiveInt = 64
-    """Prompts that are in the engine at a time."""
+    """Number of prompts that are in the engine at a time."""
     iteration: NonNegativeInt | None = None
-    """Take only rollout batch number ITERATION (from 0; it goes round the data), as iterated rejection
-    sampling does between two updates of the model. None: all prompts."""
+    """Use only rollout batch number ITERATION, as iterated rejection sampling does between two updates of the
+    model. Batches count from 0, and start over at the end of the data. Default: all prompts."""
     columns: tuple[Column, ...] = ("token_ids",)
-    """Numbers to keep besides the texts, of prompt_token_ids, token_ids (of the completion) and logprobs."""
+    """Columns of numbers to write in addition to the texts: prompt_token_ids, token_ids (of the completion)
+    and logprobs."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig(shuffle=False)
     sampling: SamplingConfig = SamplingConfig()
@@ -48,34 +50,34 @@ class RewardModelConfig(Config):
     """A sequence classifier with one label, whose logit is the reward."""
 
     name: Name
-    """A hub name or a folder that AutoModelForSequenceClassification reads; code that comes with a model is
-    never executed."""
+    """A hub name or a folder that AutoModelForSequenceClassification can read. Code that comes with a model
+    is never executed."""
     revision: Name | None = None
     """Hub revision: branch, tag or commit."""
     dtype: Dtype | Literal["auto"] = "auto"
     """auto: bfloat16 if the device has fast bfloat16, else float32."""
     token_budget: PositiveInt = 8192
-    """Tokens of one forward pass, pads included."""
+    """Maximum number of tokens in one forward pass, including padding."""
     max_length: PositiveInt | None = None
-    """Maximum length of prompt plus completion, in tokens. None: the model's own limit."""
+    """Maximum length of prompt plus completion, in tokens. Default: the model's own limit."""
     overlong: Literal["error", "truncate_left"] = "error"
-    """What to do with a longer conversation; truncations are counted."""
+    """What to do with a conversation longer than max_length. Truncations are counted."""
     chat_template: Literal["auto", "none"] | str = "auto"
-    """auto: the reward model's own template if it has one; none: prompt and completion as plain text; or a
+    """auto: the reward model's own template if it has one. none: prompt and completion as plain text. Or a
     jinja template."""
     weight: float = 1.0
     """Weight of the logit in the total reward."""
 
 
 class RewardRoleConfig(RewardModelConfig):
-    """A reward model of an RL run, or several: it scores every rollout, as `lockstep score` does, in
-    addition to `rewards`; with `rewards = []` it is the only reward."""
+    """One or more reward models of an RL run. They score every rollout, as `lockstep score` does, in addition
+    to `rewards`; with `rewards = []` they are the only reward."""
 
     others: tuple[Name, ...] = ()
-    """Further models, folders or hub names, with the same settings: an ensemble. Each has its own tokenizer
-    and chat template."""
+    """Folders or hub names of more models, which form an ensemble and have the same settings. Each model has
+    its own tokenizer and chat template."""
     aggregation: Literal["mean", "min"] = "mean"
-    """others: how the models' scores are combined; min is the most conservative (arXiv 2310.02743)."""
+    """How the scores of an ensemble are combined; min is the more conservative choice (arXiv 2310.02743)."""
 
     @property
     def sources(self) -> list[tuple[str, str | None]]:
@@ -95,13 +97,14 @@ class RewardRoleConfig(RewardModelConfig):
 
 
 class ScoreConfig(Config):
-    """Rewards of samples in a file."""
+    """Score the samples in a file."""
 
     rewards: tuple[RewardConfig, ...] = ()
     """Reward functions and verifiers, as in a training run."""
     reward_model: RewardModelConfig | None = None
     window: PositiveInt = 512
-    """Rows that are scored and written together; within a window a reward model sorts them by length."""
+    """Number of rows that are scored and written together. Within a window, a reward model sorts them by
+    length."""
 
     @check
     def _check(self) -> ScoreConfig:

@@ -17,17 +17,17 @@ from lockstep.errors import ConfigError
 
 
 class PPOKLConfig(KLConfig):
-    """KL to the frozen reference. Coefficient 0: no reference is loaded."""
+    """KL penalty against the frozen reference. If coef is 0, no reference is loaded."""
 
     place: Literal["loss", "reward"] = "reward"
-    """reward: each token is charged with its own KL; OpenRLHF's and TRL's. loss: as in GRPO; verl's
-    use_kl_loss."""
+    """reward: each token's own KL is subtracted from its reward, as in OpenRLHF and TRL. loss: as in GRPO;
+    verl's use_kl_loss."""
     target: PositiveFloat | None = None
-    """Nats of KL of a whole completion that `coef` is adapted towards after each rollout batch, starting from
-    its value; 6 in arXiv 1909.08593. None: it stays."""
+    """Target for the KL of a whole completion, in nats. After each rollout batch `coef` is adapted towards
+    the target, starting from its set value. arXiv 1909.08593 uses 6. Default: `coef` is not adapted."""
     horizon: PositiveInt = 10_000
-    """Rollouts over which `target` is approached: the largest change of coef per rollout batch is 0.2 *
-    rollouts / horizon; 10,000 in arXiv 1909.08593, verl, OpenRLHF and TRL."""
+    """Number of rollouts over which `target` is approached: per rollout batch, coef changes by at most a
+    fraction of 0.2 * rollouts / horizon. arXiv 1909.08593, verl, OpenRLHF and TRL use 10,000."""
 
     @check
     def _check_target(self) -> PPOKLConfig:
@@ -36,37 +36,37 @@ class PPOKLConfig(KLConfig):
 
 
 class PPOConfig(GRPOConfig):
-    """PPO: the options of the policy's loss, and how rewards and values become advantages."""
+    """PPO: the options of the policy's loss, and how advantages are computed from rewards and values."""
 
     name: Literal["ppo"] = "ppo"
-    """The only value."""
+    """The only allowed value."""
     advantage: Literal["gae"] | None = None
     """gae: generalised advantage estimation over the tokens that the policy wrote."""
     gamma: float = Field(1.0, ge=0.0, le=1.0)
-    """Discount per token of the policy; 1 in verl, OpenRLHF and TRL."""
+    """Discount per token of the policy. verl, OpenRLHF and TRL use 1."""
     lam: float = Field(1.0, ge=0.0, le=1.0)
-    """Lambda of the advantages: 1 relies on the rewards, less relies more on the value model. 1 in verl and
-    OpenRLHF, 0.95 in TRL."""
+    """Lambda of the advantages: 1 relies on the rewards, and lower values rely more on the value model. verl
+    and OpenRLHF use 1, TRL uses 0.95."""
     lam_length_alpha: PositiveFloat | None = None
     """Replace `lam` by 1 - 1 / (alpha * n), at least 0, for a rollout with n tokens of the policy, where
-    alpha is this setting. Lambda grows with n, so the reward of a long rollout reaches its early tokens, too;
-    0.05 in VAPO (arXiv 2504.05118, section 4.2). None: `lam`."""
+    alpha is this setting. Lambda grows with n, so the reward of a long rollout reaches its early tokens, too.
+    VAPO uses 0.05 (arXiv 2504.05118, section 4.2). Default: `lam` is used."""
     lam_value: float | None = Field(None, ge=0.0, le=1.0)
-    """Lambda of the returns that the value model is trained towards; 1 in VAPO. None: `lam`."""
+    """Lambda of the returns that are the targets of the value model. VAPO uses 1. Default: `lam`."""
     bootstrap_truncated: bool = False
-    """A rollout that max_tokens cut off is worth, after its last token, the value of the state there. Off, as
-    in verl, OpenRLHF and TRL: it counts as ended, with value 0."""
+    """If max_tokens cut off a rollout, use the value model's estimate for what would have followed its last
+    token. If false, as in verl, OpenRLHF and TRL, the rollout counts as ended, with value 0."""
     normalize_rewards: bool = False
-    """Rewards are shifted and scaled by mean and deviation of all rollouts of the run so far; a checkpoint
-    has both. OpenRLHF's normalisation uses statistics of the reward model's training set instead."""
+    """Shift and scale rewards by the mean and standard deviation of all rollouts of the run so far, which are
+    saved in checkpoints. OpenRLHF uses statistics of the reward model's training set instead."""
     reward_clip: tuple[float, float] | None = None
-    """Bounds of rewards, after normalize_rewards; (-10, 10) in OpenRLHF. None: no bound."""
+    """Bounds for rewards, applied after normalize_rewards. OpenRLHF uses (-10, 10). Default: no bounds."""
     missing_end_penalty: NonNegativeFloat = 0.0
-    """Taken from the reward of a rollout that max_tokens cut off; TRL's missing_eos_penalty."""
+    """Amount subtracted from the reward of a rollout that max_tokens cut off; TRL's missing_eos_penalty."""
     kl: PPOKLConfig = PPOKLConfig()
     whiten_advantages: bool = True
-    """Advantages are shifted and scaled to mean 0 and deviation 1 over the tokens of the rollout batch; verl,
-    OpenRLHF and TRL do it."""
+    """Shift and scale advantages to mean 0 and standard deviation 1 over the tokens of the rollout batch, as
+    verl, OpenRLHF and TRL do."""
 
     @check
     def _check_estimates(self) -> PPOConfig:

@@ -22,38 +22,42 @@ from lockstep.errors import ConfigError
 
 
 class SamplingConfig(Config):
-    """How completions are sampled. Every field is explicit; nothing is merged in from
+    """How completions are sampled. Only these settings count; nothing is merged in from
     generation_config.json."""
 
     max_tokens: PositiveInt = 128
-    """Longest completion, in tokens."""
+    """Maximum length of a completion, in tokens."""
     min_tokens: NonNegativeInt = 0
-    """Until this many tokens, no stop id is sampled and no stop string ends a completion."""
+    """Minimum length of a completion, in tokens: before that, no stop id is sampled and no stop string ends
+    the completion."""
     temperature: Temperature = 1.0
     """Sampling temperature; 0 is greedy. Logprobs and the loss use the same temperature."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling: smallest set of tokens with at least this probability; 1: off."""
+    """Nucleus sampling: sample from the smallest set of most likely tokens with at least this total
+    probability; 1 turns it off."""
     top_k: int = Field(-1, ge=-1, lt=2**31)
-    """Number of most likely tokens to sample from; -1: off."""
+    """Sample only from this many most likely tokens; -1 turns it off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    """Least probability relative to the most likely token; 0: off."""
+    """Minimum probability of a token relative to the most likely token; 0 turns it off."""
     repetition_penalty: float = Field(1.0, gt=0.0)
-    """Divides positive and multiplies negative logits of tokens in prompt or completion; 1: off."""
+    """For tokens that occur in the prompt or the completion, divide positive logits and multiply negative
+    logits by this; 1 turns it off."""
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    """Subtracted from the logit of every token that occurs in the completion; 0: off."""
+    """Amount subtracted from the logit of every token that occurs in the completion; 0 turns it off."""
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    """Subtracted from a token's logit for each occurrence in the completion; 0: off."""
+    """Amount subtracted from a token's logit for each time it occurs in the completion; 0 turns it off."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Token ids that end a completion, besides end of sequence."""
+    """Token ids that end a completion, in addition to end of sequence."""
     keep_stop: bool = True
-    """Whether the text keeps the stop string. The token ids always keep it."""
+    """Keep the stop string in the text. The token ids always keep it."""
     ignore_eos: bool = False
-    """Continue after end of sequence."""
+    """Continue after the end-of-sequence token."""
     skip_special_tokens: bool = False
-    """Whether the text of a completion, which rewards, stop strings and files get, leaves out special tokens,
-    such as <think> in many models. The end-of-sequence token is never in it."""
+    """Leave special tokens, such as <think> in many models, out of the completion's text. This is the text
+    that rewards and stop strings are applied to and that is written to files. The end-of-sequence token is
+    always left out."""
 
     @property
     def can_end(self) -> bool:
@@ -67,7 +71,7 @@ class SamplingConfig(Config):
 
 
 class RolloutConfig(Config):
-    """How much a step samples: prompts_per_step prompts with group_size samples each."""
+    """Samples per step: prompts_per_step prompts with group_size samples each."""
 
     prompts_per_step: PositiveInt = 8
     """Prompts per rollout batch."""
@@ -88,46 +92,48 @@ BUILTIN_REWARDS = ("format", "http", "ids", "length", "math", "verifier")
 
 
 class RewardConfig(Config):
-    """One reward. Several rewards are summed with their weights."""
+    """One reward. Several rewards are added up with their weights."""
 
     name: Name = "verifier"
-    """verifier: the task's own, in [0, 1]. math: math-verify against the row's answer, 0 or 1. ids: share of
-    even completion ids (for models without a tokenizer). length: -|tokens - target| / target, kwargs
-    {target}. format: 1 where the regular expression kwargs {pattern} is found, else 0. http: a service at
-    `url`. Or `module:attribute`: a function, sync or async, called with keyword arguments prompt, completion,
-    row and kwargs; or a class, made with kwargs, whose instances take one RewardInput. The module may be in
-    the working directory; it is imported in a separate process."""
+    """verifier: the task's own verifier, in [0, 1]. math: math-verify with the row's answer, 0 or 1. ids:
+    fraction of the completion's ids that are even (for models without a tokenizer). length: -|tokens -
+    target| / target, with kwargs {target}. format: 1 if the regular expression in kwargs {pattern} is found,
+    else 0. http: a service at `url`. `module:attribute`: a function, sync or async, that is called with the
+    keyword arguments prompt, completion and row, and with kwargs; or a class that is created with kwargs and
+    whose instances are called with one RewardInput. The module may be in the working directory; it is
+    imported in a separate process."""
     weight: float = 1.0
     """Weight of this reward in the total."""
     on_error: Literal["fail", "drop"] = "fail"
-    """What happens if a reward raises, times out or returns anything but a finite number. fail: the run stops
-    and names the row and the exception. drop: the rollout is dropped and counted. An answer that a verifier
-    cannot parse does not count as an error: it scores 0 and is counted as junk."""
+    """What to do if a reward raises, times out or returns anything but a finite number. fail: stop the run
+    with an error that names the row and the exception. drop: drop the rollout and count it. An answer that a
+    verifier cannot parse does not count as an error: it scores 0 and is counted as junk."""
     timeout_seconds: Seconds = 60.0
-    """Deadline of one call; http: of one attempt. A verifier that misses it is killed, and the answer scores
-    0; the process of any other reward is killed, and on_error applies."""
+    """Deadline in seconds of one call (http: of one attempt). If a verifier misses it, the verifier is killed
+    and the answer scores 0. If any other reward misses it, its process is killed and on_error applies."""
     max_concurrency: PositiveInt = 64
-    """Async functions, http: maximum number of concurrent calls."""
+    """Async functions and http: maximum number of concurrent calls."""
     url: Name | None = None
-    """http: the address that samples are sent to, http://... or https://...; the protocol is in
-    docs/how-to/own-reward.md."""
+    """http: address to which samples are sent. It begins with http:// or https://; docs/how-to/own-reward.md
+    describes the protocol."""
     token_env: Variable | None = None
-    """http: the environment variable with the token that is sent as `Authorization: Bearer TOKEN`."""
+    """http: name of the environment variable with the token that is sent as `Authorization: Bearer TOKEN`."""
     batch_size: PositiveInt = 64
     """http: maximum number of samples per request."""
     retries: int = Field(2, ge=0, le=20)
-    """http: how often a request is retried after a timeout or a status such as 503."""
+    """http: how often to retry a request after a timeout or a status such as 503."""
     answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"
-    """verifier, math: which part of the completion is the answer; tags is the last <answer>...</answer>. A
-    completion without that part scores 0 and is counted."""
+    """verifier and math: the part of the completion that is the answer; tags means the last
+    <answer>...</answer>. A completion without that part scores 0 and is counted."""
     allow_unsandboxed: tuple[Name, ...] = ()
-    """verifier: reasoning_gym tasks, such as "countdown", that may evaluate completions on a machine whose
-    kernel offers no sandbox (see `lockstep doctor`). On other machines they are still sandboxed."""
+    """verifier: reasoning_gym tasks, such as "countdown", that may evaluate completions without a sandbox if
+    the kernel of the machine offers none (see `lockstep doctor`). On other machines they are still
+    sandboxed."""
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
-    """Keyword arguments of length, format and `module:attribute`."""
+    """Keyword arguments for length, format and `module:attribute`."""
     secrets: dict[str, SecretPlace] = Field(default_factory=dict)
     """`module:attribute`: additional keyword arguments, each with the location of its value: env:VARIABLE, or
-    file:/absolute/path of a file of mode 0600. The values appear in no file, log or error."""
+    file:/absolute/path of a file with mode 0600. The values never appear in files, logs or errors."""
 
     @check
     def _check_secret_arguments(self) -> RewardConfig:

@@ -40,18 +40,18 @@ class GRPORun(RunConfig):
     algorithm: GRPOConfig = GRPOConfig()
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
-    """Held-out prompts. None: the same source with another seed (generated data) or the rows after the
-    training rows (files); prompts with the same text are left out of training. Without an evaluation
-    (eval.before, eval.every, eval.after) nothing is held out."""
+    """Held-out prompts. By default they come from the same source: with another seed for generated data, and
+    from the rows after the training rows for files. Prompts with the same text are left out of training.
+    Without an evaluation (eval.before, eval.every, eval.after) nothing is held out."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     reward_model: RewardRoleConfig | None = None
-    """None: rewards are functions and verifiers only."""
+    """If it is off, only reward functions and verifiers give rewards."""
     engine: EngineConfig = EngineConfig()
     offload: tuple[Role, ...] = ()
-    """Roles whose GPU memory is offloaded to host memory while they are idle; the copies make a step slower.
+    """Roles whose GPU memory is offloaded to host memory while they are idle. The copies make a step slower.
     policy: the optimizer states. value: the value model's weights and optimizer states. ref, reward_model:
-    everything. Works with train.backend local and fsdp2; results stay bitwise the same. The engine has
+    everything. Works with train.backend local and fsdp2; results stay bitwise the same. For the engine, use
     engine.offload."""
     eval: EvalConfig = EvalConfig()
 
@@ -257,9 +257,10 @@ class OfflineRun(RunConfig):
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
     batch_size: PositiveInt = 32
-    """Documents (DPO: pairs, but for kto) per optimizer step."""
+    """Documents per optimizer step. For dpo and rm it counts pairs, but with kto it counts answers."""
     eval_every: NonNegativeInt = 0
-    """Steps between held-out evaluations; 0: only before and after, if eval_data is set."""
+    """Steps between evaluations on held-out documents. With 0, evaluations are made only before and after
+    training, and only if eval_data is set."""
 
     def is_evaluation_due(self, name: Literal["before", "during", "after"], done: int) -> bool:
         """See RunConfig."""

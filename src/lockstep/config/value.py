@@ -16,26 +16,27 @@ POLICY = "policy"
 
 
 class ValueConfig(Config):
-    """The value model: which one, how it is trained, and what its loss is. An option left at None is that of
-    `train`, or of `model`, for the policy."""
+    """The value model: its weights, its training and its loss. Options that are not set take the policy's
+    value from `train` or `model`."""
 
     name: Name = POLICY
-    """policy: the policy's own model as it was at the start, with a fresh head. Else a folder, a hub name or
-    shape:NAME: of a classifier with one label, such as a reward model, whose head is kept; or of a causal LM,
-    which gets a fresh one. Token ids must mean the same as the policy's."""
+    """policy: the initial policy with a fresh head. Otherwise a folder, a hub name or shape:NAME. A
+    classifier with one label, such as a reward model, keeps its head; a causal LM gets a fresh one. Token ids
+    must mean the same as for the policy."""
     revision: Name | None = None
     """Hub revision of `name`."""
     dtype: Dtype | Literal["auto"] | None = None
     """Compute dtype of parameters and activations."""
     lora: LoraConfig | None = None
-    """Train adapters and the head only. None: all weights, whatever the policy trains."""
+    """Train only the adapters and the head. If lora is off, all weights are trained, whatever the policy
+    trains."""
 
     lr: PositiveFloat = 1e-5
-    """Learning rate after warm-up; 1e-5 in verl, 9e-6 in OpenRLHF."""
+    """Learning rate after warm-up. verl uses 1e-5, OpenRLHF 9e-6."""
     schedule: Literal["constant", "linear", "cosine"] | None = None
     """Learning rate schedule after warm-up."""
     warmup_steps: NonNegativeInt | None = None
-    """Optimizer steps of the value model until `lr` is reached."""
+    """Optimizer steps during which the value model's learning rate rises to `lr`."""
     min_lr_ratio: float | None = Field(None, ge=0.0, le=1.0)
     """Learning rate at the end of a decay, as a fraction of lr."""
     betas: tuple[float, float] | None = None
@@ -45,33 +46,36 @@ class ValueConfig(Config):
     weight_decay: NonNegativeFloat | None = None
     """AdamW's weight decay. It applies to matrices only."""
     max_grad_norm: PositiveFloat | None = None
-    """A gradient with a larger L2 norm is scaled down to this norm."""
+    """Maximum L2 norm of the gradient. A gradient with a larger norm is scaled down to it."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] | None = None
     """adamw8bit needs torchao."""
     optimizer_device: Literal["model", "cpu"] | None = None
-    """cpu: master weights and optimizer states live in host memory."""
+    """cpu: keep master weights and optimizer states in host memory."""
     grad_accum_dtype: Literal["float32", "model"] | None = None
-    """Dtype in which the gradients of several micro-batches are added up."""
+    """Dtype in which gradients are accumulated over micro-batches."""
     activation_checkpointing: bool | None = None
-    """Recompute the inside of each block in backward."""
+    """Keep only the input of each block and recompute the rest in the backward pass."""
     minibatches: PositiveInt | None = None
-    """Optimizer steps per pass over a rollout batch."""
+    """Number of optimizer steps per pass over a rollout batch."""
     epochs_per_batch: PositiveInt | None = None
-    """Passes over a rollout batch."""
+    """Number of passes over a rollout batch."""
 
     warmup_batches: NonNegativeInt = 0
-    """Rollout batches at the start of the run in which only the value model is trained; verl's critic_warmup
-    (0 there)."""
+    """Number of rollout batches at the start of the run in which only the value model is trained. It is
+    verl's critic_warmup, 0 there."""
 
     loss: Literal["squared", "huber"] = "squared"
-    """Of the error value - return: half its square; huber is linear beyond `huber_delta`."""
+    """Loss of the error, value - return. squared: half the square of the error. huber: the same, but linear
+    beyond `huber_delta`."""
     huber_delta: PositiveFloat = 1.0
-    """In units of reward."""
+    """Error beyond which huber is linear, in units of reward."""
     clip: NonNegativeFloat = 0.5
-    """A value that has moved further than this from its value before the update counts as if it had moved
-    only this far, if that gives the larger loss; 0.5 in verl and OpenRLHF, 0.2 in TRL. 0: no bound."""
+    """Bound on how far a value may move from its value before the update. A value that has moved further is
+    treated as if it had moved this far, if that gives the larger loss. verl and OpenRLHF use 0.5, TRL 0.2; 0
+    means no bound."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """token_mean: over all tokens of an optimizer step. sequence_mean: per sequence, then over sequences."""
+    """token_mean: average over all tokens of an optimizer step. sequence_mean: average per sequence, then
+    over sequences."""
 
     def model(self, policy: ModelConfig) -> ModelConfig:
         """Return which model it is, given which the policy is."""
