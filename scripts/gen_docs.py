@@ -319,8 +319,8 @@ def rules_page() -> str:
         "# Refused combinations of settings",
         NOTE,
         "These combinations of settings in one table are refused before anything is loaded. If several "
-        "apply, the error shows the first. `...` stands for the value that was set. For combinations of backend, "
-        "engine, attention and the other axes of a run, see [supported combinations](support.md).",
+        "apply, the error shows the first. `...` stands for the value that was set. For combinations of "
+        "backend, engine, attention and the other axes of a run, see [supported combinations](support.md).",
     ]
     for name, rules in sorted(RULES.items()):
         rows = ((f"`{r.setting}`", f"`{r.code}`", _with_dots(r.text)) for r in rules)

@@ -57,8 +57,8 @@ class KLConfig(Config):
     """Factor by which the KL is multiplied before it is added to the loss or subtracted from the reward."""
     estimator: Literal["k1", "k2", "k3"] | None = None
     """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, where x is the token's logprob under the reference minus
-    that under the policy. Default: k1 in the reward, k3 in the loss. k1 in the loss, and k2 or k3 in the
-    reward, are refused, because they do not penalise the KL there."""
+    that under the policy. If unset, it is k1 in the reward and k3 in the loss. k1 in the loss, and k2 or k3
+    in the reward, are refused, because they do not penalise the KL there."""
     place: Literal["loss", "reward"] = "loss"
     """loss: the KL is added per token. reward: the KL of the whole completion is subtracted before advantages
     are computed."""
@@ -101,9 +101,9 @@ class RolloutCorrectionConfig(Config):
     """Upper bound for tis, mask and icepop."""
     geometric_high: float | None = Field(None, gt=1.0)
     """With every kind: mask a completion if the geometric mean of old / rollout over its tokens is above
-    this. It is verl's rollout_rs = seq_mean_k1, and does not grow with the length. Default: off."""
+    this. It is verl's rollout_rs = seq_mean_k1, and does not grow with the length. Off if unset."""
     geometric_low: float | None = Field(None, gt=0.0, lt=1.0)
-    """Also mask a completion if that mean is below this. Default: 1 / geometric_high."""
+    """Also mask a completion if that mean is below this. If unset, it is 1 / geometric_high."""
 
     @property
     def whole_sequences(self) -> bool:
@@ -121,11 +121,11 @@ class OverlongConfig(Config):
     linearly by penalty."""
 
     buffer_tokens: PositiveInt | None = None
-    """Number of tokens before max_tokens over which the reward falls. Default: a fifth of max_tokens, as
-    published (4,096 of 20,480)."""
+    """Number of tokens before max_tokens over which the reward falls. If unset, it is a fifth of max_tokens,
+    as published (4,096 of 20,480)."""
     penalty: float | None = Field(None, ge=0.0)
     """Amount by which the reward of a completion with max_tokens tokens is reduced; 0 turns the punishment
-    off. Default: 1 if algorithm.name is "dapo" or buffer_tokens is set, else 0."""
+    off. If unset, it is 1 with algorithm.name = "dapo" or if buffer_tokens is set, else 0."""
 
 
 class GRPOConfig(Config):
@@ -157,7 +157,7 @@ class GRPOConfig(Config):
     """Upper clip: the ratio is clipped at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Upper bound for the ratio where the advantage is negative (arXiv 1912.09729; verl's clip_ratio_c, 3
-    there). Default: no bound."""
+    there). If unset, there is no such bound."""
     ratio: Literal["token", "sequence", "sequence_token", "sequence_product"] | None = None
     """Level of the importance_ratio. sequence: GSPO's length-normalised ratio. sequence_product: the ratio of
     the whole completion (TRL's RLOOTrainer). sequence_token: GSPO-token's ratio, which has the value of
@@ -168,9 +168,10 @@ class GRPOConfig(Config):
     and these options that returns a loss per token, [R]."""
     tau_pos: PositiveFloat | None = None
     """sapo: temperature of tokens with a positive advantage. The higher it is, the sooner a token far from
-    the old policy loses its gradient. Default: 1, as published; TRL's sapo_temperature_pos."""
+    the old policy loses its gradient. If unset, it is 1, as published; TRL's sapo_temperature_pos."""
     tau_neg: PositiveFloat | None = None
-    """sapo: temperature of the other tokens. Default: 1.05, as published; TRL's sapo_temperature_neg."""
+    """sapo: temperature of the other tokens. If unset, it is 1.05, as published; TRL's
+    sapo_temperature_neg."""
     dynamic_sampling: bool | None = None
     """Replace groups whose rewards are all equal by newly sampled groups."""
     max_resample_rounds: PositiveInt = 10
@@ -187,7 +188,7 @@ class GRPOConfig(Config):
     off_policy_mask_threshold: PositiveFloat | None = None
     """Mask a completion with a negative advantage if its tokens are now less likely than when they were
     sampled, on average by more than this many nats (arXiv 2512.02556, eq. 9; the setting has the same name in
-    TRL). Default: off."""
+    TRL). Off if unset."""
 
     @property
     def compares_group(self) -> bool:

@@ -31,7 +31,7 @@ class GenerateConfig(Config):
     """Number of prompts that are in the engine at a time."""
     iteration: NonNegativeInt | None = None
     """Use only rollout batch number ITERATION, as iterated rejection sampling does between two updates of the
-    model. Batches count from 0, and start over at the end of the data. Default: all prompts."""
+    model. Batches count from 0, and start over at the end of the data. If unset, all prompts are used."""
     columns: tuple[Column, ...] = ("token_ids",)
     """Columns of numbers to write in addition to the texts: prompt_token_ids, token_ids (of the completion)
     and logprobs."""
@@ -59,7 +59,7 @@ class RewardModelConfig(Config):
     token_budget: PositiveInt = 8192
     """Maximum number of tokens in one forward pass, including padding."""
     max_length: PositiveInt | None = None
-    """Maximum length of prompt plus completion, in tokens. Default: the model's own limit."""
+    """Maximum length of prompt plus completion, in tokens. If unset, it is the model's own limit."""
     overlong: Literal["error", "truncate_left"] = "error"
     """What to do with a conversation longer than max_length. Truncations are counted."""
     chat_template: Literal["auto", "none"] | str = "auto"

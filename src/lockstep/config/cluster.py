@@ -57,7 +57,8 @@ class ClusterConfig(Config):
     """Names of secret environment variables that the ranks need, such as HF_TOKEN. Only the names are sent:
     each node must have the values in its own environment."""
     temp_dir: FilePath | None = None
-    """Folder for Ray's files under --cluster local. Default: ray/ in the cache folder (LOCKSTEP_CACHE)."""
+    """Folder for Ray's files under --cluster local. If unset, it is ray/ in the cache folder
+    (LOCKSTEP_CACHE)."""
     object_store_mb: int = Field(80, ge=75, le=2**20)
     """Size of Ray's object store under --cluster local, in MB. No tensors go through it."""
     peer_copy: bool = False
@@ -73,7 +74,7 @@ class ClusterConfig(Config):
     everything and replaces a rank that dies. A spare uses no GPU and about 0.4 GB of host memory."""
     copy_dir: FilePath | None = None
     """With peer_copy: a folder in memory (tmpfs) on each node, with room for two copies of the state of all
-    ranks. Default: /dev/shm."""
+    ranks. If unset, it is /dev/shm."""
     node_seconds: PositiveFloat = 600.0
     """With peer_copy on several nodes: how many seconds to wait for a node that replaces a dead one."""
 

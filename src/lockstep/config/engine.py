@@ -90,8 +90,8 @@ class EngineConfig(Config):
     max_batch: PositiveInt = 256
     """Maximum number of samples decoded together."""
     kv_cache_tokens: PositiveInt | None = None
-    """native: capacity of the KV cache in tokens, shared by all samples. Samples that do not fit wait.
-    Default: as many as max_batch samples can need, within memory_fraction."""
+    """native: capacity of the KV cache in tokens, shared by all samples. Samples that do not fit wait. If
+    unset, it is what max_batch samples can need, within memory_fraction."""
     prefill_chunk: PositiveInt = 2048
     """native: maximum number of prompt tokens per forward pass. Longer prompts take several passes."""
     python: FilePath | None = None
@@ -109,11 +109,12 @@ class EngineConfig(Config):
     tp: PositiveInt = 1
     """Tensor parallel size: number of GPUs that share each matrix of one engine."""
     max_model_len: PositiveInt | None = None
-    """Maximum length of prompt plus completion, in tokens. Default: the maximum that the run can produce."""
+    """Maximum length of prompt plus completion, in tokens. If unset, it is the longest that the run can
+    produce."""
     memory_fraction: float | None = Field(None, gt=0.0, lt=1.0)
     """Fraction of GPU memory for one engine. For vLLM it covers everything, for SGLang weights and KV cache,
-    for native only the KV cache (on a CPU, it is a fraction of host memory). Default: 0.45 of a GPU that the
-    trainer also uses (0.25 for native on a CPU), else the engine's own default."""
+    for native only the KV cache (on a CPU, it is a fraction of host memory). If unset, it is 0.45 of a GPU
+    that the trainer also uses (0.25 for native on a CPU), else the engine's own default."""
     prefix_caching: bool = True
     """Keep the keys and values of prompts and reuse them when a prompt is repeated."""
     eager: bool = False

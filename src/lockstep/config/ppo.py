@@ -24,7 +24,7 @@ class PPOKLConfig(KLConfig):
     verl's use_kl_loss."""
     target: PositiveFloat | None = None
     """Target for the KL of a whole completion, in nats. After each rollout batch `coef` is adapted towards
-    the target, starting from its set value. arXiv 1909.08593 uses 6. Default: `coef` is not adapted."""
+    the target, starting from its set value. arXiv 1909.08593 uses 6. If unset, `coef` is not adapted."""
     horizon: PositiveInt = 10_000
     """Number of rollouts over which `target` is approached: per rollout batch, coef changes by at most a
     fraction of 0.2 * rollouts / horizon. arXiv 1909.08593, verl, OpenRLHF and TRL use 10,000."""
@@ -50,9 +50,9 @@ class PPOConfig(GRPOConfig):
     lam_length_alpha: PositiveFloat | None = None
     """Replace `lam` by 1 - 1 / (alpha * n), at least 0, for a rollout with n tokens of the policy, where
     alpha is this setting. Lambda grows with n, so the reward of a long rollout reaches its early tokens, too.
-    VAPO uses 0.05 (arXiv 2504.05118, section 4.2). Default: `lam` is used."""
+    VAPO uses 0.05 (arXiv 2504.05118, section 4.2). If unset, `lam` is used."""
     lam_value: float | None = Field(None, ge=0.0, le=1.0)
-    """Lambda of the returns that are the targets of the value model. VAPO uses 1. Default: `lam`."""
+    """Lambda of the returns that are the targets of the value model. VAPO uses 1. If unset, `lam` is used."""
     bootstrap_truncated: bool = False
     """If max_tokens cut off a rollout, use the value model's estimate for what would have followed its last
     token. If false, as in verl, OpenRLHF and TRL, the rollout counts as ended, with value 0."""
@@ -60,7 +60,8 @@ class PPOConfig(GRPOConfig):
     """Shift and scale rewards by the mean and standard deviation of all rollouts of the run so far, which are
     saved in checkpoints. OpenRLHF uses statistics of the reward model's training set instead."""
     reward_clip: tuple[float, float] | None = None
-    """Bounds for rewards, applied after normalize_rewards. OpenRLHF uses (-10, 10). Default: no bounds."""
+    """Bounds for rewards, applied after normalize_rewards. OpenRLHF uses (-10, 10). If unset, there are no
+    bounds."""
     missing_end_penalty: NonNegativeFloat = 0.0
     """Amount subtracted from the reward of a rollout that max_tokens cut off; TRL's missing_eos_penalty."""
     kl: PPOKLConfig = PPOKLConfig()

@@ -31,7 +31,7 @@ class RunConfig(Config):
     steps: PositiveInt = 100
     """Number of rollout batches (grpo and ppo) or optimizer steps (sft, dpo and rm)."""
     run_dir: FilePath | None = None
-    """Folder for all output. Default: runs/NAME-TIMESTAMP."""
+    """Folder for all output. If unset, it is runs/NAME-TIMESTAMP."""
     name: Name = "run"
     """Name of the run. It is used for the folder and in wandb."""
     model: ModelConfig = ModelConfig()

@@ -58,19 +58,19 @@ class TrainConfig(Config):
     determines the activation memory. auto: 4096 on a CPU; on CUDA the largest of a few values up to 32768
     that fits the memory plan; never less than the length of the longest document."""
     static_capacity: bool | None = None
-    """Pad every pack to one of a few static capacities, with one graph per capacity. Default: on in compiled
-    modes, else off."""
+    """Pad every pack to one of a few static capacities, with one graph per capacity. If unset, it is on in
+    compiled modes, else off."""
     max_recompiles: NonNegativeInt | None = None
-    """Compiled modes: how many recompiles to allow after the run's first step; with more, the run stops.
-    Default: no limit."""
+    """Compiled modes: how many recompiles to allow after the run's first step; with more, the run stops. If
+    unset, there is no limit."""
     batch_invariant: bool | None = None
     """Make every row of a forward pass, and so every logprob, bitwise independent of the rest of the batch.
-    With engine.name = 'native' the rollout's logprobs then equal the trainer's. Default: on with that engine
-    on CUDA in bfloat16 with varlen attention, else off."""
+    With engine.name = 'native' the rollout's logprobs then equal the trainer's. If unset, it is on with that
+    engine on CUDA in bfloat16 with varlen attention, else off."""
     reuse_rollout_logprobs: bool | None = None
     """Use the rollout's logprobs as old_logprobs instead of recomputing them for every sample. As a check, a
-    few micro-batches of each step are recomputed and must be bitwise equal. Default: on if trainer and engine
-    have the same kernel contract."""
+    few micro-batches of each step are recomputed and must be bitwise equal. If unset, it is on if trainer and
+    engine have the same kernel contract."""
     deterministic: bool = Field(False, json_schema_extra={"alias": "--deterministic"})
     """Make the run reproducible: repeated on the same machine, it produces bitwise identical weights. Their
     hash is logged each step. Slower on CUDA. Also available as `--deterministic`."""
@@ -118,7 +118,7 @@ class TrainConfig(Config):
     """Dtype in which gradients are accumulated over micro-batches. deepspeed always uses the model's
     dtype."""
     num_threads: PositiveInt | None = Field(None, le=4096)
-    """Number of CPU threads that torch uses. Default: OMP_NUM_THREADS if it is set, else torch's own
+    """Number of CPU threads that torch uses. If unset, it is OMP_NUM_THREADS if that is set, else torch's own
     default."""
 
     @field_validator("device")
@@ -173,7 +173,8 @@ class EvalConfig(Config):
     temperature: Temperature = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
     max_tokens: PositiveInt | None = None
-    """Maximum length of a completion in an evaluation, in tokens. Default: rollout.sampling.max_tokens."""
+    """Maximum length of a completion in an evaluation, in tokens. If unset, it is
+    rollout.sampling.max_tokens."""
     before_max_tokens_factor: PositiveInt = 1
     """Factor by which max_tokens is multiplied in the evaluation before training. With 2, a policy does not
     seem to improve merely because it learns to stop in time. Above 1, the lines that compare evaluations
