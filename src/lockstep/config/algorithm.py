@@ -63,8 +63,8 @@ class KLConfig(Config):
     """loss: the KL is added per token. reward: the KL of the whole completion is subtracted before advantages
     are computed."""
     max_nats: PositiveFloat = 10.0
-    """Upper bound for k3 of a token; beyond it, k3 has no gradient. verl and OpenRLHF use 10; TRL has no such
-    bound (use 1e9 here). x is clamped to 20 nats in both directions."""
+    """Upper bound for k3 of a token; beyond it, k3 has no gradient. verl and OpenRLHF use 10. TRL has no such
+    bound; 1e9 has the same effect here. x is clamped to 20 nats in both directions."""
 
     @check
     def _check(self) -> KLConfig:

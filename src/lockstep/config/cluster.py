@@ -35,10 +35,10 @@ class ClusterConfig(Config):
     slots: PositiveInt = 1
     """Ranks on each node if they run on CPUs (gpus = 0)."""
     colocate: tuple[tuple[str, ...], ...] = ()
-    """Groups of roles that share processes. The roles are policy, ref, value and reward_model; if the list is
-    empty, all of them share. Otherwise the groups must name every role of the run. A group without the policy
-    is remote: its roles run in a separate process beside each rank. On the command line, the flag takes one
-    value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
+    """Groups of roles that share processes. The roles are policy, ref, value and reward_model. If the list is
+    empty, all roles of a rank share one process. Otherwise the groups must name every role of the run. A
+    group without the policy is remote: its roles run in a separate process beside each rank. On the command
+    line, the flag takes one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
     dedicated_gpus: bool = False
     """Give each process that runs remote roles a GPU of its own, on the same node as its rank. If false, the
     process shares the GPU of its rank. On CPUs the process takes a slot, which only Ray counts."""
@@ -70,7 +70,7 @@ class ClusterConfig(Config):
     """With peer_copy: how often the ranks may be restarted in a run. After that, the death of a rank ends the
     run."""
     warm_spares: bool = True
-    """With peer_copy: once the first copy exists, keep one spare process per rank. It has already imported
+    """With peer_copy: once the first copy exists, keep one spare process per rank, which has already imported
     everything and replaces a rank that dies. A spare uses no GPU and about 0.4 GB of host memory."""
     copy_dir: FilePath | None = None
     """With peer_copy: a folder in memory (tmpfs) on each node, with room for two copies of the state of all

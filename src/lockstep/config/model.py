@@ -29,7 +29,7 @@ _NOT_ADAPTED = {
 
 
 class LoraConfig(Config):
-    """Low-rank adapters (LoRA) through peft. Only the adapters are trained."""
+    """Low-rank adapters (LoRA) through peft."""
 
     rank: PositiveInt = Field(16, le=2**16)
     """Rank of the adapter matrices."""
@@ -75,5 +75,6 @@ class ModelConfig(Config):
     seed: Seed = 0
     """Seed for random weights (`shape:`)."""
     lora: LoraConfig | None = None
+    """Only the adapters are trained."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. If false, such models are refused."""

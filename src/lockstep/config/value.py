@@ -16,8 +16,8 @@ POLICY = "policy"
 
 
 class ValueConfig(Config):
-    """The value model: its weights, its training and its loss. Options that are not set take the policy's
-    value from `train` or `model`."""
+    """The value model: its weights, its training and its loss. Options that are not set have the same values
+    as for the policy, from `train` or `model`."""
 
     name: Name = POLICY
     """policy: the initial policy with a fresh head. Otherwise a folder, a hub name or shape:NAME. A
@@ -28,7 +28,7 @@ class ValueConfig(Config):
     dtype: Dtype | Literal["auto"] | None = None
     """Compute dtype of parameters and activations."""
     lora: LoraConfig | None = None
-    """Train only the adapters and the head. If lora is off, all weights are trained, whatever the policy
+    """Only the adapters and the head are trained. Without lora, all weights are trained, whatever the policy
     trains."""
 
     lr: PositiveFloat = 1e-5
