@@ -133,7 +133,8 @@ def test_help_shows_the_docs_and_the_loaded_defaults(tmp_path, capsys):
         main(["train", str(tmp_path / "run.toml"), "--help"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--steps INT Rollout batches (RL) or optimizer steps (SFT). (default: 123)" in shown
+    steps = "--steps INT Number of rollout batches (grpo, ppo) or optimizer steps (sft, dpo, rm)."
+    assert f"{steps} (default: 123)" in shown
     assert "--checkpoint STEP" in shown and "--checkpoint.every INT" in shown
     assert "--model.lora.rank INT Rank of the adapter matrices. (off; then 16)" in shown
     assert "--train.schedule {constant,linear,cosine}" in shown

@@ -229,15 +229,15 @@ class Flags:
         self.value(
             "--cluster",
             "URL",
-            "ask the Ray cluster with this dashboard (http://HEAD:8265) about a run that was submitted to "
-            "it, by its run directory or its job's id",
+            "dashboard of the Ray cluster (http://HEAD:8265) to which the run was submitted; name the run "
+            "by its run directory or by its job id",
         )
 
-    def results(self, command: str, json: str = "write the result to this file too") -> None:
+    def results(self, command: str, json: str = "also write the result to this file") -> None:
         """--out, --json and --quiet of a command that writes a folder of results."""
         self.value("--out", path, f"new folder (runs/{command}-TIME)", metavar="DIR")
         self.value("--json", path, json)
-        self.switch("--quiet", "print the verdict only")
+        self.switch("--quiet", "print only the verdict")
 
 
 def _with_default(text: str, default: Any) -> str:

@@ -33,10 +33,12 @@ STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 class BatchFlags:
     """The flags of both commands that are not settings."""
 
-    out: Annotated[Path | None, tyro.conf.arg(help="Where the rows go: .jsonl or .parquet.", metavar="FILE")]
-    overwrite: Annotated[bool, tyro.conf.arg(help="Begin anew, whatever is in the file.")]
+    out: Annotated[
+        Path | None, tyro.conf.arg(help="Output file for the rows, .jsonl or .parquet.", metavar="FILE")
+    ]
+    overwrite: Annotated[bool, tyro.conf.arg(help="Start over, even if the file has rows.")]
     json: Annotated[Path | None, tyro.conf.arg(help="Write the result to this file.", metavar="FILE")]
-    quiet: Annotated[bool, tyro.conf.arg(help="No progress.")]
+    quiet: Annotated[bool, tyro.conf.arg(help="Show no progress.")]
     print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved settings and do nothing.")]
 
 

@@ -67,17 +67,17 @@ _CORE = frozenset({"numpy", "safetensors", "pydantic", "tensorboard"})
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Check what this machine can run, and settings that often cause trouble.
+    """Check what this machine can run, and look for settings that often cause trouble.
 
-    Exit status 1 if nothing can be trained.
+    The exit status is 1 if nothing can be trained.
     """
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the findings to this file."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Run the admission check of this model, as every load does, and list the differences."""
+    """Run the admission check for this model, as on every load, and list the differences."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder for runs, whose disk is checked."""
+    """Folder for runs. The disk it is on is checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -548,8 +548,8 @@ def describe(row: Mapping[str, str]) -> str:
 def _support_parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep support",
-        "List which combinations are supported. Give axes to see only rows that can apply to them; give all "
-        "seven to check one combination (exit status 1 if it is unsupported).",
+        "List which combinations are supported. If you give some of the axes, only rows that can apply are "
+        "shown. If you give all seven, one combination is checked; exit status 1 means unsupported.",
     )
     flags = values.Flags(parser)
     for axis, known in AXES.items():

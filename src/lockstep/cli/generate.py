@@ -42,7 +42,7 @@ interrupted one.
 
   --model MODEL       a folder, a hub name, bundled:NAME, or a run directory (--checkpoint export|last|STEP)
   --engine NAME       native, hf, vllm, sglang (--engine.python PATH starts a server, --engine.url uses one)
-  --data DATA         what data.source takes: a file, a folder, a hub name, reasoning_gym:TASK, ids
+  --data DATA         a file, a folder, a hub name, reasoning_gym:TASK or ids, as for data.source
   --out FILE          output file
   --n N               samples per prompt
   --temperature T, --max-tokens N, --top-p P, --chat-template TEMPLATE, --system-prompt TEXT
@@ -68,7 +68,7 @@ class Flags(BatchFlags):
 
     checkpoint: Annotated[
         str | None,
-        tyro.conf.arg(help="With a run directory as model: export, last or a step.", metavar="NAME"),
+        tyro.conf.arg(help="Checkpoint of a run directory: export, last or a step.", metavar="NAME"),
     ]
 
 

@@ -42,7 +42,7 @@ COMMANDS = {
     "plan": ("lockstep.cli.plan", "show a run's parameters, memory and micro-batches before it starts"),
     "doctor": (
         "lockstep.cli.doctor",
-        "check what this machine can run, and settings that often cause trouble",
+        "check what this machine can run, and look for settings that often cause trouble",
     ),
     "support": (
         "lockstep.cli.doctor:support",
@@ -50,8 +50,8 @@ COMMANDS = {
     ),
     "submit": ("lockstep.cli.submit", "submit a run to a Ray cluster, where it outlives this shell"),
     "status": ("lockstep.cli.runs:status", "show whether a run is alive and what it is doing"),
-    "stop": ("lockstep.cli.runs:stop", "ask a run to save a checkpoint and exit, and wait for it"),
-    "logs": ("lockstep.cli.runs:logs", "show the end of a rank's log; --follow keeps following it"),
+    "stop": ("lockstep.cli.runs:stop", "ask a run to save a checkpoint and exit, and wait until it has"),
+    "logs": ("lockstep.cli.runs:logs", "show the end of a rank's log; --follow shows new lines, too"),
     "hang": (
         "lockstep.cli.runs:hang",
         "explain why a run makes no progress: which rank waits for which, in which collective, at which line",

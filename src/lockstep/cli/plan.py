@@ -36,8 +36,8 @@ USAGE = """usage: lockstep plan RUN.toml [OPTIONS]
        lockstep plan --recipe NAME [OPTIONS]
 
 Recipes: {recipes}
-Every setting of the run is also a flag: `lockstep plan grpo --help` lists them.
-Exit status 1: the run does not fit into the free memory."""
+Every setting of the run is also a flag. `lockstep plan grpo --help` lists the flags.
+The exit status is 1 if the run does not fit into the free memory."""
 
 
 class General(TypedDict):
@@ -47,11 +47,15 @@ class General(TypedDict):
     json: Annotated[Path | None, tyro.conf.arg(help="Write the plan to this file.", metavar="FILE")]
     memory_gib: Annotated[
         float | None,
-        tyro.conf.arg(help="Memory per rank to compare with, instead of what is free here.", metavar="GIB"),
+        tyro.conf.arg(
+            help="Memory per rank to compare with, instead of the free memory here.", metavar="GIB"
+        ),
     ]
     ranks: Annotated[
         int | None,
-        tyro.conf.arg(help="Number of ranks, one GPU each; None: as [cluster] says, else 1.", metavar="N"),
+        tyro.conf.arg(
+            help="Number of ranks, one GPU each. By default as set in [cluster], else 1.", metavar="N"
+        ),
     ]
 
 

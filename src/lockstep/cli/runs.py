@@ -89,13 +89,15 @@ def status(argv: Sequence[str]) -> int:
 def _status_parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep status",
-        "Show whether runs are alive, how many steps are done, and what each rank is doing. Only the run "
-        "directory is read; the run is not disturbed.",
+        "Show whether runs are alive, how many steps they have done, and what each rank is doing. This only "
+        "reads the run directory and does not disturb the run.",
     )
     parser.add_argument("run", type=values.path, nargs="*", metavar="RUN_DIR", help="run directories")
     flags = values.Flags(parser)
     flags.cluster()
-    flags.switch("--ledger", "also check ledger.jsonl; exit status 1 if samples were lost or trained twice")
+    flags.switch(
+        "--ledger", "also check ledger.jsonl; exit status 1 if samples were lost or trained on twice"
+    )
     flags.value("--json", values.path, "write the status to this file")
     return parser
 
@@ -127,7 +129,7 @@ def _stop_parser() -> argparse.ArgumentParser:
     flags = values.Flags(parser)
     flags.cluster()
     flags.value(
-        "--timeout", values.above_zero, "how long to wait for the run to end", 600.0, metavar="SECONDS"
+        "--timeout", values.above_zero, "how long to wait until the run has ended", 600.0, metavar="SECONDS"
     )
     return parser
 
@@ -182,7 +184,7 @@ def _follow(file: TextIO, run: Path) -> None:
 def _logs_parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep logs",
-        "Print the end of a rank's log. The output of libraries is under logs/ranks/ of the run.",
+        "Print the end of a rank's log. The output of libraries is in logs/ranks/ of the run directory.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)
@@ -214,14 +216,14 @@ def hang(argv: Sequence[str]) -> int:
 def _hang_parser() -> argparse.ArgumentParser:
     parser = values.command_parser(
         "lockstep hang",
-        "Report what every rank of a run is doing: its phase, its last collective, its stack. The run may be "
-        "running, hanging, stopped or finished; it is not disturbed. Running ranks are checked twice: a rank "
-        "that made progress in between does not hang.",
+        "Report what every rank of a run is doing: its phase, its last collective and its stack. The run may "
+        "be running, hanging, stopped or finished, and is not disturbed. Running ranks are checked twice. A "
+        "rank that makes progress in between is not hanging.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)
     flags.value("--seconds", values.above_zero, "time between the two checks", SECONDS, metavar="SECONDS")
-    flags.switch("--no-stacks", "send no signal to the ranks")
+    flags.switch("--no-stacks", "do not ask the ranks for their stacks by a signal")
     flags.value("--json", values.path, "write the report to this file")
     return parser
 

@@ -36,7 +36,7 @@ CHAT_HELP = """`lockstep chat`: chat with a run's checkpoint, or with any model.
 lockstep chat runs/demo
 echo "What is 2 + 3?" | lockstep chat runs/demo --temperature 0
 
-One line is one turn. /reset forgets the conversation; Ctrl-C stops an answer; Ctrl-D ends.
+Each line is one turn. /reset forgets the conversation, Ctrl-C stops an answer, and Ctrl-D ends the chat.
 """
 SAMPLE_STEP = -2
 """Used as step in seeds, so that samples differ from all rollouts of the run."""
@@ -49,21 +49,21 @@ class SampleArguments:
     """Print completions of a run's checkpoint, or of any model."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """A run directory, or what model.name takes: a folder, a hub name, bundled:NAME."""
+    """A run directory, or a model as for model.name: a folder, a hub name or bundled:NAME."""
     prompt: str | None = None
-    """Text of the user; the chat template is applied. None: held-out prompts of the run."""
+    """The user's text, to which the chat template is applied. By default, held-out prompts are used."""
     num_prompts: int = 4
-    """Number of held-out prompts, without --prompt."""
+    """Number of held-out prompts to use without --prompt."""
     checkpoint: str | None = None
-    """Checkpoint of a run: export, last, or a step. None: the export, else the last."""
+    """Checkpoint of a run: export, last, or a step. By default the export if there is one, else the last."""
     temperature: float | None = None
-    """Sampling temperature; 0 is greedy. None: the run's."""
+    """Sampling temperature; 0 is greedy. By default the run's."""
     max_tokens: int | None = None
-    """Longest completion, in tokens. None: the run's."""
+    """Maximum length of a completion, in tokens. By default the run's."""
     n: int = 1
     """Completions per prompt."""
     seed: int = 0
-    """Seed of the sampling noise."""
+    """Seed for the sampling noise."""
     json: Path | None = None
     """Write prompts and completions to this file."""
 
@@ -170,18 +170,18 @@ def show(prompt: Prompt, group: Sequence[Completion]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatArguments:
-    """Chat with a run's checkpoint, or with any model. /reset forgets the conversation, Ctrl-D ends."""
+    """Chat with a run's checkpoint, or with any model. /reset forgets the conversation; Ctrl-D exits."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """A run directory, or what model.name takes: a folder, a hub name, bundled:NAME."""
+    """A run directory, or a model as for model.name: a folder, a hub name or bundled:NAME."""
     checkpoint: str | None = None
-    """Checkpoint of a run: export, last, or a step. None: the export, else the last."""
+    """Checkpoint of a run: export, last, or a step. By default the export if there is one, else the last."""
     temperature: float | None = None
-    """Sampling temperature; 0 is greedy. None: the run's."""
+    """Sampling temperature; 0 is greedy. By default the run's."""
     max_tokens: int = 512
-    """Longest answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
     seed: int = 0
-    """Seed of the sampling noise."""
+    """Seed for the sampling noise."""
 
 
 def chat(argv: Sequence[str]) -> int:

@@ -182,8 +182,13 @@ def parser() -> argparse.ArgumentParser:
         help="make pairs of a chosen and a rejected answer of similar length, at most K per prompt (1)",
     )
     flags = Flags(result)
-    flags.value("--min-reward", number, "drop samples below X; pairs: only for chosen answers", metavar="X")
-    flags.value("--min-gap", number, "pairs: smallest difference in reward (any)", metavar="X")
+    flags.value(
+        "--min-reward",
+        number,
+        "drop samples with a reward below X; with --pairs only chosen answers must reach X",
+        metavar="X",
+    )
+    flags.value("--min-gap", number, "pairs: minimum difference in reward (no minimum)", metavar="X")
     flags.value("--by", "NAME", "pairs: compare by this reward instead of the total")
     flags.switch("--ends-in-number", "pairs: drop answers that do not end in a number")
     flags.switch("--finished", "drop truncated samples")

@@ -20,12 +20,12 @@ USAGE = """usage: lockstep submit RUN.toml [OPTIONS] --cluster http://HEAD:8265 
        lockstep submit grpo|ppo|sft|dpo|rm [OPTIONS] --cluster http://HEAD:8265 --run-dir FOLDER
        lockstep submit --resume|--restart RUN_DIR [OPTIONS] --cluster http://HEAD:8265
 
-Takes all options of `lockstep train`, and:
+All options of `lockstep train` are accepted, and these:
   --cluster URL     the dashboard of the cluster's head; RAY_AUTH_TOKEN_PATH names the file with its token
-  --include PATH    a file or folder below the working directory that the run needs; repeatable; modules that
-                    settings name (module:Class) are included automatically
-  --follow          show the run's output until it ends; Ctrl-C leaves it running
-FOLDER is an absolute path on the cluster. To watch and end the run, use lockstep status, logs and stop with
+  --include PATH    a file or folder below the working directory that the run needs (repeatable); modules
+                    named in settings (module:Class) are included automatically
+  --follow          show the run's output until the run ends; Ctrl-C leaves it running
+FOLDER is an absolute path on the cluster. To watch or stop the run, use lockstep status, logs and stop with
 the same --cluster."""
 _TRAIN = ("python", "-m", COMMAND, "train")
 

@@ -57,9 +57,10 @@ USAGE = """usage: lockstep train grpo|ppo|sft|dpo|rm [--recipe NAME] [OPTIONS]
        lockstep train --restart RUN_DIR [OPTIONS]
 
 Recipes: {recipes}
-Every setting is also a flag: `lockstep train grpo --help` lists them with their current values (also after
-a recipe, a file, --resume or --restart). --print-config prints the resolved TOML and exits. --restart runs
-the config of a folder again from its first step, and moves earlier output to RUN_DIR/before-restart-N."""
+Every setting is also a flag. `lockstep train grpo --help` lists the flags with their current values, and so
+does --help after a recipe, a file, --resume or --restart. --print-config prints the resolved TOML and exits.
+--restart runs the config in a folder again from the first step, and moves earlier output to
+RUN_DIR/before-restart-N."""
 
 
 EXIT = {"finished": 0, "failed": 1, "interrupted": 130}
@@ -76,14 +77,14 @@ class General(TypedDict):
         int | None,
         tyro.conf.arg(
             name="checkpoint",
-            help="With --resume: the checkpoint to resume from; None: the last.",
+            help="With --resume: step of the checkpoint to resume from, by default the last one.",
             metavar="STEP",
         ),
     ]
     restart: Annotated[
         Path | None,
         tyro.conf.arg(
-            help="Run the config of this folder again, from its first step. Earlier output moves to "
+            help="Run the config in this folder again, from the first step. Earlier output is moved to "
             "RUN_DIR/before-restart-N.",
             metavar="RUN_DIR",
         ),
@@ -93,8 +94,8 @@ class General(TypedDict):
     ranks: Annotated[
         int | None,
         tyro.conf.arg(
-            help="Number of processes to start on this machine, which train together (train.backend fsdp2 or "
-            "deepspeed). Leave it out under torchrun and deepspeed, which start the processes.",
+            help="Number of processes to start on this machine. They train together, with train.backend "
+            "fsdp2 or deepspeed. Leave it out under torchrun and deepspeed, which start the processes.",
             metavar="N",
         ),
     ]
@@ -102,14 +103,14 @@ class General(TypedDict):
         Literal["none", "local", "auto"] | None,
         tyro.conf.arg(
             name="cluster",
-            help="Run the ranks under Ray as [cluster] says. local: start Ray on this machine; auto: join "
-            "the cluster that RAY_ADDRESS names or that runs here; none: ignore [cluster].",
+            help="Run the ranks under Ray, as set in [cluster]. local: start Ray on this machine. auto: join "
+            "the cluster at RAY_ADDRESS, or the one that runs on this machine. none: ignore [cluster].",
         ),
     ]
     rank_timeout: Annotated[
         float | None,
         tyro.conf.arg(
-            help="How long a rank waits for another before the run fails; None: 1800.",
+            help="How long a rank waits for another before the run fails, by default 1800.",
             metavar="SECONDS",
         ),
     ]

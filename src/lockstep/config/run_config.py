@@ -29,7 +29,7 @@ class RunConfig(Config):
     seed: Seed = 0
     """Seed for the data order and the sampling noise."""
     steps: PositiveInt = 100
-    """Number of rollout batches (grpo and ppo) or optimizer steps (sft, dpo and rm)."""
+    """Number of rollout batches (grpo, ppo) or optimizer steps (sft, dpo, rm)."""
     run_dir: FilePath | None = None
     """Folder for all output. If unset, it is runs/NAME-TIMESTAMP."""
     name: Name = "run"

@@ -65,19 +65,21 @@ def parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep bench step`."""
     parser = arguments.command_parser(
         "lockstep bench step",
-        "Measure one RL step, with the same work, in several configurations. Each runs in its own "
-        "processes, they\ntake turns, and times are relative to the first.\n\n"
-        "A cell is a name such as fsdp2+compile+native+invariant: words of backend, "
-        "execution and\nengine, and `invariant`, joined by +.",
-        epilog="Exit status 0: the first cell was measured, and every other one measured or refused. 1: a "
-        "cell failed, ran\nout of memory or hung, or the first one was refused. 2: a wrong setting, or all "
-        "cells were refused before a\nprocess was started; then nothing is written.",
+        "Measure one RL step with the same work in several configurations (cells). Each cell runs in its "
+        "own processes.\nThe cells take turns, and times are relative to the first cell.\n\n"
+        "A cell has a name such as fsdp2+compile+native+invariant: values of backend, execution and "
+        "engine, and the\nword `invariant`, joined by +.",
+        epilog="Exit status 0: the first cell was measured, and every other cell was measured or refused. 1: "
+        "a cell failed,\nran out of memory or hung, or the first cell was refused. 2: a setting is wrong, or "
+        "all cells were refused before a\nprocess was started. In that case, nothing is written.",
     )
     cells = Flags(parser, "which cells")
     cells.value("--cells", "LIST", "comma-separated cells, in this order (eager+hf)")
     for axis, values in AXES.items():
-        cells.value(f"--{axis}", "LIST", f"of {', '.join(values)}; every combination ({values[0]})")
-    cells.value("--ranks", ranks, "ranks of backends that support several (all GPUs, or 2)")
+        cells.value(
+            f"--{axis}", "LIST", f"some of {', '.join(values)}; all combinations are measured ({values[0]})"
+        )
+    cells.value("--ranks", ranks, "number of ranks for backends that support several (all GPUs, or 2)")
     cells.choice("--device", ["auto", "cpu", "cuda"], default="auto")
     _work_flags(Flags(parser, "work"))
     _output_flags(Flags(parser, "measuring and output"))
@@ -87,23 +89,27 @@ def parser() -> argparse.ArgumentParser:
 def _work_flags(work: Flags) -> None:
     work.value("--model", "NAME", default="shape:tiny-llama")
     work.value("--num-layers", positive, "use only the first N layers")
-    work.choice("--dtype", ["auto", "float32", "bfloat16"], "as model.dtype", "auto")
-    work.value("--attention", "NAME", "as train.attention; auto: varlen if any cell is invariant", "auto")
+    work.choice("--dtype", ["auto", "float32", "bfloat16"], "dtype, as for model.dtype", "auto")
+    work.value(
+        "--attention", "NAME", "kernel, as for train.attention; auto: varlen if any cell is invariant", "auto"
+    )
     work.value("--prompts", positive, "prompts per step", 8)
     work.value("--group", positive, "samples per prompt", 4)
     work.value("--prompt-tokens", positive, "tokens per prompt", 32)
     work.value(
         "--longest",
         positive,
-        "longest prompt and completion together, in tokens; lengths are lognormal, as in RL",
+        "maximum length of prompt plus completion, in tokens; lengths are lognormal, as in RL",
         512,
     )
-    work.value("--token-budget", positive, "per micro-batch (the whole step, up to 8192, or --longest)")
+    work.value(
+        "--token-budget", positive, "token budget of a micro-batch (the whole step, up to 8192, or --longest)"
+    )
     work.value("--seed", seed, default=0)
     work.many(
         "--set",
         "NAME=VALUE",
-        "another setting of lockstep train grpo, of all cells, such as engine.max_batch=64; repeatable",
+        "set another setting of lockstep train grpo in all cells, such as engine.max_batch=64 (repeatable)",
     )
 
 
@@ -111,10 +117,10 @@ def _output_flags(output: Flags) -> None:
     output.value("--repeats", positive, "measured steps per cell", 5)
     output.value("--warmup", positive, "warm-up steps per cell", 2)
     output.switch(
-        "--one-at-a-time", "run each cell to its end before the next starts, where two do not fit into memory"
+        "--one-at-a-time", "finish each cell before the next one starts, if two do not fit into memory"
     )
-    output.switch("--fresh-cache", "compile everything again, even what this machine has compiled before")
-    output.value("--timeout", seconds, "seconds for a cell's start, and for each of its steps", 600.0)
+    output.switch("--fresh-cache", "compile everything again, even if this machine has compiled it before")
+    output.value("--timeout", seconds, "deadline for a cell's start and for each of its steps", 600.0)
     output.results("bench")
 
 

@@ -101,13 +101,16 @@ def _parser() -> argparse.ArgumentParser:
     flags.value(
         "--tolerance",
         above_zero,
-        "nats of a logprob, and relative difference of a tensor (measured: 4 times what reordering the "
-        "documents does in cell a, with a floor for the dtype)",
+        "largest difference of a logprob, in nats, and largest relative difference of a tensor (measured: 4 "
+        "times the difference from reordering the documents in cell a, with a floor for the dtype)",
     )
     flags.switch("--crash", "find the smallest input on which b crashes")
-    flags.value("--max-trials", positive, "with --crash: most trials", 200)
+    flags.value("--max-trials", positive, "with --crash: maximum number of trials", 200)
     flags.value(
-        "--trial-timeout", seconds, "with --crash: a slower trial counts as a hang, which is a crash", 300.0
+        "--trial-timeout",
+        seconds,
+        "with --crash: a trial that takes longer counts as a hang, and so as a crash",
+        300.0,
     )
     flags.results("bisect")
     return parser

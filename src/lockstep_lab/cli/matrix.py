@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from lockstep_lab.matrix.run import MatrixOptions
 
 _PASSED_ON = {
-    "--max-inputs": ("N", "at most N inputs"),
-    "--inputs": ("LIST", "these inputs, such as 3,7,10-20"),
-    "--steps": ("A:B", "inputs of steps A to B - 1"),
+    "--max-inputs": ("N", "use at most N inputs"),
+    "--inputs": ("LIST", "use only these inputs, such as 3,7,10-20"),
+    "--steps": ("A:B", "use only inputs of steps A to B - 1"),
     "--capacity": ("TOKENS", "static capacity of compiled packs"),
     "--loss": ("NAME", "recorded, logprob-sum or cross-entropy (recorded)"),
-    "--warmup": ("N", "first run N inputs unmeasured (0)"),
+    "--warmup": ("N", "run N inputs first without measuring them (0)"),
     "--gradient-inputs": ("G", "number of inputs whose gradients are compared (8)"),
-    "--gradient-entries": ("N", "entries compared of one parameter's gradient (1048576)"),
+    "--gradient-entries": ("N", "number of entries compared per gradient (1048576)"),
 }
 """Flags of `lockstep replay` that all cells share."""
 _BASE = ("model", "dtype", "num_layers", "padding_side", "activation_checkpointing")
@@ -58,7 +58,7 @@ def _cell_flags(cells: Flags) -> None:
     cells.many(
         "--axis",
         "NAME=VALUES",
-        "an axis with these values, joined by commas; may be repeated; `--axis list` shows all",
+        "an axis and its values, comma-separated (repeatable); `--axis list` shows all axes",
     )
     cells.value(
         "--reference",
@@ -76,12 +76,19 @@ def _cell_flags(cells: Flags) -> None:
 
 def _work_flags(work: Flags) -> None:
     work.value("--timeout", seconds, "deadline per cell", 600.0)
-    work.value("--jobs", positive, "run N cells at a time; their times are then not comparable", 1)
-    work.switch("--resume", "continue in --out: finished cells are not run again")
+    work.value("--jobs", positive, "run N cells at a time; their times cannot be compared then", 1)
+    work.switch("--resume", "continue in --out without running finished cells again")
     work.switch("--retry", "with --resume: run failed cells again")
     work.switch("--keep-outputs", "keep every cell's logprobs and gradients")
-    work.value("--tolerance-logprob", above_zero, "largest difference (1e-4 in float32)", metavar="NATS")
-    work.value("--tolerance-gradient", above_zero, "relative error (1e-4 in float32)")
+    work.value(
+        "--tolerance-logprob",
+        above_zero,
+        "largest allowed difference of a logprob (1e-4 in float32)",
+        metavar="NATS",
+    )
+    work.value(
+        "--tolerance-gradient", above_zero, "largest allowed relative error of a gradient (1e-4 in float32)"
+    )
     work.results("matrix")
 
 

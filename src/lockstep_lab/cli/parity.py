@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         "compare": ("compare the losses of two runs", partial(_other, "compare")),
         "check": ("check what this installation can train with; needs no GPU", partial(_other, "check")),
         "engines": (
-            "send the same requests to several inference engines and compare with the trainer",
+            "send the same requests to several inference engines and compare them with the trainer",
             partial(_other, "engines"),
         ),
     }
@@ -79,13 +79,13 @@ def parser() -> argparse.ArgumentParser:
     options = "\n".join(f"  {name:<12} {text}" for name, text in OPTIONS.items())
     parser = arguments.command_parser(
         "lockstep parity train",
-        "Train each stack in processes of its own, from the same weights, data order and seed, "
-        "and compare\nevery step with the reference.\n\nA stack is NAME[:OPTION+OPTION...], NAME "
-        f"{', '.join(backends())}:\n{options}",
-        epilog="Environment variables for flags that are not given: "
+        "Train each stack in separate processes, from the same weights and with the same data order and "
+        "seed, and\ncompare every step with the reference.\n\nA stack is NAME[:OPTION+OPTION...]. NAME is "
+        f"one of {', '.join(backends())}, and an option is one of:\n{options}",
+        epilog="For flags that are not given, these environment variables are read: "
         + ", ".join((*ENVIRONMENT, "TP_SIZE", "RING_SIZE"))
-        + "; SKIP_DEEPSPEED, SKIP_RING, ... = 1 as --skip. Exit status 1: a stack failed or differs, or its "
-        "loss does not fall.",
+        + "; SKIP_DEEPSPEED=1, SKIP_RING=1, ... have the effect of --skip. Exit status 1: a stack failed or "
+        "differs, or its loss does not fall.",
     )
     _stack_flags(Flags(parser, "which stacks"))
     _work_flags(Flags(parser, "on what"))
@@ -94,11 +94,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _stack_flags(stacks: Flags) -> None:
-    stacks.value("--stacks", "LIST", f"joined by commas ({','.join(DEFAULT_STACKS)})")
-    stacks.value("--skip", "LIST", f"{', '.join(SKIP_WORDS)} or names of stacks")
+    stacks.value("--stacks", "LIST", f"comma-separated stacks ({','.join(DEFAULT_STACKS)})")
+    stacks.value("--skip", "LIST", f"what to skip: {', '.join(SKIP_WORDS)} or names of stacks")
     stacks.value("--reference", "STACK", "stack to compare with", "local")
     stacks.value(
-        "--gpus", ranks, "ranks of each stack, on a CPU too (all GPUs, or 2; as many as tp * ring needs)"
+        "--gpus", ranks, "number of ranks of each stack, on a CPU too (all GPUs, or 2; at least tp * ring)"
     )
     stacks.choice("--device", ["auto", "cpu", "cuda"], default="auto")
 
@@ -110,13 +110,13 @@ def _work_flags(work: Flags) -> None:
     work.choice(
         "--dtype", ["auto", "float32", "bfloat16"], "auto: float32 on a CPU, bfloat16 on a GPU", "auto"
     )
-    work.value("--dataset", "SOURCE", "as data.source of lockstep train sft (made-up documents)")
-    work.many("--data", "NAME=VALUE", "another setting of [data]; repeatable")
+    work.value("--dataset", "SOURCE", "data, as for data.source in lockstep train sft (made-up documents)")
+    work.many("--data", "NAME=VALUE", "another setting of [data] (repeatable)")
     work.value("--recording", path, "inputs for --algorithm grpo or ppo (the shipped corpus)", metavar="PATH")
     work.value("--max-samples", positive, "number of documents (160)")
     work.value("--batch-size", positive, "documents per step", 8)
     work.value("--steps", positive, "optimizer steps (sft: one pass; grpo, ppo: 20)")
-    work.value("--max-length", positive, "most tokens of a document", 1024)
+    work.value("--max-length", positive, "maximum length of a document, in tokens", 1024)
     work.value("--token-budget", positive, "token slots of a micro-batch", 4096)
     work.value("--lr", above_zero, "(1e-3 for shape: models, else 2e-5)")
     work.choice("--optimizer", ["adamw", "sgd"], default="adamw")
@@ -125,7 +125,7 @@ def _work_flags(work: Flags) -> None:
 
 def _output_flags(output: Flags) -> None:
     output.value("--threshold", above_zero, "largest allowed relative difference of a loss", 0.05)
-    output.switch("--allow-flat", "report losses that do not fall without failing")
+    output.switch("--allow-flat", "only report losses that do not fall, without failing")
     output.switch("--gradients", "compare gradients of the first and last step")
     output.value("--timeout", seconds, "deadline per stack", 600.0)
     output.value("--log-dir", path, "folder for NAME_test.log (OUT/logs)", metavar="DIR")

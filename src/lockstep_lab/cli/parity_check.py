@@ -27,15 +27,15 @@ def parser() -> argparse.ArgumentParser:
     parser = arguments.command_parser(
         "lockstep parity check",
         "Validate the installation without a GPU: imports, the interface of each train backend, the sizes "
-        "that divide a model, and which stacks this machine could run. Exit status 1: an import or an "
-        "interface is broken, or a stack of --stacks cannot run.",
+        "into which a model can be split, and the stacks that this machine could run. Exit status 1: an "
+        "import or an interface is broken, or a stack of --stacks cannot run.",
     )
     flags = Flags(parser)
     flags.value("--model", "NAME", default="bundled:smollm2-135m")
-    flags.value("--stacks", "LIST", f"({','.join(USUAL)})")
-    flags.value("--gpus", ranks, "ranks of each stack")
+    flags.value("--stacks", "LIST", f"comma-separated stacks ({','.join(USUAL)})")
+    flags.value("--gpus", ranks, "number of ranks of each stack")
     flags.value("--json", path, "write the findings to this file")
-    flags.switch("--quiet", "print the verdict only")
+    flags.switch("--quiet", "print only the verdict")
     return parser
 
 

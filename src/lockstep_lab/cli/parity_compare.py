@@ -16,20 +16,20 @@ def parser() -> argparse.ArgumentParser:
     """Every flag."""
     parser = arguments.command_parser(
         "lockstep parity compare",
-        "Compare the losses of two runs: run directories, metrics.jsonl, TensorBoard event files or folders, "
-        "trainer_state.json, text logs. Exit status 1: a loss differs by more than the threshold, or is not "
-        "finite.",
+        "Compare the losses of two runs. A run may be a run directory, a metrics.jsonl, a TensorBoard event "
+        "file or folder, a trainer_state.json or a text log. Exit status 1: a loss differs by more than the "
+        "threshold, or is not finite.",
     )
     parser.add_argument("a", type=path, metavar="A", help="the baseline run")
     parser.add_argument("b", type=path, metavar="B", help="the other run")
     flags = Flags(parser)
     flags.value("--threshold", above_zero, "largest allowed relative difference", 0.05)
-    flags.value("--key", "NAME", "key or tag to read from both runs (a loss is searched for)")
+    flags.value("--key", "NAME", "key or tag to read from both runs (the loss, which is searched for)")
     flags.value("--key-b", "NAME", "key of B, if it differs")
-    flags.switch("--common", "compare only the steps that both have")
-    flags.value("--plot", path, "draw both curves to this PNG file")
+    flags.switch("--common", "compare only the steps that both runs have")
+    flags.value("--plot", path, "plot both curves to this PNG file")
     flags.value("--json", path, "write the result to this file")
-    flags.switch("--quiet", "print the verdict only")
+    flags.switch("--quiet", "print only the verdict")
     return parser
 
 

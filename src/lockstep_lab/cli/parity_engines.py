@@ -27,10 +27,10 @@ def parser() -> argparse.ArgumentParser:
     """Every flag."""
     parser = arguments.command_parser(
         "lockstep parity engines",
-        "Give several inference engines the same requests, each in its own process beside a trainer, "
-        "and compare:\ngreedy tokens with the first engine's, logprobs with the trainer's, ids, stops, seeds "
-        "and n; then\neverything again after an update of the weights.\n\nAn engine is hf, vllm, sglang or "
-        "module:Class; NAME=ENGINE gives it a name, so that one can come twice.",
+        "Send the same requests to several inference engines, each in its own process beside a trainer, and "
+        "compare\nthe greedy tokens with the first engine's, the logprobs with the trainer's, and the ids, "
+        "stops, seeds and n.\nEverything is then repeated after a weight update.\n\nAn engine is hf, vllm, "
+        "sglang or module:Class. NAME=ENGINE gives it a name, so that an engine can be listed twice.",
         epilog="Exit status 1: an engine failed or differs.",
     )
     _engine_flags(Flags(parser, "which engines"))
@@ -40,16 +40,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _engine_flags(engines: Flags) -> None:
-    engines.value("--engines", "LIST", "comma-separated; the first is the reference", DEFAULT_ENGINES)
+    engines.value("--engines", "LIST", "comma-separated engines; the first is the reference", DEFAULT_ENGINES)
     engines.many(
-        "--python", "NAME=VALUE", "engine.python: the interpreter that starts its server; repeatable"
+        "--python", "NAME=VALUE", "engine.python: the interpreter that starts its server (repeatable)"
     )
-    engines.many("--url", "NAME=VALUE", "engine.url: a server that is already running; repeatable")
+    engines.many("--url", "NAME=VALUE", "engine.url: a server that is already running (repeatable)")
     engines.many(
         "--option",
         "NAME.KEY=VALUE",
-        "a setting of engine (such as vllm.batch_invariant=true), or, where engine has none of that "
-        "name, one of the engine's own, which goes into engine.options; repeatable",
+        "a setting of [engine], such as vllm.batch_invariant=true; a name that [engine] does not have is put "
+        "into engine.options (repeatable)",
     )
 
 
@@ -67,25 +67,25 @@ def _work_flags(work: Flags) -> None:
     work.value(
         "--data",
         "NAME",
-        "a recipe or .toml file, whose [data] is taken, or what data.source is "
-        "(reasoning_gym:chain_sum; shape: models: ids)",
+        "a recipe or .toml file whose [data] is used, or a source as for data.source "
+        "(reasoning_gym:chain_sum, or ids for shape: models)",
     )
     work.value("--max-prompts", positive, "number of prompts, half of them longer than a cache block", 8)
-    work.value("--max-tokens", positive, "longest completion, in tokens", 32)
+    work.value("--max-tokens", positive, "maximum length of a completion, in tokens", 32)
     work.value("--samples", positive, "samples per prompt", 4)
     work.value("--temperature", above_zero, "sampling temperature", 0.7, metavar="T")
     work.switch("--ignore-eos", "ignore the end-of-sequence token")
     work.choice(
         "--weights",
         ["pushed", "folder"],
-        "the engine's first ones: pushed by the trainer, or read by itself (pushed; folder without "
-        "an update)",
+        "where the engine's first weights come from: pushed by the trainer, or read from the model's folder "
+        "(pushed; folder without --update)",
     )
-    work.on_off("--update", "change the weights, push them, and send every request again (on)", default=True)
+    work.on_off("--update", "change the weights, push them, and send all requests again (on)", default=True)
     work.value(
         "--update-scale",
         above_zero,
-        "size of the noise, in units of a matrix's root mean square (float32 0.1, else 0.3)",
+        "size of the change, relative to a matrix's root mean square (0.1 in float32, else 0.3)",
     )
     work.value("--seed", seed, default=0)
 
@@ -94,8 +94,8 @@ def _output_flags(output: Flags) -> None:
     output.value(
         "--threshold",
         above_zero,
-        "largest mean logprob gap; one token, and the margin of a tie: ten times that (float32 1e-4, "
-        "float16 0.02, bfloat16 0.05, divided by a temperature below 1)",
+        "largest allowed mean logprob gap; a single token and the margin of a tie may have ten times as much "
+        "(float32 1e-4, float16 0.02, bfloat16 0.05, divided by a temperature below 1)",
         metavar="NATS",
     )
     output.value("--timeout", seconds, "deadline per engine", 900.0)

@@ -8,7 +8,7 @@ lockstep recording slice runs/demo --out small --steps 0:10 --every 4
 lockstep recording merge rank0 rank1 --out both
 lockstep recording import dump.pt --out imported
 
-Without a path: the corpus that comes with Lockstep.
+Without a path, the commands use the corpus that comes with Lockstep.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Info:
     """Summarize a recording."""
 
     path: RecordingPath = None
-    """A recording or a run directory. None: the shipped corpus."""
+    """A recording or a run directory. By default, the corpus that comes with Lockstep."""
     json: Path | None = None
     """Write the summary to this file."""
 
@@ -61,7 +61,7 @@ class Validate:
     """Read and check every input; exit status 1 if one is damaged."""
 
     path: RecordingPath = None
-    """A recording or a run directory. None: the shipped corpus."""
+    """A recording or a run directory. By default, the corpus that comes with Lockstep."""
     json: Path | None = None
     """Write the findings to this file."""
 
@@ -71,11 +71,11 @@ class List:
     """List the inputs, one per line."""
 
     path: RecordingPath = None
-    """A recording or a run directory. None: the shipped corpus."""
+    """A recording or a run directory. By default, the corpus that comes with Lockstep."""
     steps: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
-    """Inputs of steps A to B - 1."""
+    """Use only inputs of steps A to B - 1."""
     rank: str | None = None
-    """Ranks: 0 or 0,2-3."""
+    """Use only inputs of these ranks, such as 0 or 0,2-3."""
     json: Path | None = None
     """Write the rows to this file."""
 
@@ -87,13 +87,13 @@ class Show:
     index: Annotated[int, tyro.conf.Positional]
     """Index of the input, as `list` prints it; -1 is the last."""
     path: RecordingPath = None
-    """A recording or a run directory. None: the shipped corpus."""
+    """A recording or a run directory. By default, the corpus that comes with Lockstep."""
     tokens: bool = False
     """Print one line per token, with its logprobs, advantage and weight."""
     ids: bool = False
     """Show token ids even if the model's tokenizer is available."""
     json: Path | None = None
-    """Write ids, mask, figures and metadata to this file."""
+    """Write ids, mask, numbers and metadata to this file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +101,15 @@ class Slice:
     """Copy some inputs, with the weights that they need, to a new recording."""
 
     path: RecordingPath = None
-    """A recording or a run directory. None: the shipped corpus."""
+    """A recording or a run directory. By default, the corpus that comes with Lockstep."""
     out: Path
     """A directory that does not exist yet."""
     inputs: str | None = None
-    """Indices: 0,3,8-11."""
+    """Use only the inputs with these indices, such as 0,3,8-11."""
     steps: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
-    """Inputs of steps A to B - 1."""
+    """Use only inputs of steps A to B - 1."""
     rank: str | None = None
-    """Ranks: 0 or 0,2-3."""
+    """Use only inputs of these ranks, such as 0 or 0,2-3."""
     every: int = 1
     """Keep every k-th of the selected inputs, from the first."""
     weights: bool = True
@@ -120,7 +120,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Merge recordings of one run: of ranks that recorded separately, or of different steps."""
+    """Merge recordings of one run that were made by different ranks or in different steps."""
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Recordings or run directories."""
@@ -134,14 +134,14 @@ class Merge:
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Import inputs that another framework dumped with torch.save or pickle; the loader executes no code."""
+    """Import inputs that another framework dumped with torch.save or pickle. No code in it is executed."""
 
     source: Annotated[Path, tyro.conf.Positional]
     """A dump, or a folder of dumps."""
     out: Path
     """A directory that does not exist yet."""
     model: str | None = None
-    """The policy that the inputs were fed to, as for model.name. None: unknown."""
+    """The policy to which the inputs were fed, as for model.name. If it is not given, it is unknown."""
     timeout: float = 3600.0
     """Seconds after which the import gives up and writes nothing."""
     json: Path | None = None

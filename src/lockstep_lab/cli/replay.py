@@ -55,29 +55,29 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _input_flags(inputs: Flags) -> None:
-    inputs.value("--max-inputs", positive, "at most N inputs")
-    inputs.value("--inputs", arguments.numbers, "only these inputs, such as 3,7,10-20")
-    inputs.value("--steps", arguments.steps, "inputs of steps A to B - 1")
+    inputs.value("--max-inputs", positive, "use at most N inputs")
+    inputs.value("--inputs", arguments.numbers, "use only these inputs, such as 3,7,10-20")
+    inputs.value("--steps", arguments.steps, "use only inputs of steps A to B - 1")
     inputs.switch(
         "--shuffle-inputs",
-        "use a random order; several ranks then get inputs of different lengths in one step (2 simulated "
-        "ones unless --ranks says how many)",
+        "use a random order, so that ranks get inputs of different lengths in one step (2 simulated ranks "
+        "unless --ranks is given)",
     )
-    inputs.value("--random-seed", arguments.seed, "seed of the random order", 0)
+    inputs.value("--random-seed", arguments.seed, "seed for the random order", 0)
 
 
 def _cell_flags(cell: Flags) -> None:
     cell.choice("--preset", ["all-off"], "all-off: padded, sdpa, eager; other flags still apply")
-    cell.on_off("--flash-attn", "--attention varlen, or --attention sdpa")
+    cell.on_off("--flash-attn", "the same as --attention varlen, or --attention sdpa")
     cell.value("--attention", "KERNEL", "sdpa, varlen, flex or hf:NAME")
-    cell.on_off("--compile", "compile every block of layers with torch.compile")
+    cell.on_off("--compile", "compile each decoder layer with torch.compile")
     cell.switch("--joint", "compile the whole decoder as one graph")
     cell.switch("--deepcompile", "use DeepSpeed's compiler")
-    cell.on_off("--packing", "documents end to end, or one per row with padding")
+    cell.on_off("--packing", "put documents end to end, or one per row with padding")
     cell.choice(
         "--layout",
         ["packed", "padded", "shared"],
-        "--packing, --no-packing, or packed with common prefixes computed once",
+        "packed and padded as --packing and --no-packing; shared: packed, with common prefixes computed once",
     )
     cell.choice("--padding-side", ["left", "right"], "side on which --no-packing pads")
     cell.value("--capacity", positive, "static capacity of compiled packs", metavar="TOKENS")
@@ -86,21 +86,23 @@ def _cell_flags(cell: Flags) -> None:
     cell.choice("--zero-stage", [0, 1, 2, 3], "use DeepSpeed at this ZeRO stage")
     cell.value("--num-layers", positive, "use only the first N layers")
     cell.on_off("--activation-checkpointing", "save memory at the cost of time")
-    cell.on_off("--batch-invariant", "as train.batch_invariant")
-    cell.value("--model", "NAME", "replace the recorded model: folder, hub name, shape:NAME")
+    cell.on_off("--batch-invariant", "the same as train.batch_invariant")
+    cell.value("--model", "NAME", "replace the recorded model by a folder, hub name or shape:NAME")
     cell.switch("--trust-remote-code", "run Python code that comes with a hub model")
     cell.value("--ranks", arguments.ranks, "start this many processes on this machine (1)")
     cell.switch("--simulate", "simulate the ranks of --ranks in this process")
-    cell.switch("--no-guard", "do not synchronize ranks before a step: ranks without an input skip it")
-    cell.value("--rank-timeout", seconds, "how long a rank waits for another (300; 20)")
+    cell.switch(
+        "--no-guard", "do not synchronize ranks before a step; ranks without an input then skip the step"
+    )
+    cell.value("--rank-timeout", seconds, "how long a rank waits for another (300; 20 with --no-guard)")
 
 
 def _work_flags(work: Flags) -> None:
     work.choice("--loss", ["recorded", "logprob-sum", "cross-entropy"], default="recorded")
     work.on_off("--backward", "compute gradients", default=True)
-    work.switch("--optimizer-step", "take a real step after each input, which changes the weights")
-    work.value("--warmup", count, "first run N inputs unmeasured", 0)
-    work.value("--timeout", seconds, "end the replay if one input takes longer, also in the warm-up")
+    work.switch("--optimizer-step", "take a real optimizer step after each input, which changes the weights")
+    work.value("--warmup", count, "run N inputs first without measuring them", 0)
+    work.value("--timeout", seconds, "end the replay if an input takes longer, also during the warm-up")
     work.value(
         "--max-memory",
         arguments.above_zero,
@@ -110,10 +112,10 @@ def _work_flags(work: Flags) -> None:
 
 
 def _output_flags(output: Flags) -> None:
-    output.results("replay", json="write the summary to this file too")
+    output.results("replay", json="also write the summary to this file")
     output.switch("--keep-outputs", "write logprobs and gradients to DIR/outputs.safetensors")
     output.value("--gradient-inputs", count, "number of inputs whose gradients are kept", 8)
-    output.value("--gradient-entries", positive, "entries kept of one parameter's gradient", 2**20)
+    output.value("--gradient-entries", positive, "number of entries kept per gradient", 2**20)
 
 
 def main(argv: Sequence[str]) -> int:
