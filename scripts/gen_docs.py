@@ -136,15 +136,15 @@ def renamed_page() -> str:
     parts = [
         "# Renamed settings",
         NOTE,
-        "Lockstep 0.1 still accepts the old names and values, with one warning: in TOML files, as flags, in "
-        "overrides, as keyword arguments in Python, and in the `config.toml` of a run that is resumed. "
-        "Giving an old and a new name together is an error. Names of metrics have not changed.",
+        "Lockstep 0.1 still accepts the old names and values and prints one warning. This applies to TOML "
+        "files, flags, overrides, keyword arguments in Python, and the `config.toml` of a run that is "
+        "resumed. Giving the old and the new name together is an error. Names of metrics have not changed.",
         table(("old", "new"), rows()),
-        "A run that was started by an earlier version also resumes if its `config.toml` holds something that "
-        'new runs refuse: `train.min_lr_ratio` with `train.schedule = "constant"`, which has no effect and '
-        "is left out; one group in `cluster.colocate`, which is what every run does without it; and secrets "
-        "in plain text, such as an API key in `rewards.kwargs`, for which new runs have "
-        "`rewards.secrets` and `engine.secrets`.",
+        "A run that was started by an earlier version can be resumed even if its `config.toml` contains "
+        'settings that new runs refuse: `train.min_lr_ratio` with `train.schedule = "constant"`, which has '
+        "no effect and is left out; a single group in `cluster.colocate`, which is also the default; and "
+        "secrets in plain text, such as an API key in `rewards.kwargs`. New runs have `rewards.secrets` and "
+        "`engine.secrets` for these.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -243,9 +243,9 @@ def support_page() -> str:
                 "# Supported combinations",
                 NOTE,
                 "The first row that matches a combination decides. "
-                "*supported* means that a parity test covers it, *untested* that it may be used, "
-                "*unsupported* that a run with it is refused, with the reason. `lockstep support` prints the "
-                "same table, and answers for one combination.",
+                "*supported* means that a parity test covers the combination, *untested* that you may use "
+                "it, and *unsupported* that a run with it is refused for the reason in the note. "
+                "`lockstep support` prints the same table, and can check a single combination.",
                 table(
                     ("axis", "setting", "values"),
                     ((axis, f"`{SETTINGS[axis]}`", ", ".join(f"`{v}`" for v in AXES[axis])) for axis in AXES),
@@ -339,12 +339,12 @@ def errors_page() -> str:
         "# Error codes",
         NOTE,
         "Every error that Lockstep raises on purpose is a `lockstep.errors.LockstepError`. Its text is for "
-        "people, and may be worded otherwise in the next version. The command line prints it after the code: "
-        "`lockstep train: error[out-of-range]: train.lr = ...`. A program reads `error.code`, which says "
-        "what kind of mistake it is, and `error.fields`: `setting` is the setting or flag that the text is "
-        "about, where it begins with one. Several problems of one config are one error: it has the code and "
-        'the setting of the first, and `fields["problems"]` has those of each. `code` is also in the '
-        "`summary.json` of a run that failed, and in its log below the traceback.",
+        "people, and its wording may change in the next version. The command line prints the text after the "
+        "code: `lockstep train: error[out-of-range]: train.lr = ...`. Programs should read `error.code`, the "
+        "kind of mistake, and `error.fields`. If the text begins with a setting or flag, "
+        '`fields["setting"]` names it. Several problems in one config raise a single error. It has the code '
+        'and the setting of the first problem, and `fields["problems"]` lists those of all of them. `code` '
+        "is also in the `summary.json` of a failed run, and below the traceback in its log.",
         table(
             ("code", "what it means, and what to do"), ((f"`{c}`", text) for c, text in sorted(CODES.items()))
         ),
@@ -419,31 +419,32 @@ def engines_page() -> str:
     parts = [
         "# Engine arguments",
         NOTE,
-        "What vLLM and SGLang are given for each setting. Lockstep's own engines, `native` and `hf`, read "
-        'the settings themselves, also with `engine.process = "separate"` (below: started). Every argument '
-        "is sent, so that no default of an engine counts, and what an engine would ignore or change is "
-        "refused.",
+        "This page lists the arguments that vLLM and SGLang get for each setting. Lockstep's own engines, "
+        '`native` and `hf`, read the settings themselves, also with `engine.process = "separate"` ("started" '
+        "below). Lockstep sends every argument explicitly, so that the engines' defaults do not matter, and "
+        "refuses settings that an engine would ignore or change.",
         "## Where a setting counts",
-        "Elsewhere it is refused when the config is made. `name`, `max_batch`, `transfer` and `verify` "
-        "count everywhere.",
+        "In other places, the setting is refused when the config is created. `name`, `max_batch`, "
+        "`transfer` and `verify` count everywhere.",
         table(("setting", *places), counts),
         "## At the start",
-        "Arguments of `vllm.LLM` and of SGLang's `ServerArgs`, and environment variables; a started server "
-        "gets the same on its command line. A row shows what a setting changes.",
+        "The table shows which arguments of `vllm.LLM` and SGLang's `ServerArgs`, and which environment "
+        "variables, each setting changes. A started server gets the same arguments on its command line.",
         table(("setting", "vLLM", "SGLang"), changed),
-        "Sent without any of them:",
+        "If none of these is set, Lockstep sends:",
         started,
         "## In a request",
-        "One sample is one request with a seed of its own, and its arguments are `vllm.SamplingParams` and "
-        "SGLang's `sampling_params`. vLLM takes logprobs before temperature when all temperatures of a run "
-        "are 0 or 1, else after everything; SGLang takes them after temperature, and reads seeds only with "
-        "`engine.batch_invariant`. Stop strings of SGLang are found by Lockstep in the ids that stream in.",
+        "Each sample is one request with its own seed. Its arguments go into `vllm.SamplingParams` or "
+        "SGLang's `sampling_params`. vLLM computes logprobs before temperature if all temperatures of a run "
+        "are 0 or 1, and otherwise after temperature, truncation and penalties. SGLang computes them after "
+        "temperature, and uses seeds only with `engine.batch_invariant`. For SGLang, Lockstep itself "
+        "searches for stop strings in the ids that stream in.",
         table(
             ("sampling", "vLLM, 0 and 1 only", "vLLM, others", "SGLang, seeded", "SGLang, unseeded"), sampled
         ),
         "Refused:",
         "\n".join(f"{number}. {text}" for text, number in refusals.items()),
-        "Sent without any of them:",
+        "If none of these is set, Lockstep sends:",
         sent,
     ]
     return "\n\n".join(parts) + "\n"

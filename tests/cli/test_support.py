@@ -31,7 +31,7 @@ def test_axes_leave_only_rows_that_may_apply(capsys):
     assert main(["support", *flags(attention="flex", device="cpu"), "--status", "unsupported"]) == 0
     out = capsys.readouterr().out
     assert "no backward on a CPU" in out
-    assert "CUDA flash kernels have no float32" not in out and "cuda" not in out
+    assert "CUDA flash kernels do not support float32" not in out and "cuda" not in out
     assert main(["support", *flags(attention="hf:my_kernel"), "--status", "untested"]) == 0
     assert "hf:NAME" in capsys.readouterr().out
 
