@@ -57,8 +57,8 @@ class KLConfig(Config):
     """Factor by which the KL is multiplied before it is added to the loss or subtracted from the reward."""
     estimator: Literal["k1", "k2", "k3"] | None = None
     """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, where x is the token's logprob under the reference minus
-    that under the policy. If unset, it is k1 in the reward and k3 in the loss. k1 in the loss, and k2 or k3
-    in the reward, are refused, because they do not penalise the KL there."""
+    that under the policy. If unset, k1 is used in the reward and k3 in the loss. In the loss, k1 is refused,
+    and in the reward k2 and k3 are, because they do not penalise the KL there."""
     place: Literal["loss", "reward"] = "loss"
     """loss: the KL is added per token. reward: the KL of the whole completion is subtracted before advantages
     are computed."""
@@ -101,9 +101,11 @@ class RolloutCorrectionConfig(Config):
     """Upper bound for tis, mask and icepop."""
     geometric_high: float | None = Field(None, gt=1.0)
     """With every kind: mask a completion if the geometric mean of old / rollout over its tokens is above
-    this. It is verl's rollout_rs = seq_mean_k1, and does not grow with the length. Off if unset."""
+    this. The mean does not grow with the length of the completion; in verl it is rollout_rs = seq_mean_k1.
+    Off if unset."""
     geometric_low: float | None = Field(None, gt=0.0, lt=1.0)
-    """Also mask a completion if that mean is below this. If unset, it is 1 / geometric_high."""
+    """Also mask a completion if the geometric mean is below this. If unset, the bound is 1 /
+    geometric_high."""
 
     @property
     def whole_sequences(self) -> bool:
@@ -121,31 +123,33 @@ class OverlongConfig(Config):
     linearly by penalty."""
 
     buffer_tokens: PositiveInt | None = None
-    """Number of tokens before max_tokens over which the reward falls. If unset, it is a fifth of max_tokens,
-    as published (4,096 of 20,480)."""
+    """Number of tokens before max_tokens over which the reward falls. If unset, a fifth of max_tokens is
+    used, as published (4,096 of 20,480)."""
     penalty: float | None = Field(None, ge=0.0)
     """Amount by which the reward of a completion with max_tokens tokens is reduced; 0 turns the punishment
-    off. If unset, it is 1 with algorithm.name = "dapo" or if buffer_tokens is set, else 0."""
+    off. If unset, the penalty is 1 with algorithm.name = "dapo" or if buffer_tokens is set, and 0
+    otherwise."""
 
 
 class GRPOConfig(Config):
     """A policy-gradient algorithm over groups of rollouts."""
 
     name: PolicyAlgorithm = "grpo"
-    """Name of a published algorithm. Options below that are not set take its published values. A
-    `module:Class` takes those of grpo."""
+    """Name of a published algorithm. Options that are not set take the published values of this algorithm. A
+    `module:Class` takes the published values of grpo."""
     advantage: Advantage | None = None
     """How advantages are computed from the rewards r. group_mean_std: (r - mean of the group) / std of the
     group. group_mean: r - mean of the group. group_mean_step_std: (r - mean of the group) / std of all
     rewards of the step. leave_one_out: r - mean of the others in the group. batch_mean_std: r whitened over
     the trained tokens of the step. group_mean_batch_std: r - mean of the group, whitened in the same way.
-    With these last two, kl.place = 'reward' charges each token with its own KL and that of later tokens.
-    `module:function`: a function of rewards and mask, each [G, n], that returns advantages, [G, n]."""
+    With batch_mean_std and group_mean_batch_std, kl.place = 'reward' charges each token with its own KL and
+    that of later tokens. `module:function`: a function of rewards and mask, each [G, n], that returns
+    advantages, [G, n]."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """How several rewards become advantages. sum_then_normalize: advantages are computed from the weighted
     sum of the rewards. normalize_then_sum (GDPO, arXiv 2601.05242): advantages are computed for each reward
     separately, added with the rewards' weights, and whitened over the rollouts of the step, so that no reward
-    counts more because of its range. The name and the values are TRL's."""
+    counts more because of its range. The setting has the same name and values in TRL."""
     aggregation: Aggregation | None = None
     """How the losses of tokens are averaged. sequence_mean: over the tokens of each sequence, then over
     sequences. sequence_sum: added up over the tokens of each sequence, then averaged over sequences.
@@ -157,7 +161,7 @@ class GRPOConfig(Config):
     """Upper clip: the ratio is clipped at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Upper bound for the ratio where the advantage is negative (arXiv 1912.09729; verl's clip_ratio_c, 3
-    there). If unset, there is no such bound."""
+    there). If unset, the ratio has no such bound."""
     ratio: Literal["token", "sequence", "sequence_token", "sequence_product"] | None = None
     """Level of the importance_ratio. sequence: GSPO's length-normalised ratio. sequence_product: the ratio of
     the whole completion (TRL's RLOOTrainer). sequence_token: GSPO-token's ratio, which has the value of
@@ -168,17 +172,18 @@ class GRPOConfig(Config):
     and these options that returns a loss per token, [R]."""
     tau_pos: PositiveFloat | None = None
     """sapo: temperature of tokens with a positive advantage. The higher it is, the sooner a token far from
-    the old policy loses its gradient. If unset, it is 1, as published; TRL's sapo_temperature_pos."""
+    the old policy loses its gradient. If unset, the published value of 1 is used; in TRL it is
+    sapo_temperature_pos."""
     tau_neg: PositiveFloat | None = None
-    """sapo: temperature of the other tokens. If unset, it is 1.05, as published; TRL's
+    """sapo: temperature of the other tokens. If unset, the published value of 1.05 is used; in TRL it is
     sapo_temperature_neg."""
     dynamic_sampling: bool | None = None
     """Replace groups whose rewards are all equal by newly sampled groups."""
     max_resample_rounds: PositiveInt = 10
-    """dynamic_sampling: rounds of sampling after which the run stops with an error."""
+    """dynamic_sampling: number of sampling rounds after which the run stops with an error."""
     mask_truncated: bool = False
-    """Do not train on completions that max_tokens cut off, as if they had no tokens. Their rewards still
-    count in the advantages of the others. This is DAPO's overlong filtering and TRL's
+    """Do not train on completions that max_tokens cut off, as if they had no tokens. The rewards of these
+    completions still count in the advantages of the others. DAPO calls this overlong filtering, and TRL
     mask_truncated_completions."""
     overlong: OverlongConfig = OverlongConfig()
     entropy_coef: float = 0.0
@@ -334,8 +339,8 @@ class DPOConfig(Config):
     """Direct preference optimisation on pairs of answers, and related losses."""
 
     name: PreferenceName = "dpo"
-    """Name of a published loss. Options below that are not set take its published values. simpo and orpo need
-    no reference; kto trains on single answers with a label instead of pairs."""
+    """Name of a published loss. Options that are not set take the published values of this loss. simpo and
+    orpo need no reference; kto trains on single answers with a label instead of pairs."""
     beta: PositiveFloat | None = None
     """dpo, robust_dpo, ipo, kto: weight of log(policy / ref), per nat; a larger weight keeps the policy
     closer to the reference. simpo: weight of the mean logprob, per nat. orpo: weight of the odds ratio

@@ -59,12 +59,12 @@ class RewardModelConfig(Config):
     token_budget: PositiveInt = 8192
     """Maximum number of tokens in one forward pass, including padding."""
     max_length: PositiveInt | None = None
-    """Maximum length of prompt plus completion, in tokens. If unset, it is the model's own limit."""
+    """Maximum length of prompt plus completion, in tokens. If unset, the model's own limit applies."""
     overlong: Literal["error", "truncate_left"] = "error"
     """What to do with a conversation longer than max_length. Truncations are counted."""
     chat_template: Literal["auto", "none"] | str = "auto"
-    """auto: the reward model's own template if it has one. none: prompt and completion as plain text. Or a
-    jinja template."""
+    """A jinja template, or one of these words: auto (the reward model's own template if it has one) or none
+    (prompt and completion as plain text)."""
     weight: float = 1.0
     """Weight of the logit in the total reward."""
 

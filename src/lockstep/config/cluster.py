@@ -41,7 +41,7 @@ class ClusterConfig(Config):
     line, the flag takes one value: --cluster.colocate '[["policy"], ["ref", "value"]]'."""
     dedicated_gpus: bool = False
     """Give each process that runs remote roles a GPU of its own, on the same node as its rank. If false, the
-    process shares the GPU of its rank. On CPUs the process takes a slot, which only Ray counts."""
+    process shares the GPU of its rank. On CPUs, the process takes a slot, but only Ray counts slots."""
     engine_gpus: int = Field(0, ge=0, le=1024)
     """GPUs that are reserved for each rank's engine server, on the same node: engine.replicas * engine.tp, or
     0. With 0 the server shares the GPU of its rank, or uses engine.cuda_devices."""
@@ -57,8 +57,8 @@ class ClusterConfig(Config):
     """Names of secret environment variables that the ranks need, such as HF_TOKEN. Only the names are sent:
     each node must have the values in its own environment."""
     temp_dir: FilePath | None = None
-    """Folder for Ray's files under --cluster local. If unset, it is ray/ in the cache folder
-    (LOCKSTEP_CACHE)."""
+    """Folder for Ray's files under --cluster local. If unset, ray/ in the cache folder (LOCKSTEP_CACHE) is
+    used."""
     object_store_mb: int = Field(80, ge=75, le=2**20)
     """Size of Ray's object store under --cluster local, in MB. No tensors go through it."""
     peer_copy: bool = False
@@ -67,14 +67,13 @@ class ClusterConfig(Config):
     With several nodes, each node also holds the copy of another node, so that the run survives the loss of a
     node."""
     max_restarts: NonNegativeInt = 3
-    """With peer_copy: how often the ranks may be restarted in a run. After that, the death of a rank ends the
-    run."""
+    """With peer_copy: how often the ranks may be restarted in a run before the death of a rank ends it."""
     warm_spares: bool = True
     """With peer_copy: once the first copy exists, keep one spare process per rank, which has already imported
     everything and replaces a rank that dies. A spare uses no GPU and about 0.4 GB of host memory."""
     copy_dir: FilePath | None = None
     """With peer_copy: a folder in memory (tmpfs) on each node, with room for two copies of the state of all
-    ranks. If unset, it is /dev/shm."""
+    ranks. If unset, /dev/shm is used."""
     node_seconds: PositiveFloat = 600.0
     """With peer_copy on several nodes: how many seconds to wait for a node that replaces a dead one."""
 

@@ -59,11 +59,11 @@ class DataConfig(Config):
     system_prompt: str | None = None
     """System message for conversations without one."""
     prompt_template: str = "{prompt}"
-    """Template for the user's (last) message. It may contain `{prompt}` and any column name; write `{{` and
-    `}}` for literal braces."""
+    """Template for the user's (last) message. The template may contain `{prompt}` and any column name; write
+    `{{` and `}}` for literal braces."""
     chat_template: Literal["auto", "none"] | str = "auto"
-    """auto: the tokenizer's template if it has one. none: plain text. Or a jinja template, or the path of a
-    .jinja file."""
+    """A jinja template, the path of a .jinja file, or one of these words: auto (the tokenizer's template if
+    it has one) or none (plain text)."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments that are passed to the template, such as {enable_thinking = false}."""
     max_prompt_tokens: PositiveInt = 1024
@@ -86,8 +86,8 @@ class DataConfig(Config):
     shuffle: bool = True
     """Shuffle the rows in every epoch, using the run's seed."""
     exclude: Name | None = None
-    """Another file, folder or hub data set with the same columns. Prompts whose text occurs in it are left
-    out. Held-out prompts are always left out of training."""
+    """Leave out prompts whose text occurs in this other file, folder or hub data set, which must have the
+    same columns. Held-out prompts are always left out of training."""
 
     @property
     def generated(self) -> bool:

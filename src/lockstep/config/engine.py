@@ -91,7 +91,7 @@ class EngineConfig(Config):
     """Maximum number of samples decoded together."""
     kv_cache_tokens: PositiveInt | None = None
     """native: capacity of the KV cache in tokens, shared by all samples. Samples that do not fit wait. If
-    unset, it is what max_batch samples can need, within memory_fraction."""
+    unset, the cache holds as many tokens as max_batch samples can need, within memory_fraction."""
     prefill_chunk: PositiveInt = 2048
     """native: maximum number of prompt tokens per forward pass. Longer prompts take several passes."""
     python: FilePath | None = None
@@ -105,16 +105,17 @@ class EngineConfig(Config):
     replicas: PositiveInt = Field(1, le=1024)
     """Number of engines behind one dispatcher, each with the whole model."""
     cuda_devices: tuple[NonNegativeInt, ...] = ()
-    """GPUs for started servers, tp of them for each replica. If it is empty, they use the trainer's GPU."""
+    """GPUs for started servers, tp of them for each replica. If the list is empty, started servers use the
+    trainer's GPU."""
     tp: PositiveInt = 1
     """Tensor parallel size: number of GPUs that share each matrix of one engine."""
     max_model_len: PositiveInt | None = None
-    """Maximum length of prompt plus completion, in tokens. If unset, it is the longest that the run can
-    produce."""
+    """Maximum length of prompt plus completion, in tokens. If unset, the limit is the longest sample that the
+    run can produce."""
     memory_fraction: float | None = Field(None, gt=0.0, lt=1.0)
-    """Fraction of GPU memory for one engine. For vLLM it covers everything, for SGLang weights and KV cache,
-    for native only the KV cache (on a CPU, it is a fraction of host memory). If unset, it is 0.45 of a GPU
-    that the trainer also uses (0.25 for native on a CPU), else the engine's own default."""
+    """Fraction of GPU memory for one engine. In vLLM it covers everything, in SGLang weights and KV cache,
+    and in native only the KV cache (on a CPU, it is a fraction of host memory). If unset, the engine gets
+    0.45 of a GPU that the trainer also uses (0.25 for native on a CPU), and otherwise its own default."""
     prefix_caching: bool = True
     """Keep the keys and values of prompts and reuse them when a prompt is repeated."""
     eager: bool = False
@@ -136,7 +137,7 @@ class EngineConfig(Config):
     start_seconds: Seconds = 600.0
     """Deadline in seconds for the start of the engine."""
     request_seconds: Seconds = 600.0
-    """How many seconds the engine may generate without progress."""
+    """How many seconds the engine may generate without making progress."""
     update_seconds: Seconds = 300.0
     """Deadline in seconds for one weight update."""
     max_restarts: NonNegativeInt = 2

@@ -77,4 +77,4 @@ class ModelConfig(Config):
     lora: LoraConfig | None = None
     """Only the adapters are trained."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a hub model. If false, such models are refused."""
+    """Run Python code that comes with a hub model. If false, models with such code are refused."""

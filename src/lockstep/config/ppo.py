@@ -60,8 +60,8 @@ class PPOConfig(GRPOConfig):
     """Shift and scale rewards by the mean and standard deviation of all rollouts of the run so far, which are
     saved in checkpoints. OpenRLHF uses statistics of the reward model's training set instead."""
     reward_clip: tuple[float, float] | None = None
-    """Bounds for rewards, applied after normalize_rewards. OpenRLHF uses (-10, 10). If unset, there are no
-    bounds."""
+    """Bounds for rewards, applied after normalize_rewards. OpenRLHF uses (-10, 10). If unset, rewards are not
+    bounded."""
     missing_end_penalty: NonNegativeFloat = 0.0
     """Amount subtracted from the reward of a rollout that max_tokens cut off; TRL's missing_eos_penalty."""
     kl: PPOKLConfig = PPOKLConfig()

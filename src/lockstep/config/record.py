@@ -22,7 +22,7 @@ class RecordConfig(Config):
     first_step: NonNegativeInt = 0
     """First step to record; steps count from 0."""
     last_step: NonNegativeInt | None = None
-    """Last step to record. If unset, it is the last step of the run."""
+    """Last step to record. If unset, recording continues to the last step of the run."""
     weights: str = Field("first", json_schema_extra={"alias": "--record-weights"})
     """Weights to store for replay. first: the weights at the first recorded input. `every K`: also the
     weights of every K-th step. none: no weights. Also available as `--record-weights`."""

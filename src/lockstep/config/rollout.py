@@ -51,13 +51,12 @@ class SamplingConfig(Config):
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Token ids that end a completion, in addition to end of sequence."""
     keep_stop: bool = True
-    """Keep the stop string in the text. The token ids always keep it."""
+    """Keep the stop string in the text; the token ids always include it."""
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
     skip_special_tokens: bool = False
-    """Leave special tokens, such as <think> in many models, out of the completion's text. This is the text
-    that rewards and stop strings are applied to and that is written to files. The end-of-sequence token is
-    always left out."""
+    """Leave special tokens, such as <think> in many models, out of the completion's text, which rewards, stop
+    strings and files use. The end-of-sequence token is always left out."""
 
     @property
     def can_end(self) -> bool:
@@ -109,13 +108,13 @@ class RewardConfig(Config):
     with an error that names the row and the exception. drop: drop the rollout and count it. An answer that a
     verifier cannot parse does not count as an error: it scores 0 and is counted as junk."""
     timeout_seconds: Seconds = 60.0
-    """Deadline in seconds of one call (http: of one attempt). If a verifier misses it, the verifier is killed
-    and the answer scores 0. If any other reward misses it, its process is killed and on_error applies."""
+    """Deadline in seconds of one call (http: of one attempt). A verifier that misses the deadline is killed,
+    and the answer scores 0. For any other reward, the process is killed and on_error applies."""
     max_concurrency: PositiveInt = 64
     """Async functions and http: maximum number of concurrent calls."""
     url: Name | None = None
-    """http: address to which samples are sent. It begins with http:// or https://; docs/how-to/own-reward.md
-    describes the protocol."""
+    """http: address (http:// or https://) to which samples are sent; docs/how-to/own-reward.md describes the
+    protocol."""
     token_env: Variable | None = None
     """http: name of the environment variable with the token that is sent as `Authorization: Bearer TOKEN`."""
     batch_size: PositiveInt = 64
@@ -124,10 +123,10 @@ class RewardConfig(Config):
     """http: how often to retry a request after a timeout or a status such as 503."""
     answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"
     """verifier and math: the part of the completion that is the answer; tags means the last
-    <answer>...</answer>. A completion without that part scores 0 and is counted."""
+    <answer>...</answer>. Completions without such a part score 0 and are counted."""
     allow_unsandboxed: tuple[Name, ...] = ()
     """verifier: reasoning_gym tasks, such as "countdown", that may evaluate completions without a sandbox if
-    the kernel of the machine offers none (see `lockstep doctor`). On other machines they are still
+    the kernel of the machine offers none (see `lockstep doctor`). On other machines these tasks are still
     sandboxed."""
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
     """Keyword arguments for length, format and `module:attribute`."""

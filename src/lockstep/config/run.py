@@ -51,8 +51,8 @@ class GRPORun(RunConfig):
     offload: tuple[Role, ...] = ()
     """Roles whose GPU memory is offloaded to host memory while they are idle. The copies make a step slower.
     policy: the optimizer states. value: the value model's weights and optimizer states. ref, reward_model:
-    everything. Works with train.backend local and fsdp2; results stay bitwise the same. For the engine, use
-    engine.offload."""
+    everything. Offloading works with train.backend local and fsdp2, and results stay bitwise the same. For
+    the engine, use engine.offload."""
     eval: EvalConfig = EvalConfig()
 
     online: ClassVar[bool] = True
@@ -257,7 +257,8 @@ class OfflineRun(RunConfig):
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
     batch_size: PositiveInt = 32
-    """Documents per optimizer step. For dpo and rm it counts pairs, but with kto it counts answers."""
+    """Number of documents per optimizer step. dpo and rm count pairs of answers, and kto counts single
+    answers."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on held-out documents. With 0, evaluations are made only before and after
     training, and only if eval_data is set."""

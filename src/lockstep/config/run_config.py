@@ -31,9 +31,9 @@ class RunConfig(Config):
     steps: PositiveInt = 100
     """Number of rollout batches (grpo, ppo) or optimizer steps (sft, dpo, rm)."""
     run_dir: FilePath | None = None
-    """Folder for all output. If unset, it is runs/NAME-TIMESTAMP."""
+    """Folder for all output. If unset, runs/NAME-TIMESTAMP is used."""
     name: Name = "run"
-    """Name of the run. It is used for the folder and in wandb."""
+    """Name of the run, used for its folder and in wandb."""
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

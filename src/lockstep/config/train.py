@@ -33,7 +33,7 @@ class TrainConfig(Config):
     """DeepSpeed's ZeRO stage. Only for backend deepspeed."""
     reshard_after_forward: bool = True
     """fsdp2: free a block's gathered weights after its forward pass and gather them again for the backward
-    pass. This saves memory but adds traffic."""
+    pass, which saves memory but adds traffic."""
     parameter_device: Literal["model", "cpu"] = "model"
     """cpu: fsdp2 and deepspeed (ZeRO 3) keep each rank's share of the weights in host memory between uses."""
     attention: Name = "auto"
@@ -45,7 +45,7 @@ class TrainConfig(Config):
     compile on CUDA if a parity test covers it and it saves more time over the run's steps than compiling
     takes; else eager."""
     layout: Layout = "auto"
-    """packed: documents end to end in one row. padded: one document per row, with padding, which is computed
+    """packed: documents end to end in one row. padded: one document per row, with padding that is computed,
     too. shared: like packed, but a prefix that several documents have in common, such as a group's prompt, is
     computed once. auto: shared if it is tested and the run has groups or pairs, else packed."""
     padding_side: Literal["left", "right"] = "right"
@@ -58,22 +58,22 @@ class TrainConfig(Config):
     determines the activation memory. auto: 4096 on a CPU; on CUDA the largest of a few values up to 32768
     that fits the memory plan; never less than the length of the longest document."""
     static_capacity: bool | None = None
-    """Pad every pack to one of a few static capacities, with one graph per capacity. If unset, it is on in
-    compiled modes, else off."""
+    """Pad every pack to one of a few static capacities, with one graph per capacity. If unset, packs are
+    padded in compiled modes only."""
     max_recompiles: NonNegativeInt | None = None
-    """Compiled modes: how many recompiles to allow after the run's first step; with more, the run stops. If
+    """Compiled modes: number of recompiles allowed after the run's first step; with more, the run stops. If
     unset, there is no limit."""
     batch_invariant: bool | None = None
     """Make every row of a forward pass, and so every logprob, bitwise independent of the rest of the batch.
-    With engine.name = 'native' the rollout's logprobs then equal the trainer's. If unset, it is on with that
-    engine on CUDA in bfloat16 with varlen attention, else off."""
+    With engine.name = 'native' the rollout's logprobs then equal the trainer's. If unset, batch invariance is
+    on with the native engine on CUDA in bfloat16 with varlen attention, and off otherwise."""
     reuse_rollout_logprobs: bool | None = None
     """Use the rollout's logprobs as old_logprobs instead of recomputing them for every sample. As a check, a
-    few micro-batches of each step are recomputed and must be bitwise equal. If unset, it is on if trainer and
-    engine have the same kernel contract."""
+    few micro-batches of each step are recomputed and must be bitwise equal. If unset, the logprobs are reused
+    if trainer and engine have the same kernel contract."""
     deterministic: bool = Field(False, json_schema_extra={"alias": "--deterministic"})
-    """Make the run reproducible: repeated on the same machine, it produces bitwise identical weights. Their
-    hash is logged each step. Slower on CUDA. Also available as `--deterministic`."""
+    """Make the run reproducible: repeated on the same machine, it produces bitwise identical weights. A hash
+    of the weights is logged each step. Slower on CUDA. Also available as `--deterministic`."""
     minibatches: PositiveInt = 1
     """Number of optimizer steps per pass over a rollout batch."""
     accumulate: Literal["pack", "sample"] = "pack"
@@ -83,15 +83,15 @@ class TrainConfig(Config):
     score_all_every: PositiveInt = 10
     """Compute all groups in every k-th step, starting with step 0. The other steps skip groups whose
     advantages are all zero, if the loss has no KL or entropy term. The gradients stay the same, but metrics
-    such as entropy then cover only scored_share of the tokens. Counts as 1 when the run is recorded, and in
-    compiled modes when max_recompiles is set."""
+    such as entropy then cover only scored_share of the tokens. When the run is recorded, and in compiled
+    modes when max_recompiles is set, all groups are computed in every step."""
     cuda_graph: bool = False
     """With execution joint on CUDA: run the decoder's forward pass and its backward pass as one CUDA graph
-    each, with static buffers. The head and the loss run between the two."""
+    each, with static buffers. The head and the loss run between the two graphs."""
     epochs_per_batch: PositiveInt = 1
     """PPO epochs: number of passes over a rollout batch."""
     activation_checkpointing: bool = False
-    """Keep only the input of each block and recompute the rest in the backward pass. This saves memory but
+    """Keep only the input of each block and recompute the rest in the backward pass, which saves memory but
     takes time."""
 
     lr: PositiveFloat = 1e-6
@@ -107,9 +107,9 @@ class TrainConfig(Config):
     eps: PositiveFloat = 1e-8
     """Epsilon of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's weight decay. It applies to matrices only, not to norms, biases or embeddings."""
+    """AdamW's weight decay. Only matrices are decayed, not norms, biases or embeddings."""
     max_grad_norm: PositiveFloat = 1.0
-    """Maximum L2 norm of the gradient. A gradient with a larger norm is scaled down to it."""
+    """Maximum L2 norm of the gradient; a larger gradient is scaled down to this norm."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """adamw8bit keeps its states in 8 bits and needs torchao."""
     optimizer_device: Literal["model", "cpu"] = "model"
@@ -118,7 +118,7 @@ class TrainConfig(Config):
     """Dtype in which gradients are accumulated over micro-batches. deepspeed always uses the model's
     dtype."""
     num_threads: PositiveInt | None = Field(None, le=4096)
-    """Number of CPU threads that torch uses. If unset, it is OMP_NUM_THREADS if that is set, else torch's own
+    """Number of CPU threads that torch uses. If unset, OMP_NUM_THREADS applies, or else torch's own
     default."""
 
     @field_validator("device")
@@ -173,8 +173,8 @@ class EvalConfig(Config):
     temperature: Temperature = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
     max_tokens: PositiveInt | None = None
-    """Maximum length of a completion in an evaluation, in tokens. If unset, it is
-    rollout.sampling.max_tokens."""
+    """Maximum length of a completion in an evaluation, in tokens. If unset, rollout.sampling.max_tokens
+    applies."""
     before_max_tokens_factor: PositiveInt = 1
     """Factor by which max_tokens is multiplied in the evaluation before training. With 2, a policy does not
     seem to improve merely because it learns to stop in time. Above 1, the lines that compare evaluations
@@ -223,7 +223,7 @@ class CheckpointConfig(Config):
     background: bool = True
     """Save checkpoints while training continues: a step is delayed only while the state is copied, and the
     checkpoint counts once it is complete. The last checkpoint is always saved in the foreground. If false,
-    all of them are, which needs no host memory for a copy."""
+    all checkpoints are saved in the foreground, without host memory for a copy."""
     export_at_end: bool = True
     """Write the trained model as a Hugging Face folder under export/."""
 
@@ -234,7 +234,7 @@ class LogConfig(Config):
     tensorboard: bool = True
     """Write event files under logs/tensorboard."""
     wandb: bool = False
-    """Log to Weights & Biases. This needs the package and a login."""
+    """Log to Weights & Biases, which needs the package and a login."""
     wandb_project: Name = "lockstep"
     """Name of the wandb project."""
     display: Literal["auto", "live", "plain", "off"] = "auto"

@@ -20,9 +20,9 @@ class ValueConfig(Config):
     as for the policy, from `train` or `model`."""
 
     name: Name = POLICY
-    """policy: the initial policy with a fresh head. Otherwise a folder, a hub name or shape:NAME. A
-    classifier with one label, such as a reward model, keeps its head; a causal LM gets a fresh one. Token ids
-    must mean the same as for the policy."""
+    """Model to start from: policy (the initial policy with a fresh head), a folder, a hub name or shape:NAME.
+    A classifier with one label, such as a reward model, keeps its head; a causal LM gets a fresh one. Token
+    ids must mean the same as for the policy."""
     revision: Name | None = None
     """Hub revision of `name`."""
     dtype: Dtype | Literal["auto"] | None = None
@@ -46,7 +46,7 @@ class ValueConfig(Config):
     weight_decay: NonNegativeFloat | None = None
     """AdamW's weight decay. It applies to matrices only."""
     max_grad_norm: PositiveFloat | None = None
-    """Maximum L2 norm of the gradient. A gradient with a larger norm is scaled down to it."""
+    """Maximum L2 norm of the gradient; a larger gradient is scaled down to this norm."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] | None = None
     """adamw8bit needs torchao."""
     optimizer_device: Literal["model", "cpu"] | None = None
@@ -61,8 +61,8 @@ class ValueConfig(Config):
     """Number of passes over a rollout batch."""
 
     warmup_batches: NonNegativeInt = 0
-    """Number of rollout batches at the start of the run in which only the value model is trained. It is
-    verl's critic_warmup, 0 there."""
+    """Number of rollout batches at the start of the run in which only the value model is trained (verl's
+    critic_warmup, 0 there)."""
 
     loss: Literal["squared", "huber"] = "squared"
     """Loss of the error, value - return. squared: half the square of the error. huber: the same, but linear
