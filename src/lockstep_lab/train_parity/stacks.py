@@ -23,11 +23,11 @@ OPTIONS: Mapping[str, str] = {
     "tpN": f"N ranks share each matrix ({_of('tp')})",
     "ringN": f"N ranks share the tokens of each pack ({_of('ring')})",
     "zeroN": f"ZeRO stage N, 0 to 3 ({_of('zero')}; 2)",
-    "offload": "optimizer states in host memory",
-    "compile": "each block by torch.compile",
-    "joint": "forward and backward of the decoder as one graph (not zero3)",
-    "deepcompile": f"DeepSpeed's compiler ({_of('deepcompile')}, on a GPU)",
-    "ranksN": "N ranks, whatever --gpus says",
+    "offload": "keep optimizer states in host memory",
+    "compile": "compile each decoder layer with torch.compile",
+    "joint": "run forward and backward of the decoder as one graph (not zero3)",
+    "deepcompile": f"use DeepSpeed's compiler ({_of('deepcompile')}, on a GPU)",
+    "ranksN": "use N ranks, whatever --gpus says",
 }
 DEFAULT_STACKS = tuple(
     f"{backend.name}:{options}".removesuffix(":")
