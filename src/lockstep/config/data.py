@@ -33,7 +33,8 @@ class DataConfig(Config):
     """Column with the prompt, as text or as a list of {role, content} messages. For reasoning_gym rows,
     `question` is used automatically."""
     messages_column: str = "messages"
-    """SFT: column with a whole conversation, used if it exists."""
+    """SFT: column with a whole conversation, used if it exists. RL: column with the conversation that the
+    policy continues, used if there is no prompt_column."""
     completion_column: str = "completion"
     """SFT: column with the answer to train on, for rows without messages."""
     chosen_column: str = "chosen"
