@@ -78,7 +78,9 @@ def status(argv: Sequence[str]) -> int:
             ]
             good = not any(check.problems for check in checks)
     else:
-        raise ConfigError("missing-setting: no run is named; name one, or pass --cluster http://HEAD:8265")
+        raise ConfigError(
+            "missing-setting: no run was given; give a run directory, or pass --cluster http://HEAD:8265"
+        )
     for line in texts:
         echo(line)
     if arguments.json is not None:

@@ -175,8 +175,8 @@ class GRPOConfig(Config):
     the old policy loses its gradient. If unset, the published value of 1 is used; in TRL it is
     sapo_temperature_pos."""
     tau_neg: PositiveFloat | None = None
-    """sapo: temperature of the other tokens. If unset, the published value of 1.05 is used; in TRL it is
-    sapo_temperature_neg."""
+    """sapo: temperature for tokens whose advantage is zero or negative. If unset, the published value of 1.05
+    is used; in TRL it is sapo_temperature_neg."""
     dynamic_sampling: bool | None = None
     """Replace groups whose rewards are all equal by newly sampled groups."""
     max_resample_rounds: PositiveInt = 10

@@ -129,7 +129,7 @@ class RewardConfig(Config):
     the kernel of the machine offers none (see `lockstep doctor`). On other machines these tasks are still
     sandboxed."""
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
-    """Keyword arguments for length, format and `module:attribute`."""
+    """length, format and `module:attribute`: keyword arguments of the reward."""
     secrets: dict[str, SecretPlace] = Field(default_factory=dict)
     """`module:attribute`: additional keyword arguments, each with the location of its value: env:VARIABLE, or
     file:/absolute/path of a file with mode 0600. The values never appear in files, logs or errors."""

@@ -83,8 +83,8 @@ class TrainConfig(Config):
     score_all_every: PositiveInt = 10
     """Compute all groups in every k-th step, starting with step 0. The other steps skip groups whose
     advantages are all zero, if the loss has no KL or entropy term. The gradients stay the same, but metrics
-    such as entropy then cover only scored_share of the tokens. When the run is recorded, and in compiled
-    modes when max_recompiles is set, all groups are computed in every step."""
+    such as entropy then cover only a part of the tokens, logged as scored_share. When the run is recorded,
+    and in compiled modes when max_recompiles is set, all groups are computed in every step."""
     cuda_graph: bool = False
     """With execution joint on CUDA: run the decoder's forward pass and its backward pass as one CUDA graph
     each, with static buffers. The head and the loss run between the two graphs."""

@@ -138,7 +138,7 @@ class ChatFormat:
         if self.template is None and (self._system or self.kwargs):
             setting = "system_prompt" if self._system else "chat_template_kwargs"
             raise ConfigError(
-                f"no-effect: data.{setting} is set, but no chat template would carry it "
+                f"no-effect: data.{setting} is set, but there is no chat template to use it "
                 f"(data.chat_template = {config.chat_template!r}); set data.chat_template to a jinja "
                 "template"
             )

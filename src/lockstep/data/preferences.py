@@ -432,8 +432,8 @@ def _answers(row: PlacedRow, config: DataConfig, chat: ChatFormat) -> Iterator[t
         label = row[config.label_column]
         if isinstance(label, str | float) or label not in (True, False):
             raise DataError(
-                f"wrong-row: {where}: {config.label_column} = {str(label)[:40]!r} is not a label; it is "
-                "true for a desirable answer and false for another one"
+                f"wrong-row: {where}: {config.label_column} = {str(label)[:40]!r} is not a valid label; "
+                "use true for a desirable answer and false for an undesirable one"
             )
         for column, setting in (
             (config.prompt_column, "data.prompt_column"),

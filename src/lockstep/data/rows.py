@@ -56,7 +56,7 @@ def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, 
     for reserved, instead in (("size", "data.size"), ("seed", "data.seed")):
         if reserved in settings:
             raise ConfigError(
-                f"contradiction: data.task.{reserved} is decided by {instead}; set that instead"
+                f"contradiction: data.task.{reserved} cannot be set directly; set {instead} instead"
             )
     fields = DATASETS[task][1].__dataclass_fields__
     for name in settings:

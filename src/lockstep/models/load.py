@@ -253,7 +253,7 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     for path, source in module.named_modules():
         if path not in targets:
             raise ModelError(
-                f"wrong-weights: the second skeleton of {type(module).__name__} has no submodule {path!r}"
+                f"wrong-weights: the second copy of {type(module).__name__} has no submodule {path!r}"
             )
         target = targets[path]
         for own, theirs in ((target._parameters, source._parameters), (target._buffers, source._buffers)):
@@ -266,7 +266,7 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     left = [name for name, p in twin.named_parameters() if p.is_meta]
     if left:
         raise ModelError(
-            f"wrong-weights: the second skeleton of {type(module).__name__} has Parameters that the module "
+            f"wrong-weights: the second copy of {type(module).__name__} has Parameters that the module "
             f"lacks: {left[:5]}"
         )
     return twin.eval()

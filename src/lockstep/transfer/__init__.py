@@ -76,8 +76,8 @@ def choose(config: EngineConfig, engine: ReceivesWeights, *, device: torch.devic
     if config.transfer == "auto":
         if not possible:
             raise EngineError(
-                f"unsupported-combination: engine {config.name} can receive weights by "
-                f"{', '.join(offered) or 'nothing'}, but the trainer on {device} cannot send them that way; "
+                f"unsupported-combination: engine {config.name} receives weights only via "
+                f"{', '.join(offered) or 'no transport'}, which the trainer on {device} does not support; "
                 "put both on GPUs, or both on the CPU",
                 setting="engine.transfer",
             )

@@ -542,5 +542,5 @@ def _kind(reason: Any) -> str | None:
         raise ValueError(f"finish_reason has an unknown type, {ascii(kind)[:80]}")
     matched = reason.get("matched")
     if matched is not None and type(matched) not in (int, str):
-        raise ValueError(f"finish_reason matched {ascii(matched)[:80]}, neither a token id nor a string")
+        raise ValueError(f"finish_reason.matched is {ascii(matched)[:80]}, neither a token id nor a string")
     return str(kind)
