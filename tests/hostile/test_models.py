@@ -126,7 +126,7 @@ def test_a_reward_models_sizes_are_those_of_its_weights(tiny: Path, tmp_path: Pa
             reward_model(changed(folder, **values))
         changed(folder, num_labels=None, num_hidden_layers=2)
     for values in ({"hidden_size": 2**16}, {"vocab_size": 2**23}, {"num_hidden_layers": 500}):
-        with raises(ModelError, "wrong-shape: weights, files hold 86,592"):
+        with raises(ModelError, "wrong-shape: weights, files contain 86,592"):
             reward_model(changed(folder, **values))
         changed(folder, hidden_size=64, vocab_size=259, num_hidden_layers=2)
 
