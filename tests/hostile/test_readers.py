@@ -193,7 +193,7 @@ def test_a_template_that_is_no_text(tokenizer: Any, tmp_path: Path) -> None:
     for name in (str(tmp_path / "x.jinja"), str(tmp_path), "x" * 5000, "x" * 300):
         with pytest.raises(ConfigError):
             load_sft(DataConfig(source=str(tmp_path / "x.jsonl"), chat_template=name), tokenizer=tokenizer)
-    with raises(DataError, "not-text: a text to be tokenised"):
+    with raises(DataError, "not-text: line 1"):
         load_prompts(
             DataConfig(source=str(tmp_path / "x.jsonl"), chat_template="{{ '\\ud800' }}"), tokenizer=tokenizer
         )

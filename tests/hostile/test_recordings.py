@@ -110,7 +110,7 @@ def _twin(one: RecordedInput) -> RecordedInput:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda v: v | {"version": 2}, "field version is '2', this Lockstep reads 1"),
+        (lambda v: v | {"version": 2}, "field version is '2', but this Lockstep reads 1"),
         (lambda v: v | {"format": "zip"}, "field format"),
         (lambda v: v | {"vocab_size": 20}, "vocab_size = 20"),
         (lambda v: v | {"vocab_size": "300"}, "field vocab_size"),
@@ -335,7 +335,7 @@ def test_missing_renamed_swapped_and_foreign_files_are_noticed(valid, tmp_path):
     refused(valid, "index.json", "cannot be read")
     shutil.rmtree(valid)
     valid.mkdir()
-    refused(valid, str(valid), "has no recording.json")
+    refused(valid, str(valid), "has a recording.json")
 
 
 def swap(one: Path, two: Path) -> None:
