@@ -186,7 +186,7 @@ def test_a_batch_is_one_exchange_and_an_error_is_its_rows_alone(tokenizer, monke
         job(b"", 4),
         job("c", 5, options={"name": "you"}),
     ]
-    texts = render_chats(tokenizer, jobs)
+    texts = list(render_chats(tokenizer, jobs))
     assert len(sent) == 1
     assert [text if isinstance(text, DataError) else text.text for text in texts] == [
         "<s>a",
@@ -202,14 +202,23 @@ def test_a_batch_is_one_exchange_and_an_error_is_its_rows_alone(tokenizer, monke
 
 
 def test_a_row_that_uses_up_the_budget_is_found_in_its_batch(tokenizer):
-    texts = render_chats(tokenizer, [job("a", 1), job("spin", 2), job("b", 3)])
+    texts = list(render_chats(tokenizer, [job("a", 1), job("spin", 2), job("b", 3)]))
     assert (texts[0].text, texts[2].text) == ("<s>a", "<s>b")
     with raises(DataError, "deadline: row 2: rendering with the chat template was stopped"):
         raise texts[1]
+
+
+def test_a_template_that_never_ends_is_tried_no_more_once_it_is_known(tokenizer, monkeypatch):
+    sent, run = [], template_renderer._renderer.run
+    monkeypatch.setattr(template_renderer._renderer, "run", lambda *a: sent.append(a) or run(*a))
+    results = render_chats(tokenizer, [job("spin", number) for number in range(1, 100)])
+    with raises(DataError, "deadline: row 1"):
+        raise next(results)
+    assert len(sent) == 2  # all of them, and the first alone
 
 
 def test_long_conversations_go_in_several_exchanges(tokenizer, monkeypatch):
     monkeypatch.setattr(template_renderer, "_BATCH_CHARACTERS", 100)
     batches = list(template_renderer._batches(tokenizer, [job("x" * 60, n) for n in range(3)]))
     assert [len(batch) for batch in batches] == [1, 1, 1]
-    assert len(render_chats(tokenizer, [job("x" * 60, n) for n in range(3)])) == 3
+    assert len(list(render_chats(tokenizer, [job("x" * 60, n) for n in range(3)]))) == 3

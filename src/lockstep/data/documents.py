@@ -195,7 +195,7 @@ def tokenised(requests: Sequence[Request]) -> Iterator[Document]:
     if not requests:
         return
     jobs = [_jobs(request) for request in requests]
-    results = iter(render_chats(requests[0].chat.tokenizer, [job for of_one in jobs for job in of_one]))
+    results = render_chats(requests[0].chat.tokenizer, [job for of_one in jobs for job in of_one])
     texts: list[_Text] = []
     failure: DataError | None = None
     for request, of_one in zip(requests, jobs, strict=True):

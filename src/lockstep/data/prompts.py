@@ -183,7 +183,7 @@ class PromptMaker:
         """Give each its text, but for the first that cannot be rendered or encoded and those after it, which
         are removed. Return its error."""
         jobs = [draft.job for draft in drafts if draft.job is not None]
-        results = iter(render_chats(chat.tokenizer, jobs))
+        results = render_chats(chat.tokenizer, jobs)
         for number, draft in enumerate(drafts):
             try:
                 if draft.job is not None:

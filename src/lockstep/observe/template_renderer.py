@@ -81,17 +81,16 @@ class Rendered:
     """Of the job's `turns`, in order."""
 
 
-def render_chats(tokenizer: Any, jobs: Sequence[RenderJob]) -> list[Rendered | DataError]:
+def render_chats(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[Rendered | DataError]:
     """Render conversations as `tokenizer.apply_chat_template` does, within the child's budgets.
 
-    Returns:
+    Yields:
         For each job its text, or the error: the template refuses the messages, fails, or uses up its budget
-        of time or memory.
+        of time or memory. Once one has used it up, the jobs after it in its batch are rendered one by one,
+        as they are asked for.
     """
-    results: list[Rendered | DataError] = []
     for batch in _batches(tokenizer, jobs):
-        results += _run(batch)
-    return results
+        yield from _run(batch)
 
 
 def render_chat(
@@ -182,9 +181,9 @@ def _variables(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return variables
 
 
-def _run(batch: Sequence[_Item]) -> list[Rendered | DataError]:
+def _run(batch: Sequence[_Item]) -> Iterator[Rendered | DataError]:
     """The replies to a batch. If the child did not survive it, each job is tried alone, to see whose fault it
-    was."""
+    was: one after the other, as a template that never ends would take its whole budget each time."""
     sent = [item for item in batch if item.error is None]
     places = {shared: number for number, shared in enumerate(dict.fromkeys(item.shared for item in sent))}
     job = {
@@ -194,8 +193,14 @@ def _run(batch: Sequence[_Item]) -> list[Rendered | DataError]:
     try:
         replies = iter(_renderer.run(job, sent[0].where)["replies"] if sent else ())
     except DataError as error:
-        return [error] if len(batch) == 1 else [result for item in batch for result in _run([item])]
-    return [item.error or _result(next(replies), item.where) for item in batch]
+        if len(batch) == 1:
+            yield error
+        else:
+            for item in batch:
+                yield from _run([item])
+        return
+    for item in batch:
+        yield item.error or _result(next(replies), item.where)
 
 
 def _result(reply: Mapping[str, Any], where: str) -> Rendered | DataError:
