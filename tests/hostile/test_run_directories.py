@@ -425,8 +425,8 @@ def test_checkpoints_on_which_the_files_disagree(spoilt, resume):
         ),
     ]
     reasons = {
-        "complete.json's step": "is of step 5",
-        "the folder's name": "name of step 3",
+        "complete.json's step": "belongs to step 5",
+        "the folder's name": "name to step 3",
         "a name with an escape": r"names '\x1b]0;x'",
         "a name that is too long": os.strerror(errno.ENAMETOOLONG),
     }
