@@ -77,7 +77,7 @@ def test_all_faults_of_a_start_are_told_together(tmp_path, monkeypatch):
         ("wrong-kind-of-file", "model.name"),
         ("unknown-name", "'mth'"),
         ("missing-package", "'no_such_module'"),
-        ("wrong-part", "defines no 'reward'"),
+        ("wrong-part", "has no 'reward'"),
         ("missing-column", "qestion"),
         ("missing-column", "anwser"),
         ("unknown-name", "solutoin"),
@@ -106,8 +106,10 @@ class Bytes:
     bos_token_id = None
     chat_template = None
 
-    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
+    def __call__(self, text: str | list[str], **_: object) -> dict[str, list[object]]:
+        texts = [text] if isinstance(text, str) else text
+        ids = [list(each.encode()) for each in texts]
+        return {"input_ids": list[object](ids[0] if isinstance(text, str) else ids)}
 
 
 def test_own_rows_without_rewards_are_refused_at_once(tmp_path, capsys):

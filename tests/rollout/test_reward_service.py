@@ -203,7 +203,7 @@ def test_a_bad_answer_drops_or_fails_every_sample_of_its_request(service: Servic
         ("null", "score None"),
         ("true", "score True"),
         ('"3"', "score '3'"),
-        ('{"error": "no \\u001b answer"}', "says 'no \\\\x1b answer'"),
+        ('{"error": "no \\u001b answer"}', "reported 'no \\\\x1b answer'"),
     ],
 )
 def test_one_bad_score_is_that_sample_s_alone(service: Service, score: str, message: str) -> None:

@@ -256,7 +256,7 @@ def test_an_engine_that_mixes_samples_up_is_caught():
     assert "another prompt" in str(caught.value)
     with raises(EngineError, "wrong-result") as caught:
         sample(Loses())
-    assert "without 5 of the samples" in str(caught.value)
+    assert "did not return 5 of the requested samples" in str(caught.value)
 
 
 class Adds(Numbers):

@@ -18,14 +18,12 @@ import torch
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, check_text, token_ids
+from lockstep.data.rows import BATCH_ROWS
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.chat_template import PROBE, check_known, kept_at_end
 from lockstep.observe.template_program import common_length
 from lockstep.observe.template_renderer import Rendered, RenderedTurn, RenderJob, checked, render_chats
 from lockstep.schema.batch import TrainSample
-
-BATCH_ROWS = 256
-"""Documents that are rendered and tokenised together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

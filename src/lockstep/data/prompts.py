@@ -19,8 +19,7 @@ from typing import Any
 from lockstep.config.data import DataConfig
 from lockstep.config.run import GRPORun
 from lockstep.data.chat import ChatFormat, Message, check_text, clean_messages, fill_template
-from lockstep.data.documents import BATCH_ROWS
-from lockstep.data.rows import IdRows, ReasoningGymRows, RowGenerator, place
+from lockstep.data.rows import BATCH_ROWS, IdRows, ReasoningGymRows, RowGenerator, place
 from lockstep.data.sources import batch_rows, load_rows, missing_column, named_columns, rows_of
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe.chat_template import check_known, kept_at_end

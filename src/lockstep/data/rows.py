@@ -17,6 +17,8 @@ from lockstep.common_errors import missing_package, unknown
 from lockstep.config.data import DataConfig
 from lockstep.errors import ConfigError, unknown_name
 
+BATCH_ROWS = 256
+"""Rows that are rendered and tokenised together."""
 SLOTS = 512
 """Slots of one block: one reasoning_gym dataset object serves a block, because some tasks prepare `size`
 items."""

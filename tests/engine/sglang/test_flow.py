@@ -265,7 +265,7 @@ def test_what_was_aborted_goes_on_in_the_same_stream(engines):
     [
         ({"info": {"version": "0.5.9"}}, "unsupported-version: 0.5.9"),
         ({"info": {"dtype": "float16"}}, "server-settings: dtype"),
-        ({"info": {"max_req_input_len": 100}}, "server-settings: takes 106 tokens"),
+        ({"info": {"max_req_input_len": 100}}, "server-settings: accepts 106 tokens"),
         ({"info": {"allow_auto_truncate": True}}, "server-settings: allow_auto_truncate"),
         ({"architectures": ["QwenForCausalLM"]}, "server-settings: QwenForCausalLM"),
         ({"fail_start": "no kernel image"}, "process-died: exited with status 1"),
