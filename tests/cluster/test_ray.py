@@ -414,7 +414,7 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_goes_on(
             "data.source = 'data/no.jsonl' is a rel",
         ),
         ({}, ("--run-dir", "/tmp/run", "--cluster.slots", "3"), "2 CPUs"),
-        ({}, ("--run-dir", "/tmp/run", "--cluster.nodes", "2"), "the cluster has 1 such node"),
+        ({}, ("--run-dir", "/tmp/run", "--cluster.nodes", "2"), "the cluster has only 1 such node"),
         ({}, ("--run-dir", "/tmp/run", "--include", ".."), "below the working directory"),
         ({}, ("--run-dir", "/tmp/run", "--include", "no"), "no such file or folder"),
         (

@@ -80,7 +80,7 @@ def test_a_token_beyond_a_reward_models_embedding_is_named(grown, tmp_path):
     ("size", "more", "told"),
     [
         (24, {}, None),  # 12 pairs are 24 answers
-        (25, {}, "12 rows, which are 24 answers"),
+        (25, {}, "12 rows, i.e. 24 answers"),
         (24, {"data.size": 12}, None),
         (25, {"data.size": 12}, "data.size = 12, at most 24 answers, is less than batch_size = 25"),
         (24, {"data.max_length": 30, "data.overlong_documents": "drop"}, "only 18 answers of data.source"),

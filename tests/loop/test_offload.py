@@ -113,9 +113,9 @@ def test_a_save_in_the_background_has_what_was_there(tmp_path: Path) -> None:
 
 def refusals() -> list[tuple[dict[str, Any], str, str]]:
     return [
-        ({"offload": ["ref"]}, PPO, "no ref with memory of its own"),
-        ({"offload": ["value"]}, TINY, "no value with memory of its own"),
-        ({"offload": ["reward_model"]}, PPO, "no reward_model with memory of its own"),
+        ({"offload": ["ref"]}, PPO, "no ref with separate memory"),
+        ({"offload": ["value"]}, TINY, "no value with separate memory"),
+        ({"offload": ["reward_model"]}, PPO, "no reward_model with separate memory"),
         ({"offload": ["policy", "policy"]}, PPO, "names a role twice"),
         ({"offload": ["policy"], "train__backend": "deepspeed"}, PPO, "train.backend = 'local' or 'fsdp2'"),
         ({"offload": ["value"], "record__enabled": True}, PPO, "leave 'value' out"),

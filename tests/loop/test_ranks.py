@@ -260,7 +260,7 @@ SETTINGS = ["train", "grpo", "--model.name", "shape:tiny-llama", "--data.source"
         (["--train.backend", "fsdp2", "--train.tp", "2"], "1 rank cannot be split into groups of"),
         (
             ["--ranks", "32", "--train.backend", "fsdp2", "--rollout.prompts-per-step", "2"],
-            "there are only 16",
+            "gives only 16",
         ),
         (["--ranks", "0", "--train.backend", "fsdp2"], "not between 1 and 65536"),
         (["--ranks", "3", "--train.backend", "fsdp2", "--train.tp", "3"], "heads"),

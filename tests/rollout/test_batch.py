@@ -207,7 +207,7 @@ def test_samples_that_never_come_are_told(model, data, tmp_path):
 
     with raises(EngineError, "wrong-result") as caught:
         sample(Short(), setup(model, data), tmp_path / "out.jsonl")
-    assert "without 1 of the samples" in str(caught.value)
+    assert "did not return 1 of the requested samples" in str(caught.value)
 
 
 def test_batches_take_all_prompts_in_order_or_one_batch_of_the_round(model, data):

@@ -102,7 +102,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
     before = path.read_bytes()
     with raises(ConfigError, "contradiction: --out", names=["seed", "a.b"]) as caught:
         opened(path, identity={"seed": 1, "a": {"b": 1}})
-    assert "seed: the file has 0, now 1" in str(caught.value)
+    assert "seed: 0 in the file, now 1" in str(caught.value)
     with raises(ConfigError, "contradiction: --out", names=["rows"]):
         opened(path, expected=7)
     assert path.read_bytes() == before
