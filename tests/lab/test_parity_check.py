@@ -125,7 +125,7 @@ def test_sliding_windows_have_no_ring() -> None:
     found = check_all(parse_stacks("fsdp2:ring2,fsdp2"), model=windows, gpus=None, device_count=0)
     said = {f.name: (f.status, f.detail) for f in found}
     assert said["fsdp2"][0] == "ok"
-    assert said["fsdp2:ring2"][0] == "refused" and "one of 8 tokens" in said["fsdp2:ring2"][1]
+    assert said["fsdp2:ring2"][0] == "refused" and "windows of 8 tokens" in said["fsdp2:ring2"][1]
     assert "no sliding windows" in said["shape:tiny-mistral"][1]
 
 

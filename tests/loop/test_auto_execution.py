@@ -88,7 +88,7 @@ def test_it_compiles_from_the_step_on_at_which_it_pays() -> None:
     assert chosen(grpo(steps=61), parameters=2 * BILLION) == "compile"
     assert [chosen(sft(steps=steps)) for steps in (762, 763)] == ["eager", "compile"]
     assert (
-        "pays from 121 steps on, and the run has 90"
+        "pays off from 121 steps on, and the run has 90"
         in choose_execution(grpo(steps=90), parameters=BILLION, device="cuda:1", ranks=1, tested=True).reason
     )
 
