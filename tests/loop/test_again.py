@@ -54,7 +54,7 @@ def test_more_steps_extend_a_run_as_if_they_had_been_asked_for_at_once(lockstep,
 def test_fewer_steps_than_are_done_are_refused(lockstep, run):
     ended = lockstep("train", "--resume", run, "--steps", "3", cwd=run, code=2)
     assert "steps = 3, but 4 steps are already done" in ended.err
-    assert "--checkpoint STEP (there are [2])" in ended.err  # from the one at 4 on, 3 is as impossible
+    assert "--checkpoint STEP (available: [2])" in ended.err  # from the one at 4 on, 3 is as impossible
     assert metrics_of(run)[-1]["evaluation"] == "after"
 
 
