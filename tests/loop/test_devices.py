@@ -97,5 +97,5 @@ def test_a_run_that_needs_more_gpus_than_are_seen_is_refused_before_it_loads(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with raises(ConfigError, "not-enough: cluster.dedicated_gpus, 4 GPUs, this one shows 3"):
+    with raises(ConfigError, "not-enough: cluster.dedicated_gpus, 4 GPUs, only 3 are visible"):
         build_online(run_of(**OWN))

@@ -137,6 +137,6 @@ def test_what_the_environment_takes_the_place_of_is_not_read(tmp_path: Path) -> 
         train_online(run_of(tmp_path / "two"), environment=Asks(), rewards=[lambda **_: 1.0])
     with raises(ConfigError, "nothing-to-do: eval.before") as caught:
         train_online(run_of(tmp_path / "evaluates", **{"eval.after": True}), environment=Asks())
-    assert "held_out of Asks returns no task" in str(caught.value)
+    assert "held_out of Asks returned no tasks" in str(caught.value)
     with raises(DataError, "too-long"):
         train_online(run_of(tmp_path / "long", **{"data.max_prompt_tokens": 2}), environment=Asks())
