@@ -46,7 +46,7 @@ def test_a_run_is_saved_resumed_and_collected(
     second.mkdir()
     shutil.copy(first / "config.toml", second)
     assert on_nodes(tmp_path, "train", "--resume", "run", "--steps", "4") == 2
-    assert "recordings/rank-0001 is not there" in capfd.readouterr().err
+    assert "recordings/rank-0001 does not exist" in capfd.readouterr().err
     shutil.rmtree(second)
     (tmp_path / "kept").rename(second)
     assert on_nodes(tmp_path, "train", "--resume", "run", "--steps", "4") == 0

@@ -86,7 +86,10 @@ def test_an_untested_combination_says_so(tmp_path: Path, capsys: pytest.CaptureF
     loops.train(
         tiny(tmp_path / "run", **{"train.attention": "hf:eager", "model.dtype": "bfloat16", "steps": 1})
     )
-    assert capsys.readouterr().out.count("untested combination: an attention implementation of transformers") == 1
+    assert (
+        capsys.readouterr().out.count("untested combination: an attention implementation of transformers")
+        == 1
+    )
 
 
 def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
