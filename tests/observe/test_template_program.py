@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 
 import pytest
 from raising import raises
@@ -144,6 +146,26 @@ def test_the_number_of_renderings_does_not_grow_with_the_turns(monkeypatch):
         reply["text"][turn["start"] :].startswith(("Hello there</s>", "[assistant] It is</s>", "</s>"))
         for turn in reply["turns"]
     )
+
+
+def test_the_budget_is_of_one_rendering_not_of_all_turns_of_a_conversation(monkeypatch):
+    """Three renderings a turn of a long conversation may take longer than one template is given."""
+    late = []
+    before = signal.signal(signal.SIGPROF, lambda *_: late.append(time.process_time()))
+    monkeypatch.setattr(template_program, "CPU_SECONDS", 0.2)
+    messages = [{"role": ("user", "assistant")[n % 2], "content": "x" * 500} for n in range(200)]
+    item = {"messages": json.dumps(messages), "generate": False, "turns": list(range(1, 200, 2))}
+    text = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.content %}{% endfor %}{% endfor %}"
+        "{{ messages[-1].role }}"
+    )
+    started = time.process_time()
+    try:
+        reply = template_program.answer(text, {}, item)
+    finally:
+        signal.signal(signal.SIGPROF, before)
+    assert len(reply["turns"]) == 100 and not late
+    assert time.process_time() - started > 0.2  # else the budget was not put to the test
 
 
 def test_common_length_by_characters():

@@ -13,7 +13,7 @@ from raising import raises
 from transformers import AutoTokenizer
 
 from lockstep.errors import DataError
-from lockstep.observe.template_renderer import Renderer, render_chat
+from lockstep.observe.template_renderer import Renderer, RenderJob, render_chat
 from lockstep.processes import child
 
 CHAT = [
@@ -44,7 +44,8 @@ TEMPLATES = [
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_text_is_that_of_transformers(template, generate, tiny_tokenizer):
     options = {"name": "you", "enable_thinking": False}
-    ours = render_chat(tiny_tokenizer, template, CHAT, generate=generate, options=options, where="row 1")
+    job = RenderJob(template=template, messages=CHAT, generate=generate, options=options, where="row 1")
+    ours = render_chat(tiny_tokenizer, job)
     theirs = tiny_tokenizer.apply_chat_template(
         CHAT, chat_template=template, tokenize=False, add_generation_prompt=generate, **options
     )

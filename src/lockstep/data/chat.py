@@ -16,7 +16,7 @@ from lockstep.data.sources import configured_columns as named_columns
 from lockstep.errors import ConfigError, DataError, nearest
 from lockstep.observe.chat_template import ChatTemplate, row_columns, row_variables
 from lockstep.observe.files import file_errors, path_problem, read_plain
-from lockstep.observe.template_renderer import Rendered, RenderJob, checked, render_chats
+from lockstep.observe.template_renderer import RenderJob, render_chat
 from lockstep.observe.text import printable
 
 Message = dict[str, Any]
@@ -223,16 +223,8 @@ class ChatFormat:
                     "template, and there is none; set data.chat_template to a jinja template"
                 )
             return str(messages[0]["content"])
-        return self.rendered(messages, generate=generate, where=where).text
-
-    def rendered(self, messages: list[Message], *, generate: bool, where: str) -> Rendered:
-        """Return the template's text, and the spans of its {% generation %} blocks.
-
-        Raises:
-            DataError: the template refuses the messages, or uses up its budget of time or memory.
-        """
         job = self.job(messages, generate=generate, where=where)
-        return checked(*render_chats(self.tokenizer, [job]))
+        return render_chat(self.tokenizer, job).text
 
     def job(
         self, messages: list[Message], *, generate: bool = False, turns: Sequence[int] = (), where: str

@@ -37,6 +37,7 @@ from lockstep.models.folder import INDEX, WEIGHTS, check_fit, check_total, witho
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.offload import OffloadedTensors
 from lockstep.observe.chat_template import ChatTemplate, check_known, kept_at_end, row_variables
+from lockstep.observe.template_renderer import render_chat
 
 _LENGTHS = (5, 9, 20, 70)
 """Tokens of the documents that are scored at load."""
@@ -141,7 +142,8 @@ class RewardModel:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
             whole = [*messages, {"role": "assistant", "content": completion}]
             options, _ = row_variables(row or {}, self._chat_template, where)
-            text = self._chat_template.rendered(whole, options=options, where=where).text
+            job = self._chat_template.job(whole, options=options, where=where)
+            text = render_chat(self.tokenizer, job).text
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise DataError(f"empty: {where}: prompt and completion are empty; leave the row out")

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from lockstep.errors import DataError
-from lockstep.observe.template_renderer import Rendered, RenderJob, checked, render_chat, render_chats
+from lockstep.observe.template_renderer import RenderJob, render_chat
 
 Message = dict[str, Any]
 ROW_VARIABLES = ("tools", "chat_template_kwargs", "enable_thinking")
@@ -47,22 +47,6 @@ class ChatTemplate:
         names = "|".join(map(re.escape, _REASONING if key in _REASONING else (key,)))
         return re.search(rf"\.({names})\b|['\"]({names})['\"]", self.text) is not None
 
-    def rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        generate: bool = False,
-        options: Mapping[str, Any] | None = None,
-        where: str,
-    ) -> Rendered:
-        """Render messages, see `job` and `render_chats`.
-
-        Raises:
-            DataError: see `render_chats`.
-        """
-        job = self.job(messages, generate=generate, options=options, where=where)
-        return checked(*render_chats(self.tokenizer, [job]))
-
     def job(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -86,6 +70,10 @@ class ChatTemplate:
             turns=turns,
             where=where,
         )
+
+    def _raw(self, messages: Sequence[Mapping[str, Any]], *, where: str) -> str:
+        """The text of messages as they are, see `render_chat`."""
+        return render_chat(self.tokenizer, RenderJob(template=self.text, messages=messages, where=where)).text
 
     def _prepared(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         calls, content = message.get("tool_calls"), message.get("content")
@@ -111,7 +99,7 @@ class ChatTemplate:
         call = {**_CALL["tool_calls"][0], "function": {"name": "f", "arguments": arguments}}
         turn = {**_CALL, "tool_calls": [_with_arguments(call, form)]}
         try:
-            text = render_chat(self.tokenizer, self.text, [_USER, turn], where="a call of a tool").text
+            text = self._raw([_USER, turn], where="a call of a tool")
         except DataError:
             return False
         as_python = str(arguments)[1:-1]  # an object that is written without `tojson`
@@ -142,7 +130,7 @@ class ChatTemplate:
     def _behind_probe(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """What the template writes behind PROBE; None if it refuses such messages, or leaves PROBE out."""
         try:
-            text = render_chat(self.tokenizer, self.text, messages, where="a conversation of two turns").text
+            text = self._raw(messages, where="a conversation of two turns")
         except DataError:  # a template for other roles; what it refuses in the rows is an error there
             return None
         return text.rpartition(PROBE)[2] if PROBE in text else None

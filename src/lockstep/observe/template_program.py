@@ -8,9 +8,11 @@ three more.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
+CPU_SECONDS = 2.0
+"""Of one rendering; the kernel ends the process beyond it. A usual template takes a millisecond."""
 MEMORY_BYTES = 2**30
 """Of the process that renders."""
 TEXT_CHARACTERS = 2**24
@@ -32,7 +36,8 @@ TEXT_CHARACTERS = 2**24
 def answer(template: str, variables: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, Any]:
     """{text, spans, turns}, or {error} with whatever the template raised."""
     try:
-        program = compiled(template)
+        with limited():  # constants such as 'x' * 10**10 are worked out here
+            program = compiled(template)
         messages = json.loads(item["messages"])
         for message in messages:
             message.setdefault("content", None)
@@ -52,6 +57,17 @@ def answer(template: str, variables: Mapping[str, Any], item: Mapping[str, Any])
         return {"error": str(error)[:1000]}
     except Exception as error:  # any code can stand in a template
         return {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """End the process by SIGPROF if the body takes more than CPU_SECONDS; no code of ours has to run for
+    that."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class TooLong(Exception):
@@ -92,12 +108,14 @@ class Conversation:
             return None
         try:
             text, watch = self._watched(generate=False)
+            if watch.looks_ahead or not watch.ended:
+                return None
             other, again = self._watched(generate=True)
         except (TooLong, MemoryError):
             raise
         except Exception:  # also of a template that does with a list what Messages does not know
             return None
-        if watch.looks_ahead or again.looks_ahead or watch.places != again.places or not watch.ended:
+        if again.looks_ahead or watch.places != again.places:
             return None
         body = watch.places[-1]
         if text[:body] != other[:body]:
@@ -159,11 +177,12 @@ class Program:
         """Render; `generation.spans` are the spans then. Raises TooLong."""
         self._environment.watch = watch
         self.generation.blocks, self.generation.spans = [], []
-        for block in self._template.generate(**variables):
-            self.generation.blocks.append(block)
-            watch.size += len(block)
-            if watch.size > TEXT_CHARACTERS:
-                raise TooLong
+        with limited():
+            for block in self._template.generate(**variables):
+                self.generation.blocks.append(block)
+                watch.size += len(block)
+                if watch.size > TEXT_CHARACTERS:
+                    raise TooLong
         return "".join(self.generation.blocks)
 
 

@@ -7,19 +7,17 @@ here; `main` is the process, which loads no torch. What it does with a template 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import resource
-import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import DataError
-from lockstep.observe.template_program import MEMORY_BYTES, answer
+from lockstep.observe.template_program import CPU_SECONDS, MEMORY_BYTES, answer
 from lockstep.observe.text import printable
 from lockstep.processes.child import JobProcess, ProcessEnded, receive, send
 from lockstep.processes.programs import CHAT_TEMPLATE
@@ -48,26 +46,26 @@ class RenderJob:
     options: Mapping[str, Any] = field(default_factory=dict)
     """More variables of the template."""
     turns: Sequence[int] = ()
-    """Numbers of messages, from 1, whose place in the text is wanted."""
+    """Indices of messages, none of them 0, that are to be located in the text."""
     where: str
     """Where the conversation stands, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderedTurn:
-    """Where message `number` begins in the text of its conversation: found by comparing that text with three
-    others: of the messages before it, without and with the header of an answer, and of the messages through
-    it."""
+    """The place of one message in the text of its conversation, in characters. It is found by comparing that
+    text with three others: of the messages before it, without and with the header of an answer, and of the
+    messages up to and including it."""
 
     opened: int
-    """Characters that the texts before it, without and with the header, share."""
+    """Length of the common beginning of the two texts before it, without and with the header."""
     start: int
-    """Characters that the text with the header shares with the conversation's."""
+    """Length of the common beginning of the text with the header and the conversation's."""
     header: str
     """What the header adds after `opened`."""
     end: int | None
-    """Length of the text through it; None if the conversation's does not begin with that text, or if that
-    text ends before `start`."""
+    """Length of the text up to and including it. None if the conversation's text does not begin with that
+    text, or if that text ends before `start`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,25 +91,9 @@ def render_chats(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[Rendered
         yield from _run(batch)
 
 
-def render_chat(
-    tokenizer: Any,
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    generate: bool = False,
-    options: Mapping[str, Any] | None = None,
-    where: str,
-) -> Rendered:
-    """Render one conversation, see `render_chats` and RenderJob.
-
-    Raises:
-        DataError: see `render_chats`.
-    """
-    job = RenderJob(
-        template=template, messages=messages, generate=generate, options=options or {}, where=where
-    )
-    (result,) = render_chats(tokenizer, [job])
-    return checked(result)
+def render_chat(tokenizer: Any, job: RenderJob) -> Rendered:
+    """Render one conversation. Raises DataError: see `render_chats`."""
+    return checked(*render_chats(tokenizer, [job]))
 
 
 def checked(result: Rendered | DataError) -> Rendered:
@@ -273,10 +255,6 @@ os.register_at_fork(after_in_child=_renderer.after_fork)
 # The child.
 
 
-CPU_SECONDS = 2.0
-"""Of one conversation; the kernel ends the process beyond it. A usual template takes a millisecond."""
-
-
 def main(*, jobs: int, replies: int) -> None:
     """Answer jobs until their pipe closes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -288,17 +266,6 @@ def main(*, jobs: int, replies: int) -> None:
         shared = [json.loads(text) for text in job["shared"]]
         answers = []
         for item in job["items"]:
-            with limited():
-                template, variables = shared[item["shared"]]
-                answers.append(answer(template, variables, item))
+            template, variables = shared[item["shared"]]
+            answers.append(answer(template, variables, item))
         send(replies, {"id": job["id"], "replies": answers})
-
-
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """SIGPROF ends the process after CPU_SECONDS; no code of ours has to run for that."""
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
