@@ -1,4 +1,4 @@
-"""Documents: the contents of rows as token ids, with the tokens marked that the policy is to learn to write.
+"""Tokenise the contents of rows into documents, and mark the tokens that the policy learns to write.
 
     for request, document in zip(batch, tokenised(batch), strict=True): ...
 
@@ -42,16 +42,16 @@ Content = tuple[str, str] | Conversation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A content to make a document of."""
+    """The content of a row, to be tokenised."""
 
     content: Content
     chat: ChatFormat
     where: str
-    """Where it stands, for messages."""
+    """File and row of the content, for error messages."""
     marked: Literal["assistant", "last", "all", "score"] = "assistant"
-    """Tokens to mark: data.train_on; "score": all, and no eos is added, as a reward model reads a text."""
+    """Tokens to mark, as in data.train_on. "score" marks all and adds no eos, as reward models read texts."""
     tag: Any = None
-    """Anything that the caller keeps with it."""
+    """Any value of the caller's, returned with the sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +83,8 @@ class DocumentMaker:
     def samples(
         self, requests: Iterable[Request], *, keep_end: bool = False
     ) -> Iterator[tuple[Request, TrainSample | None]]:
-        """Yield each request with its sample, see `sample`. An error of a request, and of what makes the
-        requests, is raised after the samples before it.
+        """Yield each request with its sample, see `sample`. An error, also one of the iterator `requests`, is
+        raised after the samples of the rows before it.
 
         Raises:
             DataError: see `tokenised` and `sample`.
@@ -158,7 +158,7 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
 
 
 def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """The requests in lists of BATCH_ROWS; an error of the iterator is raised after those before it."""
+    """Yield the requests in lists of BATCH_ROWS. An error of the iterator is raised after the last list."""
     batch: list[Request] = []
     iterator = iter(requests)
     while True:
@@ -176,7 +176,7 @@ def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
 
 
 def tokenised(requests: Sequence[Request]) -> Iterator[Document]:
-    """Yield the document of each request, in order; an error comes when its turn comes.
+    """Yield the document of each request, in order. An error is raised after the documents before it.
 
     Plain text is a prompt and a completion, encoded apart; the ids of the completion and the eos after it are
     marked. Of a conversation the assistant's turns are marked, but for those before `Conversation.prompt` and
@@ -260,7 +260,7 @@ def _trained_turns(request: Request, content: Conversation) -> list[int]:
 
 
 def _jobs(request: Request) -> list[RenderJob]:
-    """What is to be rendered for a document."""
+    """Return the renderings that a document needs."""
     content, chat, where = request.content, request.chat, request.where
     if isinstance(content, tuple) or chat.template is None:
         return []
@@ -276,7 +276,7 @@ def _jobs(request: Request) -> list[RenderJob]:
 
 
 def _text(request: Request, results: Sequence[Rendered | DataError]) -> _Text:
-    """The text of a document and what is marked, from the results of its jobs."""
+    """Return the text of a document and its marked spans, from the results of its jobs."""
     content, where = request.content, request.where
     rendered = [checked(result) for result in results]
     whole = request.marked in ("all", "score")

@@ -74,7 +74,7 @@ class PromptSet(ABC):
 
 @dataclass(kw_only=True, slots=True)
 class _Draft:
-    """A row on its way to a prompt."""
+    """A row whose prompt is not finished."""
 
     row: Mapping[str, Any]
     index: int
@@ -82,7 +82,7 @@ class _Draft:
     problem: str
     talk: str | list[Message] | None = None
     job: RenderJob | None = None
-    """What renders `talk`; None: it is the text."""
+    """The rendering of `talk`. None if `talk` is the text itself."""
     text: str = ""
     ids: list[int] = field(default_factory=list)
 
@@ -136,11 +136,12 @@ class PromptMaker:
     def make_all(
         self, rows: Sequence[Mapping[str, Any]], *, first: int, keys: Iterable[object] | None = None
     ) -> Iterator[Prompt | None]:
-        """Yield the prompt of each row, see `make`; the first row has index `first`. They take one exchange
-        with the process that renders templates, and one call of the tokenizer.
+        """Yield the prompt of each row, see `make`. The rows share one exchange with the process that renders
+        templates and one call of the tokenizer.
 
         Args:
-            keys: by which rows are counted; None: their indices.
+            first: index of the first row.
+            keys: one per row, for the counts of `report`. If None, the indices.
 
         Raises:
             DataError: as `make`, after the prompts of the rows before.
@@ -179,8 +180,8 @@ class PromptMaker:
         return draft
 
     def _render(self, drafts: list[_Draft], chat: ChatFormat) -> DataError | None:
-        """Give each its text, but for the first that cannot be rendered or encoded and those after it, which
-        are removed. Return its error."""
+        """Set the text of each draft. If one cannot be rendered or encoded, remove it and the drafts after it
+        from the list and return its error."""
         jobs = [draft.job for draft in drafts if draft.job is not None]
         results = render_chats(chat.tokenizer, jobs)
         for number, draft in enumerate(drafts):

@@ -1,9 +1,9 @@
-"""A chat template as a program: the text of a conversation, and where its turns stand in it.
+"""Compiled chat templates: render a conversation and locate its turns in the text.
 
-Where turn n begins is found by comparing texts of the conversation's beginnings. Most templates write one
-message after the other, and then the text of a beginning is the beginning of the text. `Watch` sees in two
-renderings whether a template did so in this conversation, whatever the number of turns; else each turn takes
-three more.
+A turn is located by comparing the text of the conversation with the texts of its first messages. Most
+templates write the messages one after the other, so that the text of the first messages is a prefix of the
+whole text. A `Watch` tells whether a template did so for a conversation, in two renderings for any number of
+turns. Otherwise each turn takes three more renderings.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import jinja2.sandbox
 import jinja2.utils
 
 CPU_SECONDS = 2.0
-"""Of one rendering; the kernel ends the process beyond it. A usual template takes a millisecond."""
+"""CPU time of one rendering, after which the kernel ends the process. Most templates take a millisecond."""
 MEMORY_BYTES = 2**30
-"""Of the process that renders."""
+"""Address space of the process that renders."""
 TEXT_CHARACTERS = 2**24
-"""Of one text."""
+"""Length of one rendered text."""
 
 
 def answer(template: str, variables: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, Any]:
-    """{text, spans, turns}, or {error} with whatever the template raised."""
+    """Return {text, spans, turns}, or {error} if the template raised one."""
     try:
-        with limited():  # constants such as 'x' * 10**10 are worked out here
+        with limited():  # which evaluates constants such as 'x' * 10**10
             program = compiled(template)
         messages = json.loads(item["messages"])
         for message in messages:
@@ -83,12 +83,12 @@ class Conversation:
         self._messages = messages
 
     def rendered(self, count: int, *, generate: bool) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the first messages, and the spans of its {% generation %} blocks."""
+        """Return the text of the first `count` messages and the spans of its {% generation %} blocks."""
         text = self._program.text(self._with(self._messages[:count], generate=generate), Watch())
         return text, self._program.generation.spans
 
     def place(self, text: str, number: int) -> dict[str, Any]:
-        """The RenderedTurn of a message: by three renderings."""
+        """Return the fields of a message's RenderedTurn, from three renderings."""
         before, _ = self.rendered(number, generate=False)
         header, _ = self.rendered(number, generate=True)
         opened, start = common_length(before, header), common_length(header, text)
@@ -102,8 +102,9 @@ class Conversation:
         return {"opened": opened, "start": start, "header": header[opened:], "end": end}
 
     def watched(self) -> tuple[str, Callable[[int], dict[str, Any]]] | None:
-        """The text of all messages, and a function that returns the RenderedTurn of one, of two renderings in
-        all. None if the template's text of the first messages could depend on later ones."""
+        """Return the text of all messages and a function from a message's index to the fields of its
+        RenderedTurn, from two renderings in all. None if what the template writes for the first messages
+        could depend on later ones."""
         if not self._program.watchable:
             return None
         try:
@@ -113,14 +114,17 @@ class Conversation:
             other, again = self._watched(generate=True)
         except (TooLong, MemoryError):
             raise
-        except Exception:  # also of a template that does with a list what Messages does not know
+        except Exception:  # `place` renders without Messages, which lacks some operations of a list
             return None
         if again.looks_ahead or watch.places != again.places:
             return None
         body = watch.places[-1]
         if text[:body] != other[:body]:
             return None
-        closing, opening = text[body:], other[body:]  # behind the last message, without and with a header
+        closing, opening = (
+            text[body:],
+            other[body:],
+        )  # what follows the last message, without and with a header
         opened = common_length(closing, opening)
 
         def place(number: int) -> dict[str, Any]:
@@ -170,11 +174,11 @@ class Program:
         self.generation = next(e for e in environment.extensions.values() if isinstance(e, Generation))
         self._template = environment.from_string(text)
         self.watchable = _is_watchable(environment.parse(text))
-        """Whether `Watch` sees how much text there is at each message of a loop, and what a template knows of
-        later ones."""
+        """Whether a Watch can tell how much text precedes each message, and whether the template looked
+        ahead."""
 
     def text(self, variables: Mapping[str, Any], watch: Watch) -> str:
-        """Render; `generation.spans` are the spans then. Raises TooLong."""
+        """Return the rendered text, and leave its spans in `generation.spans`. Raises TooLong."""
         self._environment.watch = watch
         self.generation.blocks, self.generation.spans = [], []
         with limited():
@@ -190,8 +194,8 @@ compiled = functools.lru_cache(maxsize=16)(Program)
 
 
 def _is_watchable(tree: jinja2.nodes.Template) -> bool:
-    """Not if text is held back in a loop, a counter of the environment outlives one, or attributes are read
-    by a filter."""
+    """Return False if the template buffers the text of a loop, counts with jinja's joiner or cycler, or reads
+    attributes through a filter."""
     nodes = jinja2.nodes
     held_back = (nodes.AssignBlock, nodes.FilterBlock)
     if any(next(block.find_all(nodes.For), None) for block in tree.find_all(held_back)):
@@ -203,25 +207,25 @@ def _is_watchable(tree: jinja2.nodes.Template) -> bool:
 
 @dataclass(slots=True)
 class Watch:
-    """What a rendering did."""
+    """A record of one rendering."""
 
     places: list[int] = field(default_factory=list)
-    """Characters of text when the loop over the messages took each of them, and when the loop ended."""
+    """Length of the text when the loop over the messages reached each of them, and when it ended."""
     size: int = 0
-    """Characters of text so far."""
+    """Length of the text so far."""
     current: int = 0
-    """Number of the message that the loop took last; 0 before."""
+    """Index of the message that the loop reached last; 0 before the loop."""
     began: bool = False
     ended: bool = False
     looks_ahead: bool = False
-    """Whether the template read what is otherwise if the conversation ends earlier."""
+    """Whether the template read something that would differ if the conversation ended earlier."""
 
 
 class Messages(Sequence[Any]):
-    """The messages of a conversation, which note in a Watch what a template does with them.
+    """The messages of a conversation, which record in a Watch how a template uses them.
 
-    Reading message 0, or one that the loop has reached, is the same in a conversation that ends before a
-    later message; so is a loop over all of them, or from a number on. Everything else looks ahead.
+    Message 0, and messages that the loop has reached, do not depend on how the conversation continues; a
+    single loop over the messages, from any index on, does not either. Every other use looks ahead.
     """
 
     __slots__ = ("_items", "_offset", "_watch")
@@ -259,7 +263,7 @@ class Messages(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         watch = self._watch
-        # A loop in a macro, or a filter that goes through the messages, is not where text is written.
+        # Text of a macro is written later, and a filter reads all messages before the first is written.
         if watch.began or not _called_by_root():
             watch.looks_ahead = True
         watch.began = True
@@ -275,7 +279,8 @@ class Messages(Sequence[Any]):
 
 
 def _called_by_root() -> bool:
-    """Whether a template's own body takes the next item from the generator that calls this."""
+    """Return whether the generator that calls this was advanced by the body of a template, not by a macro or
+    a filter."""
     frame = sys._getframe(2)
     if frame.f_code is jinja2.runtime.LoopContext.__next__.__code__:
         frame = sys._getframe(3)
@@ -283,8 +288,8 @@ def _called_by_root() -> bool:
 
 
 class WatchingEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Notes in `watch` what a template asks of a loop over the messages, and of the counts that it kept in
-    one."""
+    """The sandbox, which also records in `watch` whether a template asks a loop about later messages or
+    reads a namespace after the loop."""
 
     watch = Watch()
 
@@ -305,11 +310,11 @@ class WatchingEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 _OF_LATER = ("last", "length", "revindex", "revindex0", "nextitem")
-"""What a loop knows of messages after the current one."""
+"""Attributes of a loop that depend on the messages after the current one."""
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}`: notes where in the text its blocks stand, as transformers' extension does."""
+    """`{% generation %}`: records the spans of its blocks, as transformers' extension does."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
     blocks: list[str]

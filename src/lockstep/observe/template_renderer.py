@@ -24,7 +24,7 @@ from lockstep.processes.programs import CHAT_TEMPLATE
 from lockstep.processes.supervisor import supervise
 
 _SECONDS = 120.0
-"""Deadline of a job and its reply; the child's own limit is CPU time, which other work does not use up."""
+"""Deadline for the reply to a job. The child's own limit is CPU time, which other processes do not use up."""
 _BATCH_CHARACTERS = 2**22
 """Messages of one exchange with the child, as JSON; a longer conversation goes alone."""
 _KEPT = ("HOME", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "TZ")
@@ -48,7 +48,7 @@ class RenderJob:
     turns: Sequence[int] = ()
     """Indices of messages, none of them 0, that are to be located in the text."""
     where: str
-    """Where the conversation stands, for messages."""
+    """File and row of the conversation, for error messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +83,9 @@ def render_chats(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[Rendered
     """Render conversations as `tokenizer.apply_chat_template` does, within the child's budgets.
 
     Yields:
-        For each job its text, or the error: the template refuses the messages, fails, or uses up its budget
-        of time or memory. Once one has used it up, the jobs after it in its batch are rendered one by one,
-        as they are asked for.
+        The text of each job, or the error if the template refused the messages, failed, or used up its budget
+        of time or memory. Once a job has used it up, the rest of its batch is rendered one by one, as the
+        results are asked for.
     """
     for batch in _batches(tokenizer, jobs):
         yield from _run(batch)
@@ -105,17 +105,17 @@ def checked(result: Rendered | DataError) -> Rendered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Item:
-    """A job as the child gets it; `error` if the child cannot get it."""
+    """A job in the form that the child receives; `error` if it cannot be written as JSON."""
 
     where: str
     shared: str = ""
-    """Template and variables other than the messages, as JSON: few texts for many conversations."""
+    """Template and variables without the messages, as JSON; many conversations share one text."""
     content: Mapping[str, Any] = field(default_factory=dict)
     error: DataError | None = None
 
 
 def _batches(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[list[_Item]]:
-    """The jobs, in exchanges of a bounded size."""
+    """Yield the jobs in batches of at most _BATCH_CHARACTERS."""
     shared: dict[str, str] = {}
     batch: list[_Item] = []
     size = 0
@@ -164,8 +164,8 @@ def _variables(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(batch: Sequence[_Item]) -> Iterator[Rendered | DataError]:
-    """The replies to a batch. If the child did not survive it, each job is tried alone, to see whose fault it
-    was: one after the other, as a template that never ends would take its whole budget each time."""
+    """Yield the results of a batch. If the child did not survive it, each job is run alone when its result is
+    asked for, to find the one at fault: a template that never ends takes its whole budget each time."""
     sent = [item for item in batch if item.error is None]
     places = {shared: number for number, shared in enumerate(dict.fromkeys(item.shared for item in sent))}
     job = {
