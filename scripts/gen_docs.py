@@ -98,7 +98,7 @@ def config_page() -> str:
         "`train.lr` is `lr` under `[train]`. On the command line it is a flag: `--train.lr 1e-5`. Flags may "
         "have hyphens in place of underscores, and `no-` before the last part turns a setting off: "
         "`--train.no-activation-checkpointing`. `kind` at the top of a file is `grpo`, `ppo`, `sft`, `dpo` "
-        "or `rm`. A setting with the default — is unset unless you set it.",
+        "or `rm`. A dash in the default column means that it is unset by default.",
         f"Lockstep comes with the recipes {', '.join(f'`{name}`' for name in recipes())}. "
         "`lockstep train --recipe NAME --print-config` prints all settings of a recipe.",
     ]
@@ -213,7 +213,7 @@ def type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> st
     names = {int: "integer", float: "number", str: "string", bool: "`true`, `false`", Path: "path"}
     plain = [inner for item in metadata for inner in getattr(item, "metadata", [item])]
     bounds = [
-        f"{sign} {value:g}"
+        f"{sign} {value}" if isinstance(value, int) else f"{sign} {value:g}"
         for item in plain
         for key, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
         # The largest bounds only keep numbers that nobody means out of the machine's.
@@ -318,8 +318,9 @@ def rules_page() -> str:
     parts = [
         "# Refused combinations of settings",
         NOTE,
-        "These combinations of settings in one table are refused before anything is loaded. If several "
-        "apply, the error shows the first. `...` stands for the value that was set. For combinations of "
+        "These combinations of settings are refused before anything is loaded. If several in one table "
+        "apply, the error shows only the first of that table. `...` stands for the value that was set. "
+        "For combinations of "
         "backend, engine, attention and the other axes of a run, see [supported combinations](support.md).",
     ]
     for name, rules in sorted(RULES.items()):

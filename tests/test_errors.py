@@ -8,6 +8,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,36 @@ def first_words(message: ast.expr) -> str:
     if isinstance(message, ast.JoinedStr):
         return first_words(message.values[0])
     return message.value if isinstance(message, ast.Constant) and isinstance(message.value, str) else ""
+
+
+def lost_texts(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines of strings in functions that are statements of their own, other than docstrings. A
+    message that was split without parentheses loses its second half that way, and no linter reports it."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for block in ast.walk(function):
+            body = getattr(block, "body", [])
+            for before, node in pairwise(body if isinstance(body, list) else []):
+                if isinstance(node, ast.Expr) and is_text(node.value) and not is_attribute(before):
+                    yield node.lineno
+
+
+def is_text(node: ast.expr) -> bool:
+    constant = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return constant or isinstance(node, ast.JoinedStr)
+
+
+def is_attribute(node: ast.stmt) -> bool:
+    """Return whether a docstring may follow: after `self.name = value` and annotated class variables."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return isinstance(node, ast.AnnAssign) or any(isinstance(target, ast.Attribute) for target in targets)
+
+
+def test_no_message_loses_its_second_half() -> None:
+    example = "def f(x):\n    'Docstring.'\n    what = f'{x} of '\n    f'{x + 1}'\n    return what"
+    assert list(lost_texts(ast.parse(example))) == [4]
+    assert {str(path): lines for path, tree in trees() if (lines := list(lost_texts(tree)))} == {}
 
 
 def test_every_error_has_a_code_of_the_table() -> None:

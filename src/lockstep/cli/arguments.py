@@ -136,8 +136,8 @@ def _whole(text: str, *, least: int, most: int | None = MOST) -> int:
     if not digits.isdecimal() or (len(digits) <= _DIGITS and int(digits) < least):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number of at least {least}")
     if len(digits) > _DIGITS or (most is not None and int(digits) > most):
-        above = "" if most is None else f" than {most:,}"
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is more{above}, which is too large for any use")
+        maximum = "" if most is None else f"; the maximum is {most:,}"
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is too large{maximum}")
     return int(digits)
 
 

@@ -192,7 +192,7 @@ def _view(model: type[BaseModel], value: BaseModel | None) -> tuple[dict[str, An
         current = None if value is None else getattr(value, name)
         if nested is not None and not many:
             annotations, inner = _view(nested, current)
-            off = "" if current is not None else " It is off unless one of these flags is given."
+            off = "" if current is not None else " Not set unless one of these flags is given."
             fields[name] = _typed_dict(nested.__name__, annotations, _summary(nested) + off)
             defaults[name] = inner
             continue

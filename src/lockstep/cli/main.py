@@ -199,12 +199,12 @@ def _check_launcher() -> None:
             raise wrong_variable(
                 name,
                 value,
-                "is not a number; torchrun sets it, and without torchrun unset RANK and WORLD_SIZE",
+                "is not a number; torchrun sets it; without torchrun, unset RANK and WORLD_SIZE",
             )
     if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
         raise ConfigError(
             f"wrong-environment: the environment variable RANK = {os.environ['RANK']} is not below "
-            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}; torchrun sets both, and without torchrun unset them"
+            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}; torchrun sets both; without torchrun, unset them"
         )
 
 

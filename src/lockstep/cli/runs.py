@@ -225,7 +225,7 @@ def _hang_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
     flags = values.Flags(parser)
     flags.value("--seconds", values.above_zero, "time between the two checks", SECONDS, metavar="SECONDS")
-    flags.switch("--no-stacks", "do not ask the ranks for their stacks by a signal")
+    flags.switch("--no-stacks", "do not send the ranks a signal to get their stacks")
     flags.value("--json", values.path, "write the report to this file")
     return parser
 

@@ -37,7 +37,10 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     own, rest = _parser().parse_known_args(argv)
     if own.cluster is None:
-        raise ConfigError("missing-setting: submit needs --cluster http://HEAD:8265, or use lockstep train")
+        raise ConfigError(
+            "missing-setting: submit needs --cluster http://HEAD:8265; to train without a cluster, use "
+            "lockstep train"
+        )
     if not rest:
         raise ConfigError(
             "missing-setting: there is nothing to submit; name a TOML file, grpo, ppo, sft, dpo, rm or "

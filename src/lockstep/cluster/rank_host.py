@@ -310,8 +310,8 @@ def staying(environ: Mapping[str, str], *, secrets: Sequence[str] = ()) -> dict[
     """
     if missing := [name for name in secrets if not environ.get(name)]:
         raise ConfigError(
-            f"wrong-environment: cluster.secrets names {', '.join(missing)}, but that is not set in the "
-            "environment of this node; set it where Ray is started on this node, or leave it out"
+            f"wrong-environment: cluster.secrets names {', '.join(missing)}, missing from the environment "
+            "of this node; set what is missing where Ray is started on this node, or leave it out"
         )
     kept = {n: v for n, v in environ.items() if _STAYS.fullmatch(n) and not _is_secret(n)}
     return kept | {name: environ[name] for name in secrets}

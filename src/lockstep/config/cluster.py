@@ -301,8 +301,8 @@ def _check_engine_gpus(engine: EngineConfig, cluster: ClusterConfig) -> None:
     if taken and not gpus:  # engine.cuda_devices is refused with several ranks
         raise ConfigError(
             f"duplicate: engine.cuda_devices = {list(engine.cuda_devices)} and cluster.dedicated_gpus = "
-            f"true both request GPU {taken[0]}; leave cuda_devices out and set cluster.engine_gpus = "
-            f"{needed}"
+            f"true both request GPU {taken[0]}; leave engine.cuda_devices out and set "
+            f"cluster.engine_gpus = {needed}"
         )
     if not gpus:
         return

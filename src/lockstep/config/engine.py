@@ -25,7 +25,7 @@ from lockstep.errors import ConfigError
 _WHY = {
     "replicas": "a process can hold only one vLLM or native engine, and a URL names a single server",
     "cuda_devices": "Lockstep can assign GPUs only to a server that it starts",
-    "tp": "Lockstep can split only a server that it starts over GPUs",
+    "tp": "Lockstep can split a server over GPUs only if it starts that server",
     "max_model_len": "the trainer's modules accept any length that the model accepts",
     "kv_cache_tokens": "it sizes its KV cache itself",
     "prefill_chunk": "it splits prompts itself",

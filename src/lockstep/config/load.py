@@ -221,7 +221,9 @@ def find(source: str | Path) -> Path:
     if isinstance(source, str) and source in known:
         return known[source]
     if path.suffix == ".toml" or len(path.parts) > 1:
-        raise ConfigError(f"no-such-file: no such file: {str(source)!r} (relative to {os.getcwd()!r})")
+        raise ConfigError(
+            f"no-such-file: no such file: {str(source)!r} (the working directory is {os.getcwd()!r})"
+        )
     raise unknown("recipe", str(source), known, more=OR_A_PATH)
 
 

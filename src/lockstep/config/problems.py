@@ -269,8 +269,7 @@ def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
     """Return the user's path within pydantic's, which also names the branch of a union that it tried."""
     path: list[str] = []
     current: type[BaseModel] | None = model
-    free = False
-    """Whether the next part is a key of a table without fields, such as rewards.kwargs."""
+    free = False  # True if the next part is a key of a table without fields, such as rewards.kwargs
     for part in loc:
         if isinstance(part, int) and path:
             path[-1] += f"[{part}]"

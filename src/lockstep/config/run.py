@@ -46,7 +46,7 @@ class GRPORun(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     reward_model: RewardRoleConfig | None = None
-    """Without it, only reward functions and verifiers give rewards."""
+    """Without this section, only reward functions and verifiers give rewards."""
     engine: EngineConfig = EngineConfig()
     offload: tuple[Role, ...] = ()
     """Roles whose GPU memory is offloaded to host memory while they are idle. The copies make a step slower.

@@ -322,7 +322,7 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
         what = f"ranks / (tp * ring) = {ranks // together}" if together > 1 else f"{ranks} ranks"
         raise ConfigError(
             f"nothing-to-do: {what} share the documents of an optimizer step, but {run.documents_setting} "
-            f"gives only {documents}, so other ranks would have nothing to do. Start fewer ranks, or raise "
-            "that number",
+            f"gives only {documents}, so the other ranks would have nothing to do. Start fewer ranks, or "
+            "raise that number",
             setting=run.documents_setting,
         )

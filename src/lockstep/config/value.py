@@ -16,8 +16,8 @@ POLICY = "policy"
 
 
 class ValueConfig(Config):
-    """The value model: its weights, its training and its loss. Options that are not set have the same values
-    as for the policy, from `train` or `model`."""
+    """The value model: its weights, its training and its loss. Training options and a
+    dtype that default to None have the same values as for the policy, from `train` or `model`."""
 
     name: Name = POLICY
     """Model to start from: policy (the initial policy with a fresh head), a folder, a hub name or shape:NAME.

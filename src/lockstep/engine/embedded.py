@@ -212,7 +212,7 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
         new[name] = tensor
     unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
     if unknown or missing:
-        raise other_tensors(EngineError, f"engine {engine}(left unchanged)", missing, unknown)
+        raise other_tensors(EngineError, f"engine {engine} (left unchanged)", missing, unknown)
     first_name: dict[int, str] = {}
     for name, tensor in new.items():
         parameter = own[name]

@@ -167,9 +167,10 @@ class Builder:
         then = self.manifest.get("environment", self.own_environment)
         if then != self.own_environment:
             names = [name or "of the config" for name in (then, self.own_environment)]
+            fix = f"pass a {then} as environment" if then else "leave environment out"
             raise ConfigError(
                 f"values-differ: the run was started with the environment {names[0]}, but is being resumed "
-                f"with {names[1]}; pass the original one: train_online(run, resume=..., environment=...)"
+                f"with the environment {names[1]}; {fix}: train_online(run, resume=..., ...)"
             )
         with self.ranks.fail_together("loading model and data"):
             check_devices(config.cluster, self._machine.device, ranks=self.ranks)

@@ -71,8 +71,8 @@ def evaluate(
     tasks = environment.held_out(config.eval.num_prompts)
     if not len(tasks):
         raise ConfigError(
-            "nothing-to-do: there are no held-out prompts, because eval.before and eval.after are false "
-            "and eval.every = 0; set one of the three to evaluate",
+            "nothing-to-do: there are no held-out prompts. None are held out if eval.before and eval.after "
+            "are false and eval.every = 0; set one of the three to evaluate",
             setting="eval.every",
         )
     limit = (config.eval.max_tokens or config.rollout.sampling.max_tokens) * max_tokens_factor

@@ -274,8 +274,8 @@ def build_reward_models(
         if policy.tokenizer is None:
             raise ConfigError(
                 f"no-tokenizer: reward_model.name = {run.reward_model.name!r} reads text, but the policy "
-                f"{policy.name!r} has no tokenizer to decode its samples; add its files to the policy's "
-                "folder"
+                f"{policy.name!r} has no tokenizer to decode its samples; add the tokenizer's files to "
+                "the policy's folder"
             )
         models = RewardModels(run.reward_model, device=torch.device(resolved.device))
         if "reward_model" in run.offload:

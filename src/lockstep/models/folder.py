@@ -115,8 +115,8 @@ def check_limits(folder: Path) -> None:
             value = part.get(key)
             if isinstance(value, int | float) and not -1 <= value <= limit:
                 raise ModelError(
-                    f"out-of-range: {folder / CONFIG}: {key} = {str(value)[:24]} is implausibly large (the "
-                    f"limit is {limit}); the file is damaged"
+                    f"out-of-range: {folder / CONFIG}: {key} = {str(value)[:24]} is not between -1 and "
+                    f"{limit}; the file is damaged"
                 )
 
 

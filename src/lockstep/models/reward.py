@@ -69,7 +69,8 @@ class RewardModel:
         tokenizer = load_tokenizer(ModelConfig(name=config.name, revision=config.revision))
         if tokenizer is None:
             raise ModelError(
-                f"no-tokenizer: reward model {config.name!r} has no tokenizer; add its files to the folder"
+                f"no-tokenizer: reward model {config.name!r} has no tokenizer; add the tokenizer's files to "
+                "the model's folder"
             )
         self.tokenizer: Tokenizer = tokenizer
         module: nn.Module = _load(folder, config, dtype=resolve_dtype(config.dtype, device))

@@ -363,7 +363,7 @@ def bundled_folder(name: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fix = "it is the model cache; set LOCKSTEP_CACHE to a writable folder"
-        raise cannot_write(ModelError, folder.parent, error, fix, done="made") from error
+        raise cannot_write(ModelError, folder.parent, error, fix, done="created") from error
     lock = folder.parent / f".{name}.lock"
     try:
         with FileLock(lock, timeout=_LOCK_SECONDS):  # the kernel frees it if its holder dies

@@ -73,7 +73,7 @@ class RunDir:
         try:
             check_layout(path)
             for folder in (self.rollouts, self.checkpoints, self.logs):
-                with file_errors(folder, TrainError, "made"):
+                with file_errors(folder, TrainError, "created"):
                     folder.mkdir(exist_ok=True)
             self._remove_unfinished()
         except BaseException:
@@ -139,7 +139,9 @@ class RunDir:
             before = _there(path)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise cannot_write(ConfigError, path, error, "choose another --run-dir", done="made") from error
+            raise cannot_write(
+                ConfigError, path, error, "choose another --run-dir", done="created"
+            ) from error
         run_dir = cls(path, RunLock(path / "lock"))
         run_dir._before = None if restart else before  # what was set aside stays
         try:
@@ -350,7 +352,7 @@ class FollowedRunDir(RunDir):
             ConfigError: there is a run in it, another process writes it, or it cannot be made.
         """
         check_layout(path)
-        with file_errors(path, ConfigError, "made", advice="choose another folder with --run-dir"):
+        with file_errors(path, ConfigError, "created", advice="choose another folder with --run-dir"):
             before = _there(path)
             path.mkdir(parents=True, exist_ok=True)
             made = cls(path, RunLock(path / "lock"))

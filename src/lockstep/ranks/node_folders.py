@@ -85,7 +85,10 @@ class NodeFolders:
             CheckpointError: a node cannot; on every rank.
         """
         if self.leaders:
-            with self._ranks.fail_together("making a folder"), file_errors(folder, CheckpointError, "made"):
+            with (
+                self._ranks.fail_together("making a folder"),
+                file_errors(folder, CheckpointError, "created"),
+            ):
                 if self.leads:
                     folder.mkdir(parents=True)
 

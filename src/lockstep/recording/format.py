@@ -393,7 +393,8 @@ def decode(
     if bits[used:].any() or wrong_end or int(counts.sum()) != entry.trained:
         raise RecordingError(
             f"wrong-field: loss_mask: {int(counts.sum())} tokens are trained on, but the field trained says "
-            f"{entry.trained}; last tokens are never trained on, except in inputs of kind {SCORED}"
+            f"{entry.trained}; the last token of a document is never trained on, except in inputs of kind "
+            f"{SCORED}"
         )
     floats = {
         name: torch.from_numpy(_widen(np.frombuffer(columns[name], dtype="<f4"), spread, mask, counts))

@@ -98,7 +98,7 @@ class ReadOnlyRow(dict[str, Any]):
     """A deep copy of a row for one call of a reward; writing to it is an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("a reward's row is read-only, because other rewards share it; copy it: dict(row)")
+        raise TypeError("a reward's row is read-only; to change it, copy it: dict(row)")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse

@@ -423,8 +423,8 @@ def bad_step(sample_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
     samples = [list(ids) for ids in sample_ids]
     reason = (
         "each micro-batch alone has finite gradients, but their sum does not; the samples by micro-batch "
+        f"are {samples}"
     )
-    f"are {samples}"
     return {"reason": reason, "samples": samples}
 
 

@@ -101,8 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     flags.value(
         "--tolerance",
         above_zero,
-        "largest difference of a logprob, in nats, and largest relative difference of a tensor (measured: 4 "
-        "times the difference from reordering the documents in cell a, with a floor for the dtype)",
+        "largest allowed difference of a logprob, in nats, and largest allowed relative difference of a "
+        "tensor (measured: 4 times the difference from reordering the documents in cell a, with a floor for "
+        "the dtype)",
     )
     flags.switch("--crash", "find the smallest input on which b crashes")
     flags.value("--max-trials", positive, "with --crash: maximum number of trials", 200)

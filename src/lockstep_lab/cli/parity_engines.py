@@ -79,7 +79,7 @@ def _work_flags(work: Flags) -> None:
         "--weights",
         ["pushed", "folder"],
         "where the engine's first weights come from: pushed by the trainer, or read from the model's folder "
-        "(pushed; folder without --update)",
+        "(pushed; folder with --no-update)",
     )
     work.on_off("--update", "change the weights, push them, and send all requests again (on)", default=True)
     work.value(

@@ -112,7 +112,7 @@ def _find(path: Path) -> tuple[Path, str]:
         return logs[0], "text"
     raise ConfigError(
         f"wrong-kind-of-file: {path} contains no metrics.jsonl, trainer_state.json or TensorBoard events"
-        + (f", and {len(logs)} logs: give one of them" if logs else ", nor a log")
+        + (f", but {len(logs)} logs; give one of them" if logs else ", nor a log")
     )
 
 

@@ -31,7 +31,7 @@ class Cell:
     attention: str
     """sdpa, varlen, flex, hf:NAME."""
     execution: Execution
-    """eager, compile (every block of layers), joint (the decoder as one graph), deepcompile (DeepSpeed's)."""
+    """eager, compile (every decoder layer), joint (the decoder as one graph), deepcompile (DeepSpeed's)."""
     layout: Layout
     padding_side: Literal["left", "right"] = "right"
     """For layout padded."""

@@ -219,7 +219,11 @@ def check_sample(
     finite = all(map(math.isfinite, logprobs))  # min and max do not see NaN
     # Rounding may lift a certain token just above 0; below -1e4 lie only masked tokens, which nobody draws.
     if logprobs and not (finite and min(logprobs) > -1e4 and max(logprobs) <= 1e-3):
-        raise _wrong(engine, f"logprobs from {min(logprobs)} to {max(logprobs)}, outside (-inf, 0]")
+        raise _wrong(
+            engine,
+            f"logprobs from {min(logprobs)} to {max(logprobs)}, some of which are not finite, below -1e4 or "
+            "positive",
+        )
     if sample.finish_reason == "abort":
         return None
     if not ids:

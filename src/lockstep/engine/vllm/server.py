@@ -410,8 +410,9 @@ def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
     _check_model(card, spec, where=where)
     longest = card.get("max_model_len")
     if type(longest) is not int or longest < spec.max_model_len:
-        what = f"accepts {longest} tokens of prompt plus completion, but this run has up to "
-        f"{spec.max_model_len}"
+        what = (
+            f"accepts {longest} tokens of prompt plus completion, but this run has up to {spec.max_model_len}"
+        )
         raise _start_with(where, what, f"--max-model-len {spec.max_model_len}")
     name = str(card["id"])
     info = _server_info(client)

@@ -241,13 +241,13 @@ class _Machine:
         except _DAMAGE as error:
             cause = f"{type(error).__name__}: {str(error)[:100]}"
             what = (
-                f"the pickle is incomplete: {name} before byte {self.file.tell()} ({cause}); copy the file "
+                f"the pickle is not valid: {name} before byte {self.file.tell()} ({cause}); copy the file "
+                "again"
             )
-            "again"
             raise damaged(self.where, what) from error
 
     def _bad(self, what: str) -> NoReturn:
-        raise damaged(self.where, f"the pickle is incomplete: {what} before byte {self.file.tell()}")
+        raise damaged(self.where, f"the pickle is not valid: {what} before byte {self.file.tell()}")
 
     def _refuse(self, name: str) -> NoReturn:
         what = _REFUSED.get(name, _OLD)
