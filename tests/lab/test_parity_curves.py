@@ -163,7 +163,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     write(tmp_path / "one.log", "loss: 1.0\n")
     assert read_losses(tmp_path).values == (1.0,)
     write(tmp_path / "two.log", "loss: 1.0\n")
-    with raises(ConfigError, "wrong-kind-of-file: test_a_folder_that_is_no_run0, and 2 logs"):
+    with raises(ConfigError, "wrong-kind-of-file: but 2 logs; give one of them"):
         read_losses(tmp_path)
 
 
