@@ -127,6 +127,49 @@ def test_two_renderings_find_what_three_of_each_turn_find(name, messages):
         assert [found[1](number) for number in turns] == [conversation.place(text, n) for n in turns]
 
 
+@pytest.mark.parametrize("name", [*ONE_AFTER_THE_OTHER, *OTHERS])
+def test_a_tail_that_is_known_saves_a_rendering_and_changes_nothing(name, monkeypatch):
+    program, texts, tails = Program((ONE_AFTER_THE_OTHER | OTHERS)[name]), [], {}
+    text = program.text
+    monkeypatch.setattr(program, "text", lambda *args: texts.append(text(*args)) or texts[-1])
+    for messages in (CHAT[1:3], CHAT, CHAT[:3]):
+        known = bool(tails)
+        texts.clear()
+        found = Conversation(program, {}, messages, tails=tails).watched()
+        if found is None:
+            continue
+        assert len(texts) == 2 - known
+        alone = Conversation(program, {}, messages).watched()
+        assert found[0] == alone[0]
+        assert [found[1](n) for n in range(1, len(messages))] == [
+            alone[1](n) for n in range(1, len(messages))
+        ]
+    constant = ("chatml", "an end instead of a header", "counts", "a loop in a message", "no header")
+    assert bool(tails) == (name in constant)
+
+
+TAIL = "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "constant"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}" + TAIL, True),
+        ("{{ bos }}{% for m in messages %}{{ m.content }}{% endfor %}" + TAIL + "{{ bos }}", True),
+        ("{% for m in messages %}{% set last = m %}{% endfor %}{{ messages[0].role }}" + TAIL, False),
+        ("{% set a = messages[0].role %}{% for m in messages %}{% endfor %}{{ a }}" + TAIL, False),
+        ("{% for m in messages %}{{ add_generation_prompt }}{% endfor %}", False),
+        ("{% if add_generation_prompt %}{% endif %}{% for m in messages %}{% endfor %}", False),
+        ("{% for m in messages %}{% endfor %}{{ strftime_now('%S') }}" + TAIL, False),
+        ("{% macro f() %}{% endmacro %}{% for m in messages %}{% endfor %}" + TAIL, False),
+        ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}" + TAIL, False),
+        ("{% for m in messages %}{% endfor %}{% for m in messages %}{% endfor %}" + TAIL, False),
+    ],
+)
+def test_which_tails_are_the_same_for_all_conversations(template, constant):
+    assert Program(template).has_constant_tail == constant
+
+
 def test_places_by_hand():
     conversation = Conversation(Program(ONE_AFTER_THE_OTHER["an end instead of a header"]), {}, CHAT[1:3])
     text, places = conversation.watched()

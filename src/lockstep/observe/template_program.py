@@ -33,15 +33,26 @@ TEXT_CHARACTERS = 2**24
 """Length of one rendered text."""
 
 
-def answer(template: str, variables: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {text, spans, turns}, or {error} if the template raised one."""
+def answer(
+    template: str,
+    variables: Mapping[str, Any],
+    item: Mapping[str, Any],
+    tails: dict[str, tuple[str, str]] | None = None,
+) -> dict[str, Any]:
+    """Return {text, spans, turns}, or {error} if the template raised one.
+
+    Args:
+        tails: empty at first, and the same for all items with these variables: what the template writes
+            behind
+            the last message, without and with a header, where that depends on nothing else.
+    """
     try:
         with limited():  # which evaluates constants such as 'x' * 10**10
             program = compiled(template)
         messages = json.loads(item["messages"])
         for message in messages:
             message.setdefault("content", None)
-        conversation = Conversation(program, variables, messages)
+        conversation = Conversation(program, variables, messages, tails=tails)
         turns: list[int] = item["turns"]
         watched = conversation.watched() if turns else None
         if watched is not None:
@@ -77,8 +88,15 @@ class TooLong(Exception):
 class Conversation:
     """Messages under a template."""
 
-    def __init__(self, program: Program, variables: Mapping[str, Any], messages: list[Any]) -> None:
-        self._program = program
+    def __init__(
+        self,
+        program: Program,
+        variables: Mapping[str, Any],
+        messages: list[Any],
+        *,
+        tails: dict[str, tuple[str, str]] | None = None,
+    ) -> None:
+        self._program, self._tails = program, {} if tails is None else tails
         self._variables = variables
         self._messages = messages
 
@@ -103,28 +121,30 @@ class Conversation:
 
     def watched(self) -> tuple[str, Callable[[int], dict[str, Any]]] | None:
         """Return the text of all messages and a function from a message's index to the fields of its
-        RenderedTurn, from two renderings in all. None if what the template writes for the first messages
-        could depend on later ones."""
+        RenderedTurn, from two renderings in all, one where the tail is known. None if what the template
+        writes for the first messages could depend on later ones."""
         if not self._program.watchable:
             return None
         try:
             text, watch = self._watched(generate=False)
             if watch.looks_ahead or not watch.ended:
                 return None
-            other, again = self._watched(generate=True)
+            body = watch.places[-1]
+            known = self._tails.get(self._program.source)
+            if known is not None and text[body:] == known[0]:
+                closing, opening = known
+            else:
+                other, again = self._watched(generate=True)
+                if again.looks_ahead or watch.places != again.places or text[:body] != other[:body]:
+                    return None
+                # What follows the last message, without and with a header.
+                closing, opening = text[body:], other[body:]
+                if self._program.has_constant_tail:
+                    self._tails[self._program.source] = closing, opening
         except (TooLong, MemoryError):
             raise
         except Exception:  # `place` renders without Messages, which lacks some operations of a list
             return None
-        if again.looks_ahead or watch.places != again.places:
-            return None
-        body = watch.places[-1]
-        if text[:body] != other[:body]:
-            return None
-        closing, opening = (
-            text[body:],
-            other[body:],
-        )  # what follows the last message, without and with a header
         opened = common_length(closing, opening)
 
         def place(number: int) -> dict[str, Any]:
@@ -172,10 +192,14 @@ class Program:
         environment.globals["strftime_now"] = strftime_now
         self._environment = environment
         self.generation = next(e for e in environment.extensions.values() if isinstance(e, Generation))
+        self.source = text
         self._template = environment.from_string(text)
-        self.watchable = _is_watchable(environment.parse(text))
+        tree = environment.parse(text)
+        self.watchable = _is_watchable(tree)
         """Whether a Watch can tell how much text precedes each message, and whether the template looked
         ahead."""
+        self.has_constant_tail = _has_constant_tail(tree)
+        """Whether what it writes behind the last message is the same for all conversations."""
 
     def text(self, variables: Mapping[str, Any], watch: Watch) -> str:
         """Return the rendered text, and leave its spans in `generation.spans`. Raises TooLong."""
@@ -203,6 +227,33 @@ def _is_watchable(tree: jinja2.nodes.Template) -> bool:
     if any(name.name in ("joiner", "cycler") for name in tree.find_all(nodes.Name)):
         return False
     return not any(each.name == "attr" for each in tree.find_all(nodes.Filter))
+
+
+def _has_constant_tail(tree: jinja2.nodes.Template) -> bool:
+    """Return True if the template is text, a loop over the messages, and behind it what depends on variables
+    that are given to it alone; and if only that asks for the header of an answer.
+
+    The order of evaluation is that of the nodes: there is no other loop, macro, block or import.
+    """
+    nodes = jinja2.nodes
+    loops = [(n, node) for n, node in enumerate(tree.body) if isinstance(node, nodes.For)]
+    others = (nodes.Macro, nodes.CallBlock, nodes.Block, nodes.Include, nodes.Import, nodes.FromImport)
+    if len(loops) != 1 or next(tree.find_all(others), None) is not None:
+        return False
+    place, loop = loops[0]
+    behind = tree.body[place + 1 :]
+    if not (isinstance(loop.iter, nodes.Name) and loop.iter.name == "messages"):
+        return False
+    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    before = {name.name for node in tree.body[: place + 1] for name in _names(node)}
+    after = {name.name for node in behind for name in _names(node)}
+    calls = any(next(node.find_all(nodes.Call), None) is not None for node in behind)
+    return not calls and "add_generation_prompt" not in before and not after & {*assigned, "messages", "loop"}
+
+
+def _names(node: jinja2.nodes.Node) -> list[jinja2.nodes.Name]:
+    names = list(node.find_all(jinja2.nodes.Name))
+    return [*names, node] if isinstance(node, jinja2.nodes.Name) else names
 
 
 @dataclass(slots=True)

@@ -263,9 +263,9 @@ def main(*, jobs: int, replies: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     while True:
         job = receive(jobs)
-        shared = [json.loads(text) for text in job["shared"]]
+        shared = [(*json.loads(text), {}) for text in job["shared"]]
         answers = []
         for item in job["items"]:
-            template, variables = shared[item["shared"]]
-            answers.append(answer(template, variables, item))
+            template, variables, tails = shared[item["shared"]]
+            answers.append(answer(template, variables, item, tails))
         send(replies, {"id": job["id"], "replies": answers})
