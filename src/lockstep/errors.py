@@ -239,6 +239,7 @@ CODES = {
     "wrong-field": "A field of a file has an invalid value. The file was edited, or is damaged.",
     "missing-field": "A file lacks a required field.",
     "version-differs": ("The versions of a file and of this Lockstep, or of two nodes, differ."),
+    "file-changed": "A file was written while it was being read. Restore it, or start again.",
     "hash-differs": "The content of a file does not match its checksum. It is damaged or was edited.",
     "mixed-files": "Files of several saves or recordings are mixed. Restore all files of the same one.",
     "incomplete": ("Files or lines are missing. Restore them, or run the command that writes them again."),

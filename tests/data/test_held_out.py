@@ -8,7 +8,7 @@ import pytest
 from raising import raises
 
 from lockstep.config.run import GRPORun
-from lockstep.data.prompts import evaluates, held_out_config, load_train_and_held_out
+from lockstep.data.held_out import evaluates, held_out_config, load_train_and_held_out
 from lockstep.errors import DataError
 
 

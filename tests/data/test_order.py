@@ -2,8 +2,12 @@ from __future__ import annotations
 
 from raising import raises
 
-from lockstep.data.sources import batch_rows
+from lockstep.data.lazy import LazyItems
 from lockstep.errors import DataError
+
+
+def batch_rows(num_rows: int, *, step: int, n: int, seed: int, shuffle: bool = True) -> list[int]:
+    return LazyItems.of(range(num_rows), shuffle=shuffle).batch(step, n, seed)
 
 
 def test_an_epoch_holds_every_row_once_and_epochs_differ() -> None:

@@ -8,7 +8,7 @@ import pytest
 from raising import raises
 
 from lockstep.config.data import DataConfig
-from lockstep.data.prompts import FixedPrompts, PromptStream, load_prompts
+from lockstep.data.prompts import FixedPrompts, PromptStream, load_prompts, text_hash
 from lockstep.errors import ConfigError, DataError
 
 HEADER = (
@@ -81,14 +81,15 @@ def test_excluded_texts_are_left_out(tokenizer: Any, tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"prompt": f"question {i}"} for i in range(4)])
     other = write(tmp_path / "b.jsonl", [{"prompt": "question  2"}])
     left = load_prompts(
-        DataConfig(source=source, exclude=other), tokenizer=tokenizer, exclude=[HEADER.format("question 0")]
+        DataConfig(source=source, exclude=other),
+        tokenizer=tokenizer,
+        exclude=[text_hash(HEADER.format("question 0"))],
     )
     assert [p.index for p in left] == [1, 3]
     assert left.report["excluded"] == 2
     with raises(DataError, "nothing-left"):
-        load_prompts(
-            DataConfig(source=source), tokenizer=tokenizer, exclude=[f"question {i}" for i in range(4)]
-        )
+        excluded = [text_hash(f"question {i}") for i in range(4)]
+        load_prompts(DataConfig(source=source), tokenizer=tokenizer, exclude=excluded)
 
 
 def test_generated_rows_carry_their_verifier(tokenizer: Any) -> None:

@@ -23,7 +23,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.load import build
 from lockstep.config.model import ModelConfig
 from lockstep.data.chat import ChatFormat
-from lockstep.errors import ConfigError, DataError, LockstepError, ModelError
+from lockstep.errors import DataError, LockstepError, ModelError
 from lockstep.models import reward
 from lockstep.models.export import model_facts
 from lockstep.models.folder import READ
@@ -147,7 +147,7 @@ def test_documents_beyond_the_models_positions_are_refused(kind: str, folder: Pa
         "data": {"source": str(data), "max_length": 256},
         "train": {"token_budget": 512},
     }
-    with raises(ConfigError, "too-long: data.max_length"):
+    with raises(DataError, "too-long: data.max_length"):
         loops.train(build(run, origin="test"))
 
 

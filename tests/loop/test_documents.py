@@ -119,6 +119,6 @@ def test_the_setting_and_the_longest_document_are_told_apart(tiny_folder, tmp_pa
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {"data.source": str(tmp_path / "rows.jsonl"), "data.max_length": 4200, "batch_size": 2}
     run = {"model.name": str(tiny_folder), "run_dir": str(tmp_path / "run"), "train.token_budget": 8192}
-    with raises(ConfigError, "too-long: data.max_length", tokens=4101) as caught:
+    with raises(DataError, "too-long: rows.jsonl, line 2") as caught:
         loops.train(load_run(kind="sft", overrides=data | run))
-    assert "data.max_length = 4200 lets the longest document" in str(caught.value)
+    assert "data.max_length = 4200 lets the document have 4101 tokens" in str(caught.value)

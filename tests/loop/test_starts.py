@@ -14,7 +14,7 @@ from lockstep import loops
 from lockstep.cli.main import main
 from lockstep.config.load import load_run
 from lockstep.config.rollout import RewardConfig
-from lockstep.data.prompts import load_train_and_held_out
+from lockstep.data.held_out import load_train_and_held_out
 from lockstep.errors import ConfigError, LockstepError, RewardError
 from lockstep.loop.preflight import preflight
 from lockstep.protocols.reward import RewardInput

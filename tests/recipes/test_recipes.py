@@ -15,7 +15,7 @@ from lockstep import loops
 from lockstep.cli.main import main
 from lockstep.config.load import dump_toml, load_run, recipes
 from lockstep.config.run import GRPORun
-from lockstep.data.prompts import load_train_and_held_out
+from lockstep.data.held_out import load_train_and_held_out
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.rewards import RewardSet
 

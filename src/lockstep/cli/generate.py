@@ -146,6 +146,7 @@ def generate(command: Command, interrupt: Interrupt) -> dict[str, Any]:
     config = command.config
     facts = model_facts(weights.model)
     prompts = load_prompts(config.data, tokenizer=facts.tokenizer, vocab_size=facts.vocab_size)
+    prompts.make_all()
     for note in prompts.notes:
         echo(note)
     batches = prompt_batches(prompts, config)

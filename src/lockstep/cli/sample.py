@@ -117,7 +117,7 @@ def override(sampling: SamplingConfig, values: Mapping[str, Any]) -> SamplingCon
 
 def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
     """The prompt of --prompt, or the first held-out prompts of the run."""
-    from lockstep.data.prompts import load_train_and_held_out
+    from lockstep.data.held_out import load_train_and_held_out
     from lockstep.observe.chat_template import check_known
     from lockstep.schema.rollout import Prompt
 

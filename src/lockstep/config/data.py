@@ -90,6 +90,22 @@ class DataConfig(Config):
     """Leave out prompts whose text occurs in this other file, folder or hub data set, which must have the
     same columns. Held-out prompts are always left out of training."""
 
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """What to do with a row at fault: malformed, without a column, too long under `error`, without an answer.
+    Skipped rows are counted and named in the run's manifest. The first 1,000 rows are looked at before a
+    model is loaded, the others when they come near, or all by `lockstep data check`."""
+    workers: NonNegativeInt = 1
+    """Threads that read, render and tokenise the rows of the next steps; 0: the loop does it, step by step.
+    The order of the rows does not depend on it."""
+    prefetch: PositiveInt = 8
+    """Steps whose rows the workers make ahead."""
+
+    streaming: bool = False
+    """Read the source from its beginning on (.jsonl, .parquet, hub data sets), without an index and without
+    downloading all of it. Rows are shuffled within windows of shuffle_buffer."""
+    shuffle_buffer: PositiveInt = 10_000
+    """With streaming: number of rows that are kept in memory and shuffled together."""
+
     @property
     def generated(self) -> bool:
         """Whether the source generates its rows."""
@@ -100,12 +116,17 @@ class DataConfig(Config):
         """Refuse a setting that this kind of source does not read. (subset and split of a file are let
         through: a recipe for a hub set then runs on a local copy by changing its source alone.)"""
         unread = {"task": bool(self.task)}
+        if not self.streaming:
+            unread["shuffle_buffer"] = (
+                self.shuffle_buffer != type(self).model_fields["shuffle_buffer"].default
+            )
         if self.generated:
             unread = {
                 "subset": self.subset is not None,
                 "split": self.split != "train",
                 "columns": bool(self.columns),
                 "answer_column": self.answer_column != "answer",
+                "streaming": self.streaming,
             }
         for name, is_set in unread.items():
             if is_set:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig
-from lockstep.data.sources import UNREAD, column_names
-from lockstep.data.sources import configured_columns as named_columns
+from lockstep.data.sources import UNREAD, configured_columns, named_columns
+from lockstep.data.tables import column_names
 from lockstep.errors import ConfigError, DataError, nearest
 from lockstep.observe.chat_template import ChatTemplate, row_columns, row_variables
 from lockstep.observe.files import file_errors, path_problem, read_plain
@@ -130,7 +130,9 @@ class ChatFormat:
         self._auto = config.chat_template == "auto"
         self._system = config.system_prompt
         self._source = config.source
-        self._named = named_columns(config)
+        self.named_columns = named_columns(config)
+        """The `*_column` settings with a value of their own."""
+        self._configured = configured_columns(config)
         self._notes: dict[str, None] = {}
         self._for_tools: dict[str, ChatTemplate] = {}
         self._blank: dict[int, bool] = {}
@@ -151,6 +153,8 @@ class ChatFormat:
         self.bos = [] if self.template is not None else _leading_ids(tokenizer)
         """Ids in front of every text: the tokenizer's for plain text, none where a template writes its
         own."""
+        self.counts_borders = True
+        """Whether `merged_borders` is kept: it takes a second encoding of every text."""
         self.merged_borders: list[str] = []
         """The rows in which a token of the whole text would cross from a prompt to its answer."""
 
@@ -173,7 +177,7 @@ class ChatFormat:
         Raises:
             DataError: `tools` is no list of schemas, or `chat_template_kwargs` no object.
         """
-        for name in sorted(row.keys() & (UNREAD.keys() - self._named)):
+        for name in sorted(row.keys() & (UNREAD.keys() - self._configured)):
             self._note(f"column {name!r} is ignored: {UNREAD[name]}")
         given = row_columns(row)
         if not given:
@@ -292,9 +296,33 @@ def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Return the ids of each text alone, without special tokens around it."""
     if not texts:
         return []
+    if (backend := _bare_backend(tokenizer)) is not None:
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
     ids: list[list[int]] = encoded["input_ids"]
     return ids
+
+
+def _bare_backend(tokenizer: Any) -> Any:
+    """The Rust tokenizer, where transformers would call it with nothing added, and without the offsets and
+    masks that it would compute; else None."""
+    if not _encodes_as_transformers(type(tokenizer).__mro__):
+        return None
+    backend = tokenizer.backend_tokenizer
+    asked = (backend.truncation, backend.padding, backend.encode_special_tokens)
+    return backend if asked == (None, None, bool(tokenizer.split_special_tokens)) else None
+
+
+@lru_cache(maxsize=64)
+def _encodes_as_transformers(classes: tuple[type, ...]) -> bool:
+    """Whether a class of tokenizers has its call from transformers' fast tokenizers, and changes nothing of
+    it."""
+    definers = (
+        next((each.__module__ for each in classes if name in vars(each)), "")
+        for name in ("__call__", "_encode_plus")
+    )
+    of_all, of_fast = "transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"
+    return tuple(definers) == (of_all, of_fast)
 
 
 def _resolve_template(setting: str, tokenizer: Any) -> str | None:

@@ -1,29 +1,36 @@
 """Tokenise the contents of rows into documents, and mark the tokens that the policy learns to write.
 
-    for request, document in zip(batch, tokenised(batch), strict=True): ...
+    for request, document in zip(batch, tokenised(batch), strict=True): ...     # or the error of that one
 
 A batch takes one exchange with the process that renders chat templates, and one call of the tokenizer.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
 import torch
 
 from lockstep.config.data import DataConfig
+from lockstep.data import verdicts
 from lockstep.data.chat import ChatFormat, Message, check_text, token_ids
-from lockstep.data.rows import BATCH_ROWS
-from lockstep.errors import ConfigError, DataError
+from lockstep.data.lazy import LazyItems, Outcome, State, attempted
+from lockstep.data.sources import Source
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe.chat_template import PROBE, check_known, kept_at_end
 from lockstep.observe.template_program import common_length
 from lockstep.observe.template_renderer import Rendered, RenderedTurn, RenderJob, checked, render_chats
 from lockstep.schema.batch import TrainSample
+
+T = TypeVar("T")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +57,6 @@ class Request:
     """File and row of the content, for error messages."""
     marked: Literal["assistant", "last", "all", "score"] = "assistant"
     """Tokens to mark, as in data.train_on. "score" marks all and adds no eos, as reward models read texts."""
-    tag: Any = None
-    """Any value of the caller's, returned with the sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,38 +69,62 @@ class Document:
 
 
 class DocumentMaker:
-    """Turns documents into TrainSamples according to one DataConfig, and counts those that it left out.
+    """Turns documents into TrainSamples according to one DataConfig. Several threads may use it at once.
 
     Args:
         kind: the run's, for messages.
         vocab_size: entries of the model's embedding; None: not compared with the token ids.
+        positions: of the model; None: not compared with the length of a document.
 
     Raises:
         ConfigError: nothing turns the source's rows into documents.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, *, kind: str, vocab_size: int | None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        kind: str,
+        vocab_size: int | None,
+        positions: int | None = None,
+    ) -> None:
+        self.config, self.kind = config, kind
         self.chat = document_format(config, tokenizer, kind=kind)
-        self.vocab_size = vocab_size
-        self.counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, truncated=0)
+        self.vocab_size, self.positions = vocab_size, positions
+        self.pad_id: int | None = None
+        """Of a reward model, which does not score its tokens."""
 
-    def samples(
-        self, requests: Iterable[Request], *, keep_end: bool = False
-    ) -> Iterator[tuple[Request, TrainSample | None]]:
-        """Yield each request with its sample, see `sample`. An error, also one of the iterator `requests`, is
-        raised after the samples of the rows before it.
+    @property
+    def selective(self) -> bool:
+        """Whether a setting leaves documents out."""
+        config = self.config
+        return "drop" in (config.overlong_documents, config.untrained_documents, config.equal_answers)
 
-        Raises:
-            DataError: see `tokenised` and `sample`.
-        """
-        for batch in _batches(requests):
-            for request, document in zip(batch, tokenised(batch), strict=True):
-                yield request, self.sample(document, request.where, keep_end=keep_end)
+    def outcomes(
+        self, requests: Sequence[Request | LockstepError], *, keep_end: bool = False
+    ) -> list[Outcome[TrainSample]]:
+        """Return what each request becomes, see `sample`; one that is an error already stays one."""
+        documents = iter(tokenised([request for request in requests if isinstance(request, Request)]))
+        return [
+            Outcome(error=request)
+            if isinstance(request, LockstepError)
+            else self._outcome(next(documents), request.where, keep_end=keep_end)
+            for request in requests
+        ]
 
-    def sample(self, document: Document, where: str, *, keep_end: bool = False) -> TrainSample | None:
-        """Return the document as a TrainSample: mask[t] is about predicting token t + 1. None: dropped, and
-        counted.
+    def _outcome(
+        self, document: Document | LockstepError, where: str, *, keep_end: bool
+    ) -> Outcome[TrainSample]:
+        if isinstance(document, LockstepError):
+            return Outcome(error=document)
+        try:
+            return self.sample(document, where, keep_end=keep_end)
+        except DataError as error:
+            return Outcome(error=error)
+
+    def sample(self, document: Document, where: str, *, keep_end: bool = False) -> Outcome[TrainSample]:
+        """Return the document as a TrainSample: mask[t] is about predicting token t + 1.
 
         Args:
             keep_end: truncate at the beginning, behind the beginning-of-sequence token.
@@ -104,6 +133,7 @@ class DocumentMaker:
             DataError: see `load_sft`.
         """
         config, ids = self.config, document.ids
+        state: State = "kept"
         trained = [True] * len(ids) if config.train_on == "all" else document.trained
         if len(ids) > config.max_length:
             if config.overlong_documents == "error":
@@ -111,10 +141,16 @@ class DocumentMaker:
                     f"too-long: {where}: the document has {len(ids)} tokens, data.max_length = "
                     f"{config.max_length}; raise it, or set data.overlong_documents = 'truncate' or 'drop'"
                 )
-            self.counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
             if config.overlong_documents == "drop":
-                return None
+                return Outcome(state="dropped_overlong")
+            state = "truncated"
             ids, trained = self._cut(ids, trained, keep_end=keep_end)
+        if self.positions is not None and len(ids) > self.positions:
+            raise DataError(
+                f"too-long: {where}: data.max_length = {config.max_length} lets the document have {len(ids)} "
+                f"tokens, which exceeds the {self.positions} positions of the model "
+                f"(max_position_embeddings); lower data.max_length to {self.positions}"
+            )
         mask = [*trained[1:], False]
         if not any(mask):
             if config.untrained_documents == "error":
@@ -123,14 +159,15 @@ class DocumentMaker:
                     f"empty one, or one beyond data.max_length = {config.max_length}); correct the row, or "
                     "set data.untrained_documents = 'drop'"
                 )
-            self.counts["dropped_untrained"] += 1
-            return None
+            return Outcome(state="dropped_untrained")
         if self.vocab_size is not None:
             tokenizer = self.chat.tokenizer
             check_known(ids, self.vocab_size, tokenizer=tokenizer, model="the model", where=where)
-        return TrainSample(
-            token_ids=torch.tensor(ids, dtype=torch.int64), loss_mask=torch.tensor(mask, dtype=torch.bool)
+        sample = TrainSample(
+            token_ids=torch.from_numpy(np.array(ids, np.int64)),
+            loss_mask=torch.from_numpy(np.array(mask, np.bool_)),
         )
+        return Outcome(item=sample, state=state, tokens=len(ids), trained=sum(mask))
 
     def _cut(self, ids: list[int], trained: list[bool], *, keep_end: bool) -> tuple[list[int], list[bool]]:
         limit = self.config.max_length
@@ -138,6 +175,99 @@ class DocumentMaker:
             return ids[:limit], trained[:limit]
         first, rest = kept_at_end(ids, limit, tokenizer=self.chat.tokenizer, template=self.chat.template)
         return ids[:first] + ids[rest:], trained[:first] + trained[rest:]
+
+
+class DocumentSet(Generic[T]):
+    """Documents, or pairs of them, made of the rows of a source when they come near; batches are epoch
+    shuffles, a pure function of (step, n, seed).
+
+    Args:
+        maker: None for items that were there already.
+        source: None: likewise.
+    """
+
+    name = "documents"
+    """Of the items, in messages."""
+
+    def __init__(
+        self, items: LazyItems[T], *, maker: DocumentMaker | None = None, source: Source | None = None
+    ) -> None:
+        self.items, self._maker, self._source = items, maker, source
+        if maker is not None and not items.sampled:
+            first = items.first_bad
+            raise DataError(
+                f"nothing-left: no {self.name} left of data.source = {maker.config.source!r}: {self.report}"
+                + (f"; the first: {first}" if first else "")
+            )
+        self.fingerprint = self._fingerprint()
+        """Hash of all of them, or of the first rows and the source's content, by which a resumed run
+        recognises its data."""
+        self.verdict_key: str | None = None
+        """Of `lockstep data check`; None: the set was made whole."""
+        self._verdict: tuple[str, ...] = ()
+        if maker is not None and source is not None and not items.whole:
+            maker.chat.counts_borders = False
+        if maker is not None and source is not None and not (items.whole or maker.config.streaming):
+            self.verdict_key = verdicts.key(
+                maker.kind,
+                maker.config,
+                maker.chat.tokenizer,
+                source,
+                template=maker.chat.template,
+                vocab_size=maker.vocab_size,
+                positions=maker.positions,
+                pad_id=maker.pad_id,
+            )
+            self._verdict = verdicts.apply(self.verdict_key, items, maker.config.source)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to say of the rows at the start, one sentence each."""
+        found = () if self._maker is None else self._maker.chat.notes
+        return (*(() if self._source is None else self._source.table.notes), *self._verdict, *found)
+
+    @property
+    def report(self) -> dict[str, int]:
+        """Counts: documents or pairs, tokens, trained_tokens, what was dropped or truncated, merged_borders
+        (of a prompt and its answer, see `tokenised`). Of a large set of the rows that were `examined` so far,
+        of which merged_borders are those of the first."""
+        counts = self.items.counts
+        report = {name: counts[name] for name in ("dropped_overlong", "dropped_untrained", "truncated")}
+        report |= {name: counts[name] for name in ("dropped_equal", "bad") if counts[name]}
+        if not self.items.whole:
+            report |= {"rows": self.items.rows // self.items.of_row} if self.items.has_end else {}
+            report |= {"examined": self.items.examined}
+        report[self.name] = counts["kept"] + counts["truncated"]
+        report |= {"tokens": self.items.tokens, "trained_tokens": self.items.trained}
+        if self._maker is not None:
+            report["merged_borders"] = len(self._maker.chat.merged_borders)
+        return report
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for item in self.items.sampled:
+            for part in self._hashed(item):
+                digest.update(part)
+        if not self.items.whole and self._source is not None:
+            digest.update(self._source.fingerprint.encode())
+        return digest.hexdigest()
+
+    def _hashed(self, item: T) -> Iterator[bytes]:
+        """What of an item belongs to the fingerprint."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the threads that make items."""
+        self.items.close()
+
+
+def hashed(sample: TrainSample) -> Iterator[bytes]:
+    """Yield the bytes of a sample that belong to a fingerprint."""
+    yield sample.token_ids.numpy().tobytes()
+    yield sample.loss_mask.numpy().tobytes()
 
 
 def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFormat:
@@ -157,26 +287,8 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
     return ChatFormat(config, tokenizer)
 
 
-def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Yield the requests in lists of BATCH_ROWS. An error of the iterator is raised after the last list."""
-    batch: list[Request] = []
-    iterator = iter(requests)
-    while True:
-        try:
-            batch.append(next(iterator))
-        except StopIteration:
-            break
-        except (ConfigError, DataError):
-            yield batch
-            raise
-        if len(batch) == BATCH_ROWS:
-            yield batch
-            batch = []
-    yield batch
-
-
-def tokenised(requests: Sequence[Request]) -> Iterator[Document]:
-    """Yield the document of each request, in order. An error is raised after the documents before it.
+def tokenised(requests: Sequence[Request]) -> list[Document | LockstepError]:
+    """Return the document of each request, or the error of one at fault.
 
     Plain text is a prompt and a completion, encoded apart; the ids of the completion and the eos after it are
     marked. Of a conversation the assistant's turns are marked, but for those before `Conversation.prompt` and
@@ -186,30 +298,30 @@ def tokenised(requests: Sequence[Request]) -> Iterator[Document]:
     encoded apart: the policy, which is given the ids before, could not write a token across the border. A
     conversation that does not end in an end token gets the tokenizer's eos.
 
-    Raises:
-        DataError: the template refuses the messages, or renders earlier turns so differently later on that
-            their text cannot be located; or a text holds half a surrogate pair.
+    A request is at fault if the template refuses the messages, or renders earlier turns so differently later
+    on that their text cannot be located; or if a text holds half a surrogate pair.
     """
     if not requests:
-        return
-    jobs = [_jobs(request) for request in requests]
-    results = render_chats(requests[0].chat.tokenizer, [job for of_one in jobs for job in of_one])
-    texts: list[_Text] = []
-    failure: DataError | None = None
-    for request, of_one in zip(requests, jobs, strict=True):
-        try:
-            texts.append(_text(request, [next(results) for _ in of_one]))
-        except DataError as error:
-            failure = error
-            break
-    pieces = _encoded(requests[0].chat, texts)
-    for request, text, ids in zip(requests, texts, pieces, strict=False):
-        yield _document(request, text, ids)
-    if failure is not None:
-        raise failure
+        return []
+    jobs = [attempted(_jobs, request) for request in requests]
+    rendered = render_chats(
+        requests[0].chat.tokenizer,
+        [job for of_one in jobs if not isinstance(of_one, LockstepError) for job in of_one],
+    )
+    texts = [
+        of_one
+        if isinstance(of_one, LockstepError)
+        else attempted(_text, request, [next(rendered) for _ in of_one])
+        for request, of_one in zip(requests, jobs, strict=True)
+    ]
+    ids = iter(_encoded(requests[0].chat, [text for text in texts if isinstance(text, _Text)]))
+    return [
+        attempted(_document, request, text, next(ids)) if isinstance(text, _Text) else text
+        for request, text in zip(requests, texts, strict=True)
+    ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class _Text:
     """The text of a document."""
 
@@ -219,15 +331,15 @@ class _Text:
     whole: bool = False
     """Every token is marked."""
 
-    @property
+    @cached_property
     def pieces(self) -> list[tuple[str, bool]]:
         """The texts that are encoded apart, and whether each lies within one of the spans."""
-        inside = {border for span in self.spans for border in span} - {0, len(self.text)}
-        borders = [0, *sorted(inside), len(self.text)]
+        text, end = self.text, len(self.text)
+        borders = sorted({0, end, *(border for span in self.spans for border in span)})
         return [
-            (self.text[begin:end], self.whole or any(low <= begin < end <= high for low, high in self.spans))
+            (text[begin:end], self.whole or any(low <= begin < end <= high for low, high in self.spans))
             for begin, end in pairwise(borders)
-        ]
+        ] or [(text, self.whole)]
 
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
@@ -397,42 +509,55 @@ def _end_texts(chat: ChatFormat) -> list[str]:
 
 
 def _encoded(chat: ChatFormat, texts: Sequence[_Text]) -> list[list[list[int]]]:
-    """The ids of the pieces of each text, and after them, if it has several, those of the whole text."""
+    """The ids of the pieces of each text, and after them, if it has several and borders are counted, those of
+    the whole text."""
     strings: list[str] = []
+    whole = chat.counts_borders
     for text in texts:
         pieces = [piece for piece, _ in text.pieces]
-        strings += [*pieces, *([text.text] if len(pieces) > 1 else [])]
+        strings += [*pieces, *([text.text] if whole and len(pieces) > 1 else [])]
     encoded = iter(token_ids(chat.tokenizer, strings))
     result = []
     for text in texts:
         count = len(text.pieces)
-        result.append([next(encoded) for _ in range(count + (count > 1))])
+        result.append([next(encoded) for _ in range(count + (whole and count > 1))])
     return result
 
 
 def _document(request: Request, text: _Text, encoded: Sequence[list[int]]) -> Document:
     """The ids of the text and which are marked; `bos` in front as ChatFormat.encode puts it. A text that
     would have other ids if it were encoded whole joins `chat.merged_borders`."""
-    chat, ids, trained = request.chat, list[int](), list[bool]()
+    chat, ids = request.chat, list[int]()
+    runs: list[tuple[int, int]] = []
+    """Tokens [begin, end) that are marked."""
     for number, (piece, is_trained) in enumerate(text.pieces):
         of_piece = encoded[number] if number == 0 else _continued(chat, piece, encoded[number])
         if number == 0 and of_piece[: len(chat.bos)] != chat.bos:
             of_piece = [*chat.bos, *of_piece]
+        begin = len(ids)
         ids += of_piece
-        trained += [is_trained] * len(of_piece)
-    if len(encoded) > 1:
+        if is_trained and of_piece:
+            begin = runs.pop()[0] if runs and runs[-1][1] == begin else begin
+            runs.append((begin, len(ids)))
+    if len(encoded) > len(text.pieces):
         whole = encoded[-1]
         if (whole if whole[: len(chat.bos)] == chat.bos else [*chat.bos, *whole]) != ids:
             chat.merged_borders.append(request.where)
-    document = Document(ids=ids, trained=trained)
     content = request.content
-    if request.marked == "score":
-        return document
-    if isinstance(content, tuple) or request.marked == "all":
-        return _ended(chat, document)
-    if not _marks_itself(chat):
-        document = Document(ids=ids, trained=_end_at_mark(chat, ids, trained))
-    return _ended(chat, document) if content.messages[-1]["role"] == "assistant" else document
+    if request.marked != "score":
+        ends = isinstance(content, tuple) or request.marked == "all"
+        if not ends and not _marks_itself(chat):
+            runs = [(begin, _end_at_mark(chat, ids, begin, end)) for begin, end in runs]
+        if runs and (ends or _last_role(content) == "assistant"):
+            ids, runs[-1] = _ended(chat, ids, *runs[-1])
+    trained = [False] * len(ids)
+    for begin, end in runs:
+        trained[begin:end] = [True] * (end - begin)
+    return Document(ids=ids, trained=trained)
+
+
+def _last_role(content: Content) -> Any:
+    return None if isinstance(content, tuple) else content.messages[-1]["role"]
 
 
 def _continued(chat: ChatFormat, text: str, encoded: list[int]) -> list[int]:
@@ -447,37 +572,23 @@ def _continued(chat: ChatFormat, text: str, encoded: list[int]) -> list[int]:
     return encoded
 
 
-def _end_at_mark(chat: ChatFormat, ids: list[int], trained: list[bool]) -> list[bool]:
-    """`trained` without the white space between a turn's end token and the end of its span."""
-    result, ends = list(trained), chat.end_ids
-    end = len(ids)
-    while end > 0:
-        if not trained[end - 1]:
-            end -= 1
-            continue
-        begin = end
-        while begin > 0 and trained[begin - 1]:
-            begin -= 1
-        last = next((t for t in range(end - 1, begin - 1, -1) if ids[t] in ends), end - 1)
-        if chat.is_blank(ids[last + 1 : end]):
-            result[last + 1 : end] = [False] * (end - last - 1)
-        end = begin
-    return result
+def _end_at_mark(chat: ChatFormat, ids: list[int], begin: int, end: int) -> int:
+    """The end of a marked turn without the white space behind its end token."""
+    ends = chat.end_ids
+    last = next((t for t in range(end - 1, begin - 1, -1) if ids[t] in ends), end - 1)
+    return last + 1 if chat.is_blank(ids[last + 1 : end]) else end
 
 
-def _ended(chat: ChatFormat, document: Document) -> Document:
-    """The document, with a trained eos behind its last trained token, unless an end token is its last."""
-    marks, ends = document.trained, chat.end_ids
-    last = next((t for t in range(len(marks) - 1, -1, -1) if marks[t]), None)
-    if last is None:
-        return document
-    end = next((t for t in range(last, -1, -1) if document.ids[t] in ends), None)
-    if end is not None and chat.is_blank(document.ids[end + 1 : last + 1]):
-        return document
+def _ended(chat: ChatFormat, ids: list[int], begin: int, end: int) -> tuple[list[int], tuple[int, int]]:
+    """The ids and the last run of marked tokens, with an eos behind it unless an end token is its last."""
+    ends = chat.end_ids
+    last = next((t for t in range(end - 1, -1, -1) if ids[t] in ends), None)
+    if last is not None and chat.is_blank(ids[last + 1 : end]):
+        return ids, (begin, end)
     eos = chat.tokenizer.eos_token_id
     if eos is None:
         raise DataError(
             "no-tokenizer: the tokenizer has no eos token, so no document could end; set tokenizer.eos_token"
         )
     # Untrained white space that a template puts behind the turn would stand between the text and its end.
-    return Document(ids=[*document.ids[: last + 1], eos], trained=[*marks[: last + 1], True])
+    return [*ids[:end], eos], (begin, end + 1)

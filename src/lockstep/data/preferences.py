@@ -6,18 +6,26 @@ import dataclasses
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, clean_messages
-from lockstep.data.documents import Content, Conversation, DocumentMaker, Request
+from lockstep.data.documents import (
+    Content,
+    Conversation,
+    DocumentMaker,
+    DocumentSet,
+    Request,
+    hashed,
+)
+from lockstep.data.lazy import LazyItems, Outcome, State, attempted
 from lockstep.data.rows import PlacedRow
 from lockstep.data.sft import SFTSet, answered
-from lockstep.data.sources import batch_rows, missing_column, named_columns, rows_of
-from lockstep.errors import DataError
+from lockstep.data.sources import Source, missing_column, named_columns
+from lockstep.errors import DataError, LockstepError
 from lockstep.schema.batch import (
     PreferenceSample,
     ScoredSample,
@@ -28,75 +36,62 @@ from lockstep.schema.batch import (
 )
 
 Pair = tuple[TrainSample, TrainSample]
+Preference = tuple[Pair, float | None]
+"""A pair and its margin; None: not of a reward model."""
 
 
-class PreferenceSet:
-    """Tokenised pairs; batches are epoch shuffles, a pure function of (step, n, seed)."""
+class PreferenceSet(DocumentSet[Preference]):
+    """Pairs."""
 
-    def __init__(
-        self,
-        pairs: Sequence[Pair],
-        *,
-        shuffle: bool,
-        report: Mapping[str, int],
-        margins: Sequence[float] | None = None,
-        notes: Sequence[str] = (),
-    ) -> None:
-        self._pairs = tuple(pairs)
-        self._margins = None if margins is None else tuple(margins)
-        self._shuffle = shuffle
-        self.report = dict(report)
-        """Counts: pairs, tokens, dropped_overlong, dropped_untrained, dropped_equal, truncated,
-        merged_borders."""
-        self.notes = tuple(notes)
-        """What to say of the rows at the start, one sentence each."""
+    name = "pairs"
 
-    def __len__(self) -> int:
-        return len(self._pairs)
+    @classmethod
+    def of(
+        cls, pairs: Sequence[Pair], *, shuffle: bool, margins: Sequence[float | None] | None = None
+    ) -> PreferenceSet:
+        """Return a set of pairs that are there."""
+        items = list(zip(pairs, margins or [None] * len(pairs), strict=True))
+        return cls(LazyItems.of(items, shuffle=shuffle))
 
     def __getitem__(self, index: int) -> Pair:
-        return self._pairs[index]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(len(sample) for pair in self._pairs for sample in pair)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of all pairs, by which a resumed run recognises its data."""
-        digest = hashlib.blake2b(digest_size=16)
-        for pair in self._pairs:
-            for sample in pair:
-                for tensor in (sample.token_ids, sample.loss_mask):
-                    digest.update(tensor.numpy().tobytes())
-        if self._margins is not None:
-            digest.update(repr(self._margins).encode())
-        return digest.hexdigest()
+        return self.items[index][0]
 
     def batch(self, step: int, n: int, seed: int) -> list[PreferenceSample]:
         """Return the n pairs of optimizer step `step` (from 0) as 2n samples, chosen and rejected in turn.
 
         Raises:
-            DataError: the set has fewer than n pairs.
+            DataError: the set has fewer than n pairs, or one of them is at fault.
         """
-        rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
         samples: list[PreferenceSample] = []
-        for i, row in enumerate(rows):
-            for which, each in enumerate(self._pairs[row]):
+        for i, (pair, margin) in enumerate(self.items.batch(step, n, seed)):
+            for which, each in enumerate(pair):
                 ids, mask, sample_id = each.token_ids, each.loss_mask, 2 * i + which
                 samples.append(
                     PreferenceSample(token_ids=ids, loss_mask=mask, sample_id=sample_id)
-                    if self._margins is None
-                    else ScoredSample(
-                        token_ids=ids, loss_mask=mask, sample_id=sample_id, margin=self._margins[row]
-                    )
+                    if margin is None
+                    else ScoredSample(token_ids=ids, loss_mask=mask, sample_id=sample_id, margin=margin)
                 )
         return samples
 
+    @property
+    def report(self) -> dict[str, int]:
+        """See DocumentSet."""
+        report = {"dropped_equal": 0} | super().report
+        del report["trained_tokens"]
+        return report
 
-def load_preferences(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = None) -> PreferenceSet:
-    """Load the preference set of a DataConfig.
+    def _hashed(self, item: Preference) -> Iterator[bytes]:
+        pair, margin = item
+        for sample in pair:
+            yield from hashed(sample)
+        if margin is not None:
+            yield repr(margin).encode()
+
+
+def load_preferences(
+    config: DataConfig, *, tokenizer: Any, vocab_size: int | None = None, positions: int | None = None
+) -> PreferenceSet:
+    """Open the preference set of a DataConfig, see `load_sft`.
 
     Rows have `chosen_column` and `rejected_column`: texts or lists of messages, after the prompt in
     `prompt_column`; or whole conversations that begin with a user's or system's message, whose prompt is what
@@ -104,6 +99,7 @@ def load_preferences(config: DataConfig, *, tokenizer: Any, vocab_size: int | No
 
     Args:
         vocab_size: entries of the model's embedding; None: not compared with the token ids.
+        positions: of the model; None: not compared with the length of a document.
 
     Raises:
         DataError: missing or malformed data, answers to different prompts, a document that is too long under
@@ -111,78 +107,103 @@ def load_preferences(config: DataConfig, *, tokenizer: Any, vocab_size: int | No
             token id beyond `vocab_size`, or nothing left.
         ConfigError: an impossible setting.
     """
-    maker = DocumentMaker(config, tokenizer, kind="DPO", vocab_size=vocab_size)
-    pairs = [pair for _, pair, _ in _pairs(maker)]
-    return PreferenceSet(pairs, shuffle=config.shuffle, report=_counted(maker, pairs), notes=maker.chat.notes)
+    maker = DocumentMaker(config, tokenizer, kind="DPO", vocab_size=vocab_size, positions=positions)
+    return _preference_set(maker, Source(config))
 
 
 def load_scored_pairs(
-    config: DataConfig, *, tokenizer: Any, pad_id: int | None, vocab_size: int | None = None
+    config: DataConfig,
+    *,
+    tokenizer: Any,
+    pad_id: int | None,
+    vocab_size: int | None = None,
+    positions: int | None = None,
 ) -> PreferenceSet:
-    """Load the preference set of a reward model: as `load_preferences`, but a document is trained where
+    """Open the preference set of a reward model: as `load_preferences`, but a document is trained where
     transformers' classifiers read its score, at the last token that is not `pad_id` (None: at the last one).
     Rows may have a margin in `margin_column`: all of them, or none.
 
     Raises:
         DataError, ConfigError: as `load_preferences`; and a margin that is no number >= 0.
     """
-    maker = DocumentMaker(config, tokenizer, kind="RM", vocab_size=vocab_size)
-    found = list(_pairs(maker, scored=True))
-    pairs = [(_scored(a, pad_id, where), _scored(b, pad_id, where)) for where, (a, b), _ in found]
-    margins = _margins([(row, where) for where, _, row in found], config)
-    report = _counted(maker, pairs)
-    return PreferenceSet(
-        pairs, shuffle=config.shuffle, report=report, margins=margins, notes=maker.chat.notes
+    maker = DocumentMaker(config, tokenizer, kind="RM", vocab_size=vocab_size, positions=positions)
+    maker.pad_id = pad_id
+    source = Source(config)
+    column = config.margin_column
+    with_margins = "margin_column" in named_columns(config) or any(
+        row.get(column) is not None for row in source.first_rows()
     )
 
+    def scored(row: PlacedRow, pair: Pair) -> Preference:
+        chosen, rejected = (_scored(sample, pad_id, row.where) for sample in pair)
+        return (chosen, rejected), _margin(row, column, row.where, expected=with_margins)
 
-def _pairs(maker: DocumentMaker, *, scored: bool = False) -> Iterator[tuple[str, Pair, Mapping[str, Any]]]:
-    """Yield (where it stands, the pair, its row).
+    return _preference_set(maker, source, scored=scored)
 
-    Args:
-        scored: as a reward model reads them.
-    """
+
+def _preference_set(
+    maker: DocumentMaker, source: Source, *, scored: Callable[[PlacedRow, Pair], Preference] | None = None
+) -> PreferenceSet:
+    """The pairs of a source; `scored` makes of them what a reward model is trained on."""
     config = maker.config
     columns = (config.chosen_column, config.rejected_column)
+    source.check_columns()
 
-    def requests() -> Iterator[Request]:
-        for row in rows_of(config):
-            chat = maker.chat.for_row(row, where=row.where)
-            contents = pair_contents(row, config, chat, row.where)
-            for content, column in zip(contents, columns, strict=True):
-                where = f"{row.where}, {column}"
-                marked = "score" if scored else config.train_on
-                yield Request(content=content, chat=chat, where=where, marked=marked, tag=row)
+    def requests(row: PlacedRow) -> list[Request]:
+        chat = maker.chat.for_row(row, where=row.where)
+        marked = config.train_on if scored is None else "score"
+        return [
+            Request(content=content, chat=chat, where=f"{row.where}, {column}", marked=marked)
+            for content, column in zip(pair_contents(row, config, chat, row.where), columns, strict=True)
+        ]
 
-    samples = maker.samples(requests(), keep_end=scored)
-    for (request, chosen), (_, rejected) in zip(samples, samples, strict=True):
-        row: PlacedRow = request.tag
-        where = row.where
-        if chosen is None or rejected is None:
-            continue
-        if chosen.token_ids.equal(rejected.token_ids):
-            if config.equal_answers == "error":
-                raise DataError(
-                    f"wrong-pairs: {where}: {config.chosen_column} and {config.rejected_column} are the "
-                    f"same {len(chosen)} tokens, so there is nothing to prefer; correct the row, or set "
-                    "data.equal_answers = 'drop'"
-                )
-            maker.counts["dropped_equal"] += 1
-            continue
-        yield where, (chosen, rejected), row
+    def make(numbers: Sequence[int]) -> list[Outcome[Preference]]:
+        rows = source.read(numbers)
+        of_rows = [attempted(requests, row) for row in rows]
+        flat = [each for of_row in of_rows if not isinstance(of_row, LockstepError) for each in of_row]
+        outcomes = iter(maker.outcomes(flat, keep_end=scored is not None))
+        return [
+            Outcome(error=of_row)
+            if isinstance(of_row, LockstepError)
+            else _paired(row, next(outcomes), next(outcomes), config=config, scored=scored)
+            for row, of_row in zip(rows, of_rows, strict=True)
+        ]
+
+    items = source.items(make, selective=maker.selective)
+    return PreferenceSet(items, maker=maker, source=source)
 
 
-def _counted(maker: DocumentMaker, pairs: Sequence[Pair]) -> Mapping[str, int]:
-    counts = maker.counts
-    counts["dropped_equal"] += 0
-    if not pairs:
-        raise DataError(
-            f"nothing-left: no preference pairs left of data.source = {maker.config.source!r}: {dict(counts)}"
+def _paired(
+    row: PlacedRow | DataError,
+    chosen: Outcome[TrainSample],
+    rejected: Outcome[TrainSample],
+    *,
+    config: DataConfig,
+    scored: Callable[[PlacedRow, Pair], Preference] | None,
+) -> Outcome[Preference]:
+    """What a row becomes of what its two answers became."""
+    assert isinstance(row, PlacedRow), "one at fault has no answers"
+    for each in (chosen, rejected):
+        if each.item is None:
+            return Outcome(state=each.state, error=each.error)
+    assert chosen.item is not None and rejected.item is not None
+    if chosen.item.token_ids.equal(rejected.item.token_ids):
+        if config.equal_answers == "drop":
+            return Outcome(state="dropped_equal")
+        return Outcome(
+            error=DataError(
+                f"wrong-pairs: {row.where}: {config.chosen_column} and {config.rejected_column} are the "
+                f"same {len(chosen.item)} tokens, so there is nothing to prefer; correct the row, or set "
+                "data.equal_answers = 'drop'"
+            )
         )
-    counts["pairs"] = len(pairs)
-    counts["tokens"] = sum(len(sample) for pair in pairs for sample in pair)
-    counts["merged_borders"] = len(maker.chat.merged_borders)
-    return counts
+    pair = chosen.item, rejected.item
+    item = (pair, None) if scored is None else attempted(scored, row, pair)
+    if isinstance(item, LockstepError):
+        return Outcome(error=item)
+    state = "truncated" if "truncated" in (chosen.state, rejected.state) else "kept"
+    tokens, trained = chosen.tokens + rejected.tokens, chosen.trained + rejected.trained
+    return Outcome(item=item, state=cast(State, state), tokens=tokens, trained=trained)
 
 
 def _scored(sample: TrainSample, pad_id: int | None, where: str) -> TrainSample:
@@ -197,20 +218,20 @@ def _scored(sample: TrainSample, pad_id: int | None, where: str) -> TrainSample:
     return StateSample(token_ids=sample.token_ids, loss_mask=mask)
 
 
-def _margins(rows: Sequence[tuple[Mapping[str, Any], str]], config: DataConfig) -> list[float]:
-    """The margin of each row: of all of them, or 0 where none has one and no setting names a column."""
-    column = config.margin_column
-    if "margin_column" not in named_columns(config) and all(row.get(column) is None for row, _ in rows):
-        return [0.0] * len(rows)
-    return [_margin(row, column, where) for row, where in rows]
-
-
-def _margin(row: Mapping[str, Any], column: str, where: str) -> float:
+def _margin(row: Mapping[str, Any], column: str, where: str, *, expected: bool) -> float:
+    """The margin of a row: 0 where neither it nor the first rows have one, and no setting names a column."""
     value = row.get(column)
-    if value is None:
+    if value is None and expected:
         raise DataError(
             f"missing-column: {where} has no margin in column {column!r} (data.margin_column), as other "
             "rows do; write one, 0 for a pair that needs none"
+        )
+    if value is None:
+        return 0.0
+    if not expected:
+        raise DataError(
+            f"wrong-row: {where} has a margin in column {column!r} (data.margin_column), and none of the "
+            "first rows has one; write one in every row, 0 for a pair that needs none"
         )
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise DataError(
@@ -345,42 +366,61 @@ def _split(prompt: Any, answer: Any, where: str) -> tuple[list[Message], list[Me
 
 
 class UnpairedSet(SFTSet):
-    """Tokenised answers with labels; samples are UnpairedSamples."""
+    """Answers with labels; samples are UnpairedSamples."""
+
+    _checks_batches = False
 
     def check_prompts(self, *, steps: int, n: int, seed: int) -> None:
         """Check that no batch of n answers is to one prompt alone: KTO's baseline combines each prompt
-        with the answer to another prompt.
+        with the answer to another prompt. Of a set that is not known as a whole, `batch` checks each.
 
         Raises:
             DataError: the step, and what to change.
         """
-        prompts = [_prompt_hash(self[i]) for i in range(len(self))]
-        most = max(Counter(prompts).values())
+        self._checks_batches = not self.items.whole
+        if self._checks_batches:
+            return
+        prompts = {number: _prompt_hash(item) for number, item in self.items.made().items()}
+        most = max(Counter(prompts.values()).values())
         if most == len(self):
             raise DataError(
                 f"wrong-pairs: all {most} answers are to one prompt, and KTO's baseline combines each "
                 "prompt with the answer to another prompt; add answers to other prompts"
             )
         for step in range(steps if most >= n else 0):
-            rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
-            if len({prompts[row] for row in rows}) == 1:
-                or_shuffle = "" if self._shuffle else ", or set data.shuffle = true"
-                raise DataError(
-                    f"wrong-pairs: the {n} answers of step {step + 1} are all to one prompt, and KTO's "
-                    "baseline combines each prompt with the answer to another prompt; raise batch_size above "
-                    f"{most}, the largest number of answers to one prompt{or_shuffle}"
-                )
+            numbers = self.items.numbers(step, n, seed)
+            if len({prompts[int(number)] for number in numbers}) == 1:
+                self._refuse(step, n, f"above {most}, the largest number of answers to one prompt")
+
+    def _refuse(self, step: int, n: int, how: str) -> NoReturn:
+        or_shuffle = "" if self.items.config.shuffle else ", or set data.shuffle = true"
+        raise DataError(
+            f"wrong-pairs: the {n} answers of step {step + 1} are all to one prompt, and KTO's "
+            f"baseline combines each prompt with the answer to another prompt; raise batch_size "
+            f"{how}{or_shuffle}"
+        )
+
+    def batch(self, step: int, n: int, seed: int) -> list[TrainSample]:
+        """See SFTSet. Raises DataError: also if all answers are to one prompt."""
+        samples = super().batch(step, n, seed)
+        if self._checks_batches and len({_prompt_hash(sample) for sample in samples}) == 1:
+            self._refuse(step, n, "to more than the largest number of answers to one prompt")
+        return samples
 
     @property
-    def fingerprint(self) -> str:
-        """Hash of all answers and their labels, by which a resumed run recognises its data."""
-        samples = [self[i] for i in range(len(self))]
-        labels = bytes(isinstance(s, UnpairedSample) and s.desirable for s in samples)
-        return hashlib.blake2b(super().fingerprint.encode() + labels, digest_size=16).hexdigest()
+    def report(self) -> dict[str, int]:
+        """See DocumentSet; `desirable` are those of the first rows."""
+        return super().report | {"desirable": sum(map(_is_desirable, self.items.sampled))}
+
+    def _hashed(self, item: TrainSample) -> Iterator[bytes]:
+        yield from hashed(item)
+        yield bytes([_is_desirable(item)])
 
 
-def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = None) -> UnpairedSet:
-    """Load the answers of a DataConfig.
+def load_unpaired(
+    config: DataConfig, *, tokenizer: Any, vocab_size: int | None = None, positions: int | None = None
+) -> UnpairedSet:
+    """Open the answers of a DataConfig, see `load_sft`.
 
     Rows have `prompt_column`, `completion_column` and `label_column`, TRL's unpaired form; or they are the
     pairs of `load_preferences`, each of which is a desirable and an undesirable answer. Only what follows the
@@ -388,6 +428,7 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None 
 
     Args:
         vocab_size: entries of the model's embedding; None: not compared with the token ids.
+        positions: of the model; None: not compared with the length of a document.
 
     Raises:
         DataError: missing or malformed data, a label that is neither true nor false, all labels equal, a
@@ -395,34 +436,66 @@ def load_unpaired(config: DataConfig, *, tokenizer: Any, vocab_size: int | None 
             `vocab_size`, or nothing left.
         ConfigError: an impossible setting.
     """
-    maker = DocumentMaker(config, tokenizer, kind="KTO", vocab_size=vocab_size)
+    maker = DocumentMaker(config, tokenizer, kind="KTO", vocab_size=vocab_size, positions=positions)
+    source = Source(config)
+    source.check_columns()
+    # Answers of a row; where some rows are pairs, the others lack a second one.
+    of_row = 1 if all(config.label_column in row for row in source.first_rows()) else 2
 
-    def requests() -> Iterator[Request]:
-        for row in rows_of(config):
-            chat = maker.chat.for_row(row, where=row.where)
-            for content, desirable, place in _answers(row, config, chat):
-                yield Request(content=content, chat=chat, where=place, marked=config.train_on, tag=desirable)
+    def answers(row: PlacedRow) -> list[tuple[Request, bool]]:
+        chat = maker.chat.for_row(row, where=row.where)
+        found = [
+            (Request(content=content, chat=chat, where=place, marked=config.train_on), desirable)
+            for content, desirable, place in _answers(row, config, chat)
+        ]
+        if len(found) > of_row:
+            raise DataError(
+                f"wrong-row: {row.where}: is a pair of answers, and the first rows are single answers with a "
+                f"label ({config.label_column}); write all rows in one form"
+            )
+        return found
 
-    samples: list[UnpairedSample] = []
-    for request, sample in maker.samples(requests()):
-        if sample is not None:
-            fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
-            samples.append(UnpairedSample(**fields, desirable=request.tag))
-    counts = maker.counts
-    if not samples:
-        raise DataError(f"nothing-left: no answers left of data.source = {config.source!r}: {dict(counts)}")
-    counts["desirable"] = sum(sample.desirable for sample in samples)
-    if counts["desirable"] in (0, len(samples)):
-        kind = "desirable" if counts["desirable"] else "undesirable"
+    def make(numbers: Sequence[int]) -> list[Outcome[TrainSample]]:
+        rows = [*dict.fromkeys(number // of_row for number in numbers)]
+        found = dict(zip(rows, (attempted(answers, row) for row in source.read(rows)), strict=True))
+        skip = config.on_bad_row == "skip"
+        drafts = [_answer(found[number // of_row], number % of_row, skip=skip) for number in numbers]
+        made = iter(maker.outcomes([draft[0] for draft in drafts if isinstance(draft, tuple)]))
+        return [_labelled(draft, next(made)) if isinstance(draft, tuple) else draft for draft in drafts]
+
+    items = source.items(make, selective=maker.selective, of_row=of_row)
+    loaded = UnpairedSet(items, maker=maker, source=source)
+    desirable = loaded.report["desirable"]
+    if items.whole and desirable in (0, len(items)):
+        kind = "desirable" if desirable else "undesirable"
         raise DataError(
-            f"wrong-pairs: all {len(samples)} answers of data.source = {config.source!r} are {kind}, and "
+            f"wrong-pairs: all {len(items)} answers of data.source = {config.source!r} are {kind}, and "
             "KTO learns from both kinds; add others, or train on these with `lockstep train sft`"
         )
-    counts["documents"] = len(samples)
-    counts["tokens"] = sum(len(sample) for sample in samples)
-    counts["trained_tokens"] = sum(sample.num_trained for sample in samples)
-    counts["merged_borders"] = len(maker.chat.merged_borders)
-    return UnpairedSet(samples, shuffle=config.shuffle, report=counts, notes=maker.chat.notes)
+    return loaded
+
+
+def _is_desirable(sample: TrainSample) -> bool:
+    return isinstance(sample, UnpairedSample) and sample.desirable
+
+
+_Answer = tuple[Request, bool]
+
+
+def _answer(
+    of_row: list[_Answer] | LockstepError, which: int, *, skip: bool
+) -> _Answer | Outcome[TrainSample]:
+    if isinstance(of_row, LockstepError):
+        # Under skip, the row's fault is named once.
+        return Outcome(state="absent") if skip and which else Outcome(error=of_row)
+    return of_row[which] if which < len(of_row) else Outcome(state="absent")
+
+
+def _labelled(answer: _Answer, outcome: Outcome[TrainSample]) -> Outcome[TrainSample]:
+    if outcome.item is None:
+        return outcome
+    fields = {f.name: getattr(outcome.item, f.name) for f in dataclasses.fields(outcome.item)}
+    return dataclasses.replace(outcome, item=UnpairedSample(**fields, desirable=answer[1]))
 
 
 def _answers(row: PlacedRow, config: DataConfig, chat: ChatFormat) -> Iterator[tuple[Content, bool, str]]:

@@ -8,19 +8,19 @@ j` of the stream of `seed` is prompt j of batch `step`. Neither has a state to s
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.data import DataConfig
-from lockstep.config.run import GRPORun
+from lockstep.data import verdicts
 from lockstep.data.chat import ChatFormat, Message, check_text, clean_messages, fill_template
-from lockstep.data.rows import BATCH_ROWS, IdRows, ReasoningGymRows, RowGenerator, place
-from lockstep.data.sources import batch_rows, load_rows, missing_column, named_columns, rows_of
+from lockstep.data.lazy import LazyItems, Outcome, State, attempted
+from lockstep.data.rows import IdRows, ReasoningGymRows, RowGenerator, place
+from lockstep.data.sources import Source, missing_column
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe.chat_template import check_known, kept_at_end
 from lockstep.observe.template_renderer import RenderJob, checked, render_chats
@@ -68,6 +68,12 @@ class PromptSet(ABC):
         """What to say of the rows at the start, one sentence each."""
         return ()
 
+    def make_all(self) -> None:  # noqa: B027 - where there is an end
+        """Make all prompts of a known number of rows now, so that it is known which are left out."""
+
+    def close(self) -> None:  # noqa: B027 - most sets have nothing to free
+        """Free what the set holds."""
+
     def __bool__(self) -> bool:
         return True
 
@@ -88,19 +94,24 @@ class _Draft:
 
 
 class PromptMaker:
-    """Turns rows into Prompts according to one DataConfig, and counts those that it left out."""
+    """Turns rows into Prompts according to one DataConfig.
+
+    Args:
+        exclude: `text_hash` of questions or rendered prompts that are left out.
+        vocab_size: entries of the model's embedding; None: not compared with the token ids.
+    """
 
     def __init__(
         self,
         config: DataConfig,
         tokenizer: Any,
-        exclude: Collection[str],
+        exclude: Collection[bytes],
         *,
         vocab_size: int | None = None,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
-        self.exclude = frozenset(_normal(text) for text in exclude)
+        self.exclude = frozenset(exclude)
         self.ids_only = config.source == "ids"
         if tokenizer is None and not self.ids_only:
             raise ConfigError(
@@ -109,8 +120,13 @@ class PromptMaker:
                 "choose a model with a tokenizer"
             )
         self.chat = None if self.ids_only else ChatFormat(config, tokenizer)
-        # Keyed by row, so that looking at a row twice does not count it twice.
+        # Of generated rows, keyed by row, so that looking at a row twice does not count it twice.
         self._left_out: dict[object, str] = {}
+
+    @property
+    def selective(self) -> bool:
+        """Whether prompts are left out."""
+        return bool(self.exclude) or self.config.overlong_prompts == "drop"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -119,50 +135,43 @@ class PromptMaker:
 
     @property
     def report(self) -> dict[str, int]:
-        """See PromptSet.report."""
-        counts = Counter(self._left_out.values())
-        return {name: counts[name] for name in ("excluded", "dropped_overlong", "truncated")}
+        """See PromptSet.report. Of generated rows."""
+        return reported(Counter(self._left_out.values()))
 
     def make(self, row: Mapping[str, Any], *, index: int, key: object) -> Prompt | None:
-        """Return the prompt of a row; None when it is excluded, or overlong and to be dropped.
+        """Return the prompt of a generated row; None when it is excluded, or overlong and to be dropped.
+
+        Args:
+            key: of the row, for the counts of `report`.
 
         Raises:
             DataError: a column is missing, the messages are malformed, or the prompt is too long under
                 `error`.
         """
-        (prompt,) = self.make_all([row], first=index, keys=[key])
-        return prompt
+        (outcome,) = self.outcomes([row], [index])
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.state != "kept":
+            self._left_out[key] = outcome.state
+        return outcome.item
 
-    def make_all(
-        self, rows: Sequence[Mapping[str, Any]], *, first: int, keys: Iterable[object] | None = None
-    ) -> Iterator[Prompt | None]:
-        """Yield the prompt of each row, see `make`. The rows share one exchange with the process that renders
-        templates and one call of the tokenizer.
+    def outcomes(
+        self, rows: Sequence[Mapping[str, Any] | LockstepError], indices: Sequence[int]
+    ) -> list[Outcome[Prompt]]:
+        """Return what each row becomes. The rows share one exchange with the process that renders templates
+        and one call of the tokenizer. Several threads may call this at once.
 
         Args:
-            first: index of the first row.
-            keys: one per row, for the counts of `report`. If None, the indices.
-
-        Raises:
-            DataError: as `make`, after the prompts of the rows before.
+            indices: of the prompts, one per row.
         """
-        failure: LockstepError | None = None
-        drafts: list[_Draft] = []
-        for index, row in enumerate(rows, first):
-            try:
-                drafts.append(self._draft(row, index))
-            except (ConfigError, DataError) as error:
-                failure = error
-                break
+        drafts = [attempted(self._draft, row, index) for row, index in zip(rows, indices, strict=True)]
         if self.chat is not None:
-            failure = self._render(drafts, self.chat) or failure
-            ids = self.chat.encode_all([draft.text for draft in drafts])
-            for draft, of_text in zip(drafts, ids, strict=True):
-                draft.ids = of_text
-        for draft, key in zip(drafts, keys or itertools.count(first), strict=False):
-            yield self._prompt(draft, key)
-        if failure is not None:
-            raise failure
+            drafts = self._rendered(drafts, self.chat)
+            good = [draft for draft in drafts if isinstance(draft, _Draft)]
+            for draft, ids in zip(good, self.chat.encode_all([draft.text for draft in good]), strict=True):
+                draft.ids = ids
+        made = [attempted(self._prompt, draft) for draft in drafts]
+        return [Outcome(error=each) if isinstance(each, LockstepError) else each for each in made]
 
     def _draft(self, row: Mapping[str, Any], index: int) -> _Draft:
         where = place(row, self.config.source, index)
@@ -179,31 +188,30 @@ class PromptMaker:
             draft.job = chat.job(talk, generate=True, where=where)
         return draft
 
-    def _render(self, drafts: list[_Draft], chat: ChatFormat) -> DataError | None:
-        """Set the text of each draft. If one cannot be rendered or encoded, remove it and the drafts after it
-        from the list and return its error."""
-        jobs = [draft.job for draft in drafts if draft.job is not None]
+    def _rendered(
+        self, drafts: Sequence[_Draft | LockstepError], chat: ChatFormat
+    ) -> list[_Draft | LockstepError]:
+        """The drafts with their text set, and errors for those that cannot be rendered or encoded."""
+        jobs = [draft.job for draft in drafts if isinstance(draft, _Draft) and draft.job is not None]
         results = render_chats(chat.tokenizer, jobs)
-        for number, draft in enumerate(drafts):
-            try:
-                if draft.job is not None:
-                    draft.text = checked(next(results)).text
-                check_text(draft.text, draft.where)
-            except DataError as error:
-                del drafts[number:]
-                return error
-        return None
 
-    def _prompt(self, draft: _Draft, key: object) -> Prompt | None:
+        def text_set(draft: _Draft) -> _Draft:
+            if draft.job is not None:
+                draft.text = checked(next(results)).text
+            check_text(draft.text, draft.where)
+            return draft
+
+        return [attempted(text_set, draft) for draft in drafts]
+
+    def _prompt(self, draft: _Draft) -> Outcome[Prompt]:
         ids, text, where = draft.ids, draft.text, draft.where
-        if self.exclude and (_normal(draft.problem) in self.exclude or _normal(text) in self.exclude):
-            self._left_out[key] = "excluded"
-            return None
+        state: State = "kept"
+        if self.exclude and (text_hash(draft.problem) in self.exclude or text_hash(text) in self.exclude):
+            return Outcome(state="excluded")
         if len(ids) > self.config.max_prompt_tokens:
-            kept = self._shorten(ids, where=where, key=key)
-            if kept is None:
-                return None
-            ids = kept
+            if self.config.overlong_prompts == "drop":
+                return Outcome(state="dropped_overlong")
+            state, ids = "truncated", self._shorten(ids, where=where)
             text = self.chat.tokenizer.decode(ids) if self.chat else " ".join(map(str, ids))
         if not ids:
             raise DataError(
@@ -212,7 +220,7 @@ class PromptMaker:
         if self.vocab_size is not None and self.chat is not None:
             tokenizer = self.chat.tokenizer
             check_known(ids, self.vocab_size, tokenizer=tokenizer, model="the model", where=where)
-        return Prompt(
+        prompt = Prompt(
             index=draft.index,
             token_ids=tuple(ids),
             text=text,
@@ -220,6 +228,7 @@ class PromptMaker:
             conversation=draft.talk,
             where=where,
         )
+        return Outcome(item=prompt, state=state, tokens=len(ids))
 
     def conversation(self, row: Mapping[str, Any], where: str) -> tuple[str, str | list[Message]]:
         """Return (problem text, input of the chat template): messages with the system prompt, or plain text
@@ -257,7 +266,8 @@ class PromptMaker:
 
     def _prompt_value(self, row: Mapping[str, Any], where: str) -> Any:
         config, forms = self.config, ("prompt_column", "messages_column")
-        named = [form for form in forms if form in named_columns(config)]
+        assert self.chat is not None, "an id-level source has no texts"
+        named = [form for form in forms if form in self.chat.named_columns]
         found = [row[column] for form in named or forms if (column := getattr(config, form)) in row]
         if found:  # in Parquet a row has each column, and null in those that it did not have
             return next((value for value in found if value is not None), found[0])
@@ -266,70 +276,112 @@ class PromptMaker:
         form = (named or forms)[0]
         raise missing_column(getattr(config, form), row, setting=f"data.{form}", source=where)
 
-    def _shorten(self, ids: list[int], *, where: str, key: object) -> list[int] | None:
+    def _shorten(self, ids: list[int], *, where: str) -> list[int]:
         limit = self.config.max_prompt_tokens
         if self.config.overlong_prompts == "error":
             raise DataError(
                 f"too-long: {where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; "
                 "raise it, or set data.overlong_prompts = 'drop' or 'truncate_left'"
             )
-        if self.config.overlong_prompts == "drop":
-            self._left_out[key] = "dropped_overlong"
-            return None
-        self._left_out[key] = "truncated"
         if self.chat is None:
             return ids[-limit:]
         first, rest = kept_at_end(ids, limit, tokenizer=self.chat.tokenizer, template=self.chat.template)
         return ids[:first] + ids[rest:]
 
 
-class FixedPrompts(PromptSet):
-    """A known number of prompts."""
+def reported(counts: Counter[str]) -> dict[str, int]:
+    """Return the counts of a report, see PromptSet.report."""
+    return {name: counts[name] for name in ("excluded", "dropped_overlong", "truncated")}
 
-    def __init__(self, prompts: Iterable[Prompt], *, shuffle: bool, maker: PromptMaker) -> None:
-        self._prompts = tuple(prompts)
-        self._shuffle = shuffle
-        self._maker = maker
+
+class FixedPrompts(PromptSet):
+    """A known number of rows, and the prompts that are made of them when they come near.
+
+    Args:
+        source: of the rows; None: they were generated.
+    """
+
+    def __init__(self, items: LazyItems[Prompt], *, maker: PromptMaker, source: Source | None = None) -> None:
+        self.items, self._maker, self._source = items, maker, source
+        self._fingerprint = self._hash()
+        self.verdict_key: str | None = None
+        """Of `lockstep data check`; None: the set was made whole."""
+        self._verdict: tuple[str, ...] = ()
+        if source is not None and maker.chat is not None and not (items.whole or maker.config.streaming):
+            excluded = hashlib.blake2b(b"".join(sorted(maker.exclude)), digest_size=16).hexdigest()
+            more = {"vocab_size": maker.vocab_size, "excluded": excluded, "template": maker.chat.template}
+            self.verdict_key = verdicts.key("RL", maker.config, maker.chat.tokenizer, source, **more)
+            self._verdict = verdicts.apply(self.verdict_key, items, maker.config.source)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[index]
+        return self.items[index]
 
     def __iter__(self) -> Iterator[Prompt]:
-        return iter(self._prompts)
+        return iter(self.items)
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self.items)
+
+    @property
+    def first(self) -> Sequence[Prompt]:
+        """Those of the first rows, which are made at once: all of a small set."""
+        return self.items.sampled
 
     @property
     def size(self) -> int | None:
-        """Number of prompts."""
-        return len(self._prompts)
+        """Number of prompts, as far as is known which are left out."""
+        return len(self.items)
 
     @property
     def report(self) -> dict[str, int]:
-        """See PromptSet.report."""
-        return {"prompts": len(self._prompts), **self._maker.report}
+        """See PromptSet.report. Of a large set of the rows that were `examined` so far."""
+        if self._source is None:
+            return {"prompts": len(self.items), **self._maker.report}
+        counts = self.items.counts
+        report = {"prompts": counts["kept"] + counts["truncated"], **reported(counts)}
+        if not self.items.whole:
+            report |= {"rows": self.items.rows // self.items.of_row} if self.items.has_end else {}
+            report |= {"examined": self.items.examined}
+        return report | ({"bad": counts["bad"]} if counts["bad"] else {})
 
     @property
     def notes(self) -> tuple[str, ...]:
         """See PromptSet.notes."""
-        return self._maker.notes
+        return (
+            *(() if self._source is None else self._source.table.notes),
+            *self._verdict,
+            *self._maker.notes,
+        )
 
     @property
-    def texts(self) -> frozenset[str]:
-        """Question texts and rendered texts, for another set's `exclude`."""
-        return frozenset(text for p in self._prompts for text in (p.text, str(p.row["problem"])))
+    def texts(self) -> frozenset[bytes]:
+        """Hashes of question texts and rendered texts, for another set's `exclude`."""
+        return frozenset(
+            text_hash(text) for prompt in self for text in (prompt.text, str(prompt.row["problem"]))
+        )
 
     @property
     def fingerprint(self) -> str:
-        """See PromptSet.fingerprint."""
-        lines = "\n".join(json.dumps([p.index, p.text]) for p in self._prompts)
+        """See PromptSet: of all prompts, or of the first ones and the content of the source."""
+        return self._fingerprint
+
+    def _hash(self) -> str:
+        lines = "\n".join(json.dumps([p.index, p.text]) for p in self.items.sampled)
+        if not self.items.whole and self._source is not None:
+            lines += f"\n{self._source.fingerprint}"
         return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
     def batch(self, step: int, n: int, seed: int) -> list[Prompt]:
         """See PromptSet.batch; shuffled by (seed, epoch) unless `data.shuffle` is off."""
-        rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
-        return [self._prompts[row] for row in rows]
+        return self.items.batch(step, n, seed)
+
+    def make_all(self) -> None:
+        """See PromptSet."""
+        self.items.make_all()
+
+    def close(self) -> None:
+        """End the threads that make prompts."""
+        self.items.close()
 
 
 class PromptStream(PromptSet):
@@ -387,17 +439,20 @@ class PromptStream(PromptSet):
         )
 
 
-def _normal(text: str) -> str:
-    return " ".join(text.split())
+def text_hash(text: str) -> bytes:
+    """Return what tells texts apart, white space aside: those of a large set would take more memory than
+    it."""
+    return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=12).digest()
 
 
 def load_prompts(
-    config: DataConfig, *, tokenizer: Any, exclude: Collection[str] = (), vocab_size: int | None = None
+    config: DataConfig, *, tokenizer: Any, exclude: Collection[bytes] = (), vocab_size: int | None = None
 ) -> PromptSet:
-    """Load the prompt set of a DataConfig. Files are rendered and tokenised here, streams on demand.
+    """Open the prompt set of a DataConfig. Of a file the first 1,000 rows are rendered and tokenised here,
+    the others when they come near; streams on demand.
 
     Args:
-        exclude: texts (of questions or of rendered prompts, white space aside) that must not occur.
+        exclude: `text_hash` of texts (of questions or of rendered prompts) that must not occur.
         vocab_size: entries of the model's embedding, which source `ids` needs; None: not compared with the
             token ids of texts.
 
@@ -414,24 +469,26 @@ def load_prompts(
         if config.size is None:
             return PromptStream(rows, maker)
         generated = _distinct(rows, maker, config)
-        return FixedPrompts(generated, shuffle=config.shuffle, maker=maker)
-    found = rows_of(config)
-    prompts = (
-        prompt
-        for first in range(0, len(found), BATCH_ROWS)
-        for prompt in maker.make_all(found[first : first + BATCH_ROWS], first=config.skip + first)
-    )
-    loaded = FixedPrompts((p for p in prompts if p is not None), shuffle=config.shuffle, maker=maker)
-    if not len(loaded):
+        return FixedPrompts(LazyItems.of(generated, shuffle=config.shuffle), maker=maker)
+    source = Source(config)
+    source.check_columns()
+
+    def make(numbers: Sequence[int]) -> list[Outcome[Prompt]]:
+        return maker.outcomes(source.read(numbers), [config.skip + number for number in numbers])
+
+    items = source.items(make, selective=maker.selective)
+    loaded = FixedPrompts(items, maker=maker, source=source)
+    if not items.sampled:
         raise DataError(
             f"nothing-left: no prompts left of data.source = {config.source!r}: {loaded.report}. The "
             "held-out prompts may be all there are (set eval_data, or lower eval.num_prompts), or all are "
             "longer than data.max_prompt_tokens"
+            + (f"; the first: {items.first_bad}" if items.first_bad else "")
         )
     return loaded
 
 
-def _texts_of_source(config: DataConfig, source: str, tokenizer: Any) -> frozenset[str]:
+def _texts_of_source(config: DataConfig, source: str, tokenizer: Any) -> frozenset[bytes]:
     other = config.model_copy(update={"source": source, "exclude": None, "size": None, "skip": 0})
     texts = load_prompts(other, tokenizer=tokenizer)
     if not isinstance(texts, FixedPrompts):
@@ -460,114 +517,3 @@ def _distinct(rows: RowGenerator, maker: PromptMaker, config: DataConfig) -> lis
         taken.add(prompt.text)
         prompts.append(prompt)
     return prompts
-
-
-# Held-out prompts, and training prompts without them.
-
-
-_SEED_STEP = 1_000_003
-
-
-def held_out_config(run: GRPORun) -> DataConfig:
-    """Return the config of a run's held-out prompts.
-
-    `eval_data` when it is set. Else, generated data: the same task under another seed. Files with
-    `data.size`: the rows after the training rows. Files without: the first `eval.num_prompts` rows, which
-    training then leaves out; fewer of a small file, see `held_out_size`.
-    """
-    if run.eval_data is not None:
-        config = run.eval_data
-        return config if config.size is not None else _with(config, size=run.eval.num_prompts, shuffle=False)
-    data = run.data
-    if data.generated:
-        return _with(data, size=run.eval.num_prompts, skip=0, seed=data.seed + _SEED_STEP, shuffle=False)
-    after = data.skip + (data.size or 0)
-    return _with(data, size=run.eval.num_prompts, skip=after, shuffle=False)
-
-
-def held_out_size(run: GRPORun, rows: int) -> int:
-    """Return how many of the first `rows` rows of a file or set without `data.size` are held out:
-    `eval.num_prompts`; where that is more than half of them a fifth, so that most are trained on.
-
-    Args:
-        rows: that there are; more than `needed_rows` need not be counted.
-
-    Raises:
-        ConfigError: the rows are too few for a rollout batch and an evaluation.
-    """
-    wanted, batch, what = run.eval.num_prompts, run.rollout.prompts_per_step, f"{rows} rows"
-    held_out = wanted if wanted <= rows // 2 else min(max(rows // 5, 1), max(rows - batch, 1))
-    if rows - held_out >= batch:
-        return held_out
-    fixes = []
-    if rows > held_out:
-        fixes.append(f"lower rollout.prompts_per_step to {rows - held_out}")
-        what += f", {held_out} of which are held out for evaluations (eval.num_prompts = {wanted})"
-    if rows > batch:
-        fixes.append(f"lower eval.num_prompts to {rows - batch}")
-    if rows >= batch:
-        fixes.append("set eval_data.source")
-        fixes.append("turn evaluations off (eval.before = false, eval.after = false, eval.every = 0)")
-    raise ConfigError(
-        f"not-enough: rollout.prompts_per_step = {batch} is more than data.source = {run.data.source!r} has "
-        f"to train on: {what}; {', '.join([*fixes, 'or give more data']) if fixes else 'give more data'}"
-    )
-
-
-def needed_rows(run: GRPORun) -> int:
-    """Return up to how many rows `held_out_size` wants counted."""
-    return max(2 * run.eval.num_prompts, run.eval.num_prompts + run.rollout.prompts_per_step)
-
-
-def holds_out_rows(run: GRPORun) -> bool:
-    """Return whether the held-out prompts are the first rows of the training set's own source."""
-    return run.eval_data is None and not run.data.generated and run.data.size is None
-
-
-def evaluates(run: GRPORun) -> bool:
-    """Return whether the run has an evaluation, which needs held-out prompts."""
-    return run.eval.before or run.eval.after or run.eval.every > 0
-
-
-def load_train_and_held_out(
-    run: GRPORun, *, tokenizer: Any, vocab_size: int | None = None, hold_out: bool = True
-) -> tuple[PromptSet, FixedPrompts]:
-    """Load (training prompts, held-out prompts); no held-out text, rendered or not, occurs in training.
-
-    Args:
-        hold_out: False: nothing is left out of training, and the second set is empty.
-
-    Raises:
-        DataError: as load_prompts; also when no rows are left to hold out, or training has too few prompts
-            for a rollout batch.
-    """
-    held_out = _held_out(run, tokenizer=tokenizer, vocab_size=vocab_size) if hold_out else None
-    exclude = frozenset() if held_out is None else held_out.texts
-    train = load_prompts(run.data, tokenizer=tokenizer, exclude=exclude, vocab_size=vocab_size)
-    if train.size is not None and train.size < run.rollout.prompts_per_step:
-        raise DataError(
-            f"not-enough: rollout.prompts_per_step = {run.rollout.prompts_per_step}, but data.source = "
-            f"{run.data.source!r} has only {train.size} prompts to train on ({train.report}); lower "
-            "rollout.prompts_per_step, or give more data (prompts of evaluations are left out, see eval_data)"
-        )
-    if held_out is None:
-        held_out = FixedPrompts((), shuffle=False, maker=PromptMaker(run.data, tokenizer, ()))
-    return train, held_out
-
-
-def _held_out(run: GRPORun, *, tokenizer: Any, vocab_size: int | None) -> FixedPrompts:
-    config = held_out_config(run)
-    if holds_out_rows(run):
-        rows = len(load_rows(_with(run.data, size=needed_rows(run))))
-        config = _with(config, size=held_out_size(run, rows))
-    try:
-        held_out = load_prompts(config, tokenizer=tokenizer, vocab_size=vocab_size)
-    except DataError as error:
-        raise error.with_message(f"held-out prompts (eval_data): {error}") from error
-    if not isinstance(held_out, FixedPrompts):
-        raise ConfigError(f"endless: eval_data.source = {config.source!r} is endless; set eval_data.size")
-    return held_out
-
-
-def _with(config: DataConfig, **changes: Any) -> DataConfig:
-    return config.model_copy(update=changes)

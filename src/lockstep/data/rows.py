@@ -17,6 +17,8 @@ from lockstep.common_errors import missing_package, unknown
 from lockstep.config.data import DataConfig
 from lockstep.errors import ConfigError, unknown_name
 
+FIRST_ROWS = 1000
+"""Rows that are looked at before a model is loaded, and before all others."""
 BATCH_ROWS = 256
 """Rows that are rendered and tokenised together."""
 SLOTS = 512

@@ -3,70 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, clean_messages, fill_template
-from lockstep.data.documents import Content, Conversation, DocumentMaker, Request
+from lockstep.data.documents import (
+    Content,
+    Conversation,
+    DocumentMaker,
+    DocumentSet,
+    Request,
+    hashed,
+)
+from lockstep.data.lazy import Outcome, attempted
 from lockstep.data.rows import PlacedRow
-from lockstep.data.sources import batch_rows, missing_column, named_columns, rows_of
-from lockstep.errors import DataError
+from lockstep.data.sources import Source, missing_column
 from lockstep.schema.batch import TrainSample
 
 
-class SFTSet:
-    """Tokenised documents; batches are epoch shuffles, a pure function of (step, n, seed)."""
-
-    def __init__(
-        self,
-        samples: Sequence[TrainSample],
-        *,
-        shuffle: bool,
-        report: Mapping[str, int],
-        notes: Sequence[str] = (),
-    ) -> None:
-        self._samples = tuple(samples)
-        self._shuffle = shuffle
-        self.report = dict(report)
-        """Counts: documents, tokens, trained_tokens, dropped_overlong, dropped_untrained, truncated,
-        merged_borders (of a prompt and its answer, see lockstep.data.documents.tokenised)."""
-        self.notes = tuple(notes)
-        """What to say of the rows at the start, one sentence each."""
-
-    def __len__(self) -> int:
-        return len(self._samples)
+class SFTSet(DocumentSet[TrainSample]):
+    """Documents."""
 
     def __getitem__(self, index: int) -> TrainSample:
-        return self._samples[index]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(map(len, self._samples))
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of all documents, by which a resumed run recognises its data."""
-        digest = hashlib.blake2b(digest_size=16)
-        for sample in self._samples:
-            for tensor in (sample.token_ids, sample.loss_mask):
-                digest.update(tensor.numpy().tobytes())
-        return digest.hexdigest()
+        return self.items[index]
 
     def batch(self, step: int, n: int, seed: int) -> list[TrainSample]:
         """Return the n documents of optimizer step `step` (from 0), sample_id 0 to n - 1; all different.
 
         Raises:
-            DataError: the set has fewer than n documents.
+            DataError: the set has fewer than n documents, or one of them is at fault.
         """
-        rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
-        return [dataclasses.replace(self._samples[row], sample_id=i) for i, row in enumerate(rows)]
+        samples = self.items.batch(step, n, seed)
+        return [dataclasses.replace(sample, sample_id=i) for i, sample in enumerate(samples)]
+
+    def _hashed(self, item: TrainSample) -> Iterator[bytes]:
+        return hashed(item)
 
 
-def load_sft(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = None) -> SFTSet:
-    """Load the SFT set of a DataConfig.
+def load_sft(
+    config: DataConfig, *, tokenizer: Any, vocab_size: int | None = None, positions: int | None = None
+) -> SFTSet:
+    """Open the SFT set of a DataConfig. Its first 1,000 rows are made at once.
 
     Rows with `messages_column` are conversations. Rows with `prompt_column` and `completion_column` are a
     conversation of two turns where a chat template applies (both may also be lists of messages; the prompt's
@@ -75,23 +53,23 @@ def load_sft(config: DataConfig, *, tokenizer: Any, vocab_size: int | None = Non
 
     Args:
         vocab_size: entries of the model's embedding; None: not compared with the token ids.
+        positions: of the model; None: not compared with the length of a document.
 
     Raises:
         DataError: missing or malformed data, a document that is too long under `error`, one without a token
-            to train on under `error`, a token id beyond `vocab_size`, or nothing left.
+            to train on under `error`, a token id beyond `vocab_size`, or nothing left; of rows beyond the
+            first 1,000 when they come near, by `SFTSet.batch`.
         ConfigError: an impossible setting.
     """
-    maker = DocumentMaker(config, tokenizer, kind="SFT", vocab_size=vocab_size)
-    requests = (_request(row, maker) for row in rows_of(config))
-    samples = [sample for _, sample in maker.samples(requests) if sample is not None]
-    counts = maker.counts
-    if not samples:
-        raise DataError(f"nothing-left: no documents left of data.source = {config.source!r}: {dict(counts)}")
-    counts["documents"] = len(samples)
-    counts["tokens"] = sum(len(sample) for sample in samples)
-    counts["trained_tokens"] = sum(sample.num_trained for sample in samples)
-    counts["merged_borders"] = len(maker.chat.merged_borders)
-    return SFTSet(samples, shuffle=config.shuffle, report=counts, notes=maker.chat.notes)
+    maker = DocumentMaker(config, tokenizer, kind="SFT", vocab_size=vocab_size, positions=positions)
+    source = Source(config)
+    source.check_columns()
+
+    def make(numbers: Sequence[int]) -> list[Outcome[TrainSample]]:
+        return maker.outcomes([attempted(_request, row, maker) for row in source.read(numbers)])
+
+    items = source.items(make, selective=maker.selective)
+    return SFTSet(items, maker=maker, source=source)
 
 
 def _request(row: PlacedRow, maker: DocumentMaker) -> Request:
@@ -104,7 +82,7 @@ def row_content(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, wh
     """Return the content of a row, see `load_sft`. Where settings name columns, a row must have one of them,
     and others count for nothing."""
     forms = ("messages_column", "completion_column", "text_column")
-    named = [form for form in forms if form in named_columns(config)]
+    named = [form for form in forms if form in chat.named_columns]
     for form in named or forms:
         value = row.get(getattr(config, form))
         if value is None:

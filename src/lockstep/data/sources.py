@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
-import contextlib
-import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from lockstep.common_errors import missing_package
 from lockstep.config.data import DataConfig
-from lockstep.data.rows import PlacedRow, place
-from lockstep.errors import ConfigError, DataError, LockstepError, nearest
-from lockstep.observe.files import file_errors, path_problem
-from lockstep.observe.text import printable
+from lockstep.data.lazy import EndOfStream, LazyItems, Make
+from lockstep.data.rows import FIRST_ROWS, PlacedRow, place
+from lockstep.data.streams import StreamItems, open_stream
+from lockstep.data.tables import column_names, open_table
+from lockstep.errors import ConfigError, DataError, nearest
+from lockstep.observe.files import path_problem
 
-if TYPE_CHECKING:
-    import numpy as np
-    from pyarrow.parquet import ParquetFile
+T = TypeVar("T")
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 _MEANINGS = (
@@ -45,38 +38,123 @@ _OTHER_FILES = {
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+class Source:
+    """Rows [skip, skip + size) of a file, folder or hub data set, by number from 0, columns renamed by
+    `config.columns`.
+
+    Raises:
+        DataError: the source is missing, unreadable or empty.
+        ConfigError: it is of no known kind, or a package that reads it is missing.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        check_source(config)
+        self.config = config
+        self.table = open_stream(config) if config.streaming else open_table(config)
+        left = max(len(self.table) - config.skip, 0)
+        self._length = left if config.size is None else min(left, config.size)
+        if not left or (config.streaming and not self.head(1)):
+            raise DataError(
+                f"nothing-left: data.source = {config.source!r} has no rows after data.skip = {config.skip}; "
+                "lower data.skip"
+            )
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the content and of which rows of it these are."""
+        return f"{self.table.fingerprint}/{self.config.skip}/{len(self)}"
+
+    def read(self, numbers: Sequence[int]) -> list[PlacedRow | DataError]:
+        """Return the rows with these numbers, or for one at fault the error.
+
+        Raises:
+            DataError: the source has changed, or cannot be read any more.
+            EndOfStream: one is beyond the end of a source that is streamed.
+        """
+        if len(numbers) and max(numbers) >= len(self):
+            raise EndOfStream(len(self))
+        try:
+            return self._read(numbers)
+        except EndOfStream as end:
+            self._length = min(self._length, max(end.rows - self.config.skip, 0))
+            raise EndOfStream(self._length) from end
+
+    def _read(self, numbers: Sequence[int]) -> list[PlacedRow | DataError]:
+        places = [self.config.skip + number for number in numbers]
+        return [
+            row if isinstance(row, DataError) else self._renamed(row, place(row, self.config.source, at))
+            for at, row in zip(places, self.table.read(places), strict=True)
+        ]
+
+    def _renamed(self, row: Mapping[str, Any], where: str) -> PlacedRow | DataError:
+        try:
+            return _rename(row, self.config, where)
+        except DataError as error:
+            return error
+
+    def head(self, count: int) -> list[PlacedRow | DataError]:
+        """Return the first `count` rows, or fewer where there are fewer, and errors for those at fault."""
+        try:
+            return self.read(range(min(count, len(self))))
+        except EndOfStream as end:
+            return self.read(range(min(count, end.rows)))
+
+    def first_rows(self) -> list[PlacedRow]:
+        """Return the first rows, of which settings are looked up, without those at fault."""
+        return [row for row in self.head(FIRST_ROWS) if not isinstance(row, DataError)]
+
+    def items(self, make: Make[T], *, selective: bool, of_row: int = 1) -> LazyItems[T]:
+        """Return the items that `make` makes of the rows.
+
+        Args:
+            selective: whether a setting leaves items out.
+            of_row: items that a row may have.
+        """
+        config, selective = self.config, selective or of_row > 1  # a row may have fewer
+        if config.streaming:
+            return StreamItems(make, self._row, config=config, selective=selective, of_row=of_row)
+        items = LazyItems(len(self) * of_row, make, config=config, selective=selective)
+        items.of_row = of_row
+        return items
+
+    def _row(self, number: int) -> PlacedRow | DataError:
+        return self.read([number])[0]
+
+    def check_columns(self) -> None:
+        """Raise DataError unless one of the first rows has each column that a `*_column` setting names."""
+        rows = self.first_rows()
+        for setting in named_columns(self.config):
+            column = getattr(self.config, setting)
+            if rows and not any(column in row for row in rows):
+                raise missing_column(column, rows[0], setting=f"data.{setting}", source=self.config.source)
+
+
 def load_rows(config: DataConfig) -> list[PlacedRow]:
-    """Load rows [skip, skip + size) of a file, folder or hub dataset, columns renamed by `config.columns`.
+    """Load all rows of a `Source`.
 
     Raises:
         DataError: the source is missing, unreadable, empty, or lacks a column that `columns` names.
         ConfigError: the source is of no known kind, or a package that reads it is missing.
     """
-    stop = None if config.size is None else config.skip + config.size
-    rows = [
-        _rename(row, config, place(row, config.source, index))
-        for index, row in enumerate(islice(_read(config), config.skip, stop), start=config.skip)
-    ]
-    if not rows:
-        raise DataError(
-            f"nothing-left: data.source = {config.source!r} has no rows after data.skip = {config.skip}; "
-            "lower data.skip"
-        )
-    return rows
+    source = Source(config)
+    return [good_row(row) for row in source.head(len(source))]
 
 
-def rows_of(config: DataConfig) -> list[PlacedRow]:
-    """Load the rows to make documents or prompts of, see `load_rows`.
+def count_rows(config: DataConfig, at_most: int) -> int:
+    """Return the number of rows of a source, of which no more than `at_most` are looked for. Raises as
+    `Source`."""
+    source = Source(config)
+    return len(source.head(at_most)) if config.streaming else min(len(source), at_most)
 
-    Raises:
-        DataError, ConfigError: as `load_rows`; and no row has a column that is named by a `*_column` setting.
-    """
-    rows = load_rows(config)
-    for setting in named_columns(config):
-        column = getattr(config, setting)
-        if not any(column in row for row in rows):
-            raise missing_column(column, rows[0], setting=f"data.{setting}", source=config.source)
-    return rows
+
+def good_row(row: PlacedRow | DataError) -> PlacedRow:
+    """Return a row of `Source.read`. Raises the error that it is instead."""
+    if isinstance(row, DataError):
+        raise row
+    return row
 
 
 def named_columns(config: DataConfig) -> list[str]:
@@ -133,12 +211,6 @@ def _of_the_same_meaning(column: str, row: Mapping[str, Any]) -> list[str]:
     return [name for names in _MEANINGS if column in names for name in row if name in names][:3]
 
 
-def column_names(row: Mapping[str, Any]) -> str:
-    """Return the names of a row's columns for a message: on one line, 40 at most."""
-    names = [printable(name[:80]) for name in islice(row, 40)]
-    return ", ".join([*names, *(["..."] if len(row) > len(names) else [])])
-
-
 def _rename(row: Mapping[str, Any], config: DataConfig, where: str) -> PlacedRow:
     for new, old in config.columns.items():
         if old not in row:
@@ -157,119 +229,12 @@ def _rename(row: Mapping[str, Any], config: DataConfig, where: str) -> PlacedRow
     return PlacedRow(kept, where=where)
 
 
-def _read(config: DataConfig) -> Iterator[dict[str, Any]]:
-    check_source(config)
-    path = Path(config.source).expanduser()
-    if path.is_dir():
-        return _read_folder(path, config)
-    if path.suffix == ".parquet":
-        return _read_parquet(path, config)
-    if path.suffix in FILE_SUFFIXES:
-        return {".jsonl": _read_jsonl, ".json": _read_json}[path.suffix](path)
-    return _read_hub(config)
-
-
 def _no_such_file(path: Path) -> DataError:
     folder = path.parent
     beside = [p.name for p in folder.iterdir() if p.suffix in FILE_SUFFIXES] if folder.is_dir() else []
     near = nearest(path.name, beside)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f" (looked in {folder.resolve()})"
     return DataError(f"no-such-file: data.source = {str(path)!r}: no such file{hint}")
-
-
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with file_errors(path, DataError), path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise DataError(
-                        f"not-text: {path}: is UTF-16, which cannot be read by lines; convert it to UTF-8: "
-                        "iconv -f utf-16 -t utf-8"
-                    )
-                row = parse_row(line, where)
-                # Half a pair stands in a line as an escape or, as json.loads takes it, as bytes from ED.
-                if b"\\u" in line or b"\xed" in line:
-                    check_surrogates(row, where)
-                yield PlacedRow(row, where=where)
-
-
-def _read_json(path: Path) -> Iterator[dict[str, Any]]:
-    with file_errors(path, DataError):
-        text = path.read_bytes()
-    value = parse_value(text, f"{path} (one object per line belongs in .jsonl)")
-    if not isinstance(value, list):
-        raise DataError(
-            f"wrong-type: {path}: expected a list of objects, got {type(value).__name__}; put the rows into "
-            "[ ], or write one object per line into a .jsonl file"
-        )
-    check_surrogates(value, str(path))
-    for number, row in enumerate(value, start=1):
-        if not isinstance(row, dict):
-            kind, excerpt = type(row).__name__, str(row)[:80]
-            raise DataError(
-                f"wrong-row: {path}, row {number}: a row must be a JSON object, got {kind}: {excerpt!r}"
-            )
-        yield row
-
-
-def _read_parquet(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
-    with opened_parquet(path) as file:
-        restored = restorer(file.schema_arrow, rendered=rendered_columns(config), source=str(path))
-        for batch in file.iter_batches():
-            yield from map(restored, batch.to_pylist())
-
-
-def _datasets(source: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise missing_package(f"data.source = {source!r}", "datasets", cause=error) from error
-    return datasets
-
-
-def _read_folder(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
-    datasets = _datasets(config.source)
-    try:
-        with foreign_errors(f"data.source = {str(path)!r}: not a readable folder of datasets"):
-            loaded = datasets.load_from_disk(str(path))
-    except DataError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
-        raise DataError(
-            f"wrong-kind-of-file: data.source = {str(path)!r} is a folder, but not one written by datasets' "
-            f"save_to_disk ({error.__cause__}); name a .jsonl, .json or .parquet file in it instead"
-        ) from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if config.split not in loaded:
-            raise DataError(
-                f"unknown-name: {path} has no split {config.split!r}; set data.split to one of "
-                f"{column_names(loaded)}"
-            )
-        loaded = loaded[config.split]
-    return _rows(loaded, f"data.source = {str(path)!r}", config)
-
-
-def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
-    datasets = _datasets(config.source)
-    try:
-        loaded = datasets.load_dataset(config.source, config.subset, split=config.split)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"refused: cannot load data.source = {config.source!r} (subset {config.subset!r}, split "
-            f"{config.split!r}) from the Hugging Face hub: {type(error).__name__}: {str(error)[:300]}. "
-            "Check the name, data.subset and data.split and the network (HF_HUB_OFFLINE, HF_ENDPOINT, "
-            "HF_TOKEN), or download it elsewhere, write it with datasets' save_to_disk, and set data.source "
-            "to that folder"
-        ) from error
-    return _rows(loaded, f"data.source = {config.source!r}", config)
-
-
-def _rows(loaded: Any, what: str, config: DataConfig) -> Iterator[dict[str, Any]]:
-    with foreign_errors(f"{what}: a row cannot be read"):
-        schema = loaded.features.arrow_schema
-        restored = restorer(schema, rendered=rendered_columns(config), source=what, decoded=True)
-        yield from map(restored, loaded)
 
 
 # Columns and keys that the formats of TRL, OpenAI and verl give a meaning.
@@ -316,244 +281,3 @@ def configured_columns(config: DataConfig) -> frozenset[str]:
             *config.columns,
         }
     )
-
-
-def rendered_columns(config: DataConfig) -> frozenset[str]:
-    """Return the columns, by their names in the source, whose values a chat template may get."""
-    names = {
-        config.prompt_column,
-        config.messages_column,
-        config.completion_column,
-        config.chosen_column,
-        config.rejected_column,
-        "tools",
-        "chat_template_kwargs",
-    }
-    return frozenset(config.columns.get(name, name) for name in names)
-
-
-# The rows of a batch: a pure function of (number of rows, step, batch size, seed), so there is no state to
-# save.
-
-
-def batch_rows(num_rows: int, *, step: int, n: int, seed: int, shuffle: bool = True) -> list[int]:
-    """Return the row numbers of batch `step`; all distinct.
-
-    Shuffled: an epoch is num_rows // n batches of a permutation drawn from (seed, epoch); its last num_rows
-    % n rows are left out, so that no batch holds a row twice. Not shuffled: rows in order, cyclically.
-
-    Raises:
-        DataError: n exceeds num_rows.
-
-    Example:
-        >>> batch_rows(5, step=2, n=2, seed=0, shuffle=False)
-        [4, 0]
-    """
-    if n > num_rows:
-        raise DataError(
-            f"not-enough: a batch of {n} needs {n} distinct rows, but the set has {num_rows}; take a "
-            "smaller batch"
-        )
-    if not shuffle:
-        return [(step * n + i) % num_rows for i in range(n)]
-    epoch, batch = divmod(step, num_rows // n)
-    order = _permutation(num_rows, seed, epoch)
-    return [int(row) for row in order[batch * n : (batch + 1) * n]]
-
-
-@lru_cache(maxsize=4)
-def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    import numpy as np  # commands that only read rows load it not
-
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
-
-
-# Readers of untrusted JSON lines and Parquet files: whatever they hold, the result is rows or a DataError.
-
-
-JSON_COLUMNS = b"lockstep.json_columns"
-"""Key in the metadata of Parquet files of ours: names of the columns that hold JSON."""
-ROW_DEPTH = 200
-"""Deepest nesting of lists and objects: functions that walk a row recurse once or twice a level."""
-
-
-def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """Parse one JSON object.
-
-    Raises:
-        DataError: it is no JSON, no object, or nested too deeply.
-    """
-    value = parse_value(line, where)
-    if not isinstance(value, dict):
-        raise DataError(
-            f"wrong-row: {where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}"
-        )
-    return value
-
-
-def parse_value(text: bytes, where: str) -> Any:
-    """Parse any JSON value.
-
-    Raises:
-        DataError: it is no JSON, or nested too deeply.
-    """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also bytes that are no text
-        raise DataError(
-            f"not-json: {where}: not valid JSON ({printable(str(error))}): {text[:80]!r}"
-        ) from error
-    if text.count(b"[") + text.count(b"{") > ROW_DEPTH and _deeper(value, ROW_DEPTH):
-        raise DataError(
-            f"too-deep: {where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them"
-        )
-    return value
-
-
-def check_surrogates(value: Any, where: str) -> None:
-    """Raise DataError for half a surrogate pair in a text of `value`: JSON may hold it, and no text may."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"not-text: {where}: holds half a surrogate pair ({error.object[error.start]!r}), which is not "
-            "text; correct or remove the row"
-        ) from error
-
-
-@contextlib.contextmanager
-def opened_parquet(path: Path) -> Iterator[ParquetFile]:
-    """Open a Parquet file. Errors in the block count as errors of the file.
-
-    Raises:
-        ConfigError: pyarrow is missing.
-        DataError: the file cannot be read, or is damaged.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise missing_package(f"{path}: reading Parquet", "pyarrow", cause=error) from error
-    errors = foreign_errors(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
-    with errors, pyarrow.parquet.ParquetFile(path) as file:
-        yield file
-
-
-@contextlib.contextmanager
-def foreign_errors(what: str, *more: type[Exception]) -> Iterator[None]:
-    """Turn what a library raises over a damaged file into one DataError that begins with `what`.
-
-    Flipped bits in a Parquet file alone give OSError, UnicodeDecodeError and five kinds of ArrowException.
-    """
-    kinds: tuple[type[Exception], ...] = (OSError, ValueError, TypeError, AttributeError, LookupError)
-    kinds += (ArithmeticError, RuntimeError, MemoryError, *more)
-    try:
-        yield
-    except LockstepError:
-        raise
-    except kinds as error:
-        text = printable(str(error))[:300]
-        raise DataError(f"cannot-read: {what} ({type(error).__name__}: {text})") from error
-
-
-def restorer(
-    schema: Any, *, rendered: Collection[str], source: str, decoded: bool = False
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function that makes of a row that Arrow kept what it was before: in the columns `rendered`
-    without the keys that Arrow adds, as nulls, because another row has them. Arrow does not tell those from
-    nulls that were written, so that these go, too; values of its type for JSON keep theirs, and become what
-    the JSON says. So do texts of columns that a Parquet file of ours says are JSON.
-
-    Args:
-        schema: the Arrow schema of the rows, which is read here once: for each row that would take longer
-            than the row.
-        decoded: values of Arrow's type for JSON are no text any more.
-
-    Raises:
-        DataError: a column that should hold JSON holds no text. The function raises it for a value that
-            should be JSON and is none.
-    """
-    import pyarrow.types as types
-
-    changes: dict[str, _Change] = {}
-    for field in schema:
-        how = _Kept(drop=field.name in rendered, decoded=decoded, where=f"{source}, {field.name}")
-        if (change := _change(field.type, how)) is not None:
-            changes[field.name] = change
-    for name in json.loads((schema.metadata or {}).get(JSON_COLUMNS, b"[]")):
-        if (position := schema.get_field_index(name)) < 0:
-            continue  # what selects columns of our files keeps their metadata
-        kind = schema.field(position).type
-        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)):
-            raise DataError(
-                f"cannot-read: {source} says that its column {name!r} holds JSON, but its values are {kind}, "
-                "not text"
-            )
-        changes[name] = _Kept(drop=False, decoded=False, where=f"{source}, {name}").parsed
-
-    def restored(row: dict[str, Any]) -> dict[str, Any]:
-        for name, change in changes.items():
-            if (value := row.get(name)) is not None:
-                row[name] = change(value)
-        return row
-
-    return restored
-
-
-_Change = Callable[[Any], Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kept:
-    """How a column is restored."""
-
-    drop: bool
-    """Nulls of objects."""
-    decoded: bool
-    where: str
-
-    def parsed(self, value: Any) -> Any:
-        return parse_value(value.encode(), self.where) if isinstance(value, str) else value
-
-
-def _change(kind: Any, how: _Kept) -> _Change | None:
-    """What restores a value of this Arrow type that is not null; None: it is as it was."""
-    import pyarrow.types as types
-
-    if getattr(kind, "extension_name", "") == "arrow.json":
-        return None if how.decoded else how.parsed
-    if types.is_struct(kind):
-        inside = {field.name: change for field in kind if (change := _change(field.type, how)) is not None}
-        return partial(_object, inside, drop=how.drop) if inside or how.drop else None
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        item = _change(kind.value_type, how)
-        return None if item is None else partial(_list, item)
-    return None
-
-
-def _object(inside: Mapping[str, _Change], value: Any, *, drop: bool) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: inside[name](item) if name in inside and item is not None else item
-        for name, item in value.items()
-        if not (drop and item is None)
-    }
-
-
-def _list(change: _Change, value: Any) -> Any:
-    return [None if item is None else change(item) for item in value] if isinstance(value, list) else value
-
-
-def _deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        level = [
-            item
-            for outer in level
-            if isinstance(outer, dict | list)
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return True

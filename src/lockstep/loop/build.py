@@ -17,7 +17,8 @@ import torch
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.engine import kind
 from lockstep.config.run import GRPORun, Role, RunConfig
-from lockstep.data.prompts import FixedPrompts, PromptSet, evaluates, holds_out_rows, load_train_and_held_out
+from lockstep.data.held_out import evaluates, holds_out_rows, load_train_and_held_out
+from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError, together
 from lockstep.loop.determinism import (
@@ -311,6 +312,8 @@ def describe(
         data=environment.report,
         fingerprint=environment.fingerprint,
     )
+    if isinstance(environment, SingleTurn) and isinstance(environment.prompts, FixedPrompts):
+        run.follow_rows(environment.prompts.items)
     report = engine_report(engine.engine, engine.transfer)
     contract = None if policy.check is None else policy.check.contract
     changed = contract_change(run.dir.read_manifest().get("contract"), contract)
@@ -374,13 +377,13 @@ def _load_prompts(
         for prompts in both:
             if isinstance(prompts, FixedPrompts) and len(prompts):
                 rewards.check_row(prompts[0].row)
-                rewards.check_rows(prompts)
+                rewards.check_rows(prompts.first)
         prompt_kinds(islice(both[1], run.eval.num_prompts), run.eval.kinds)  # while a search can be refused
         loaded.append(both)
 
     longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"
-    found = faults([load, partial(check_positions, model, longest, setting=setting)])
+    found = faults([partial(check_positions, model, longest, setting=setting), load])
     if found:
         raise together(found)
     return loaded[0]

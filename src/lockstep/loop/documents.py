@@ -10,16 +10,23 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from lockstep.algorithms.offline import DPO, KTO, SFT, RewardModel, baseline, mismatched, with_baseline
 from lockstep.config.algorithm import DPOConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.run import OfflineRun
-from lockstep.data.preferences import UnpairedSet, load_preferences, load_scored_pairs, load_unpaired
-from lockstep.data.sft import load_sft
+from lockstep.data.preferences import (
+    PreferenceSet,
+    UnpairedSet,
+    load_preferences,
+    load_scored_pairs,
+    load_unpaired,
+)
+from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import DataError, together
 from lockstep.loop.build import build_backend, data_parallel, load_policy
 from lockstep.loop.determinism import batch_invariance_manifest
@@ -28,14 +35,46 @@ from lockstep.loop.preflight import faults
 from lockstep.loop.resolve import Resolved, find_machine, resolve
 from lockstep.loop.run import Run
 from lockstep.models.heads import HeadKind
-from lockstep.models.load import OpenedModel, check_positions, open_model
+from lockstep.models.load import OpenedModel, open_model
 from lockstep.models.memory import opened_shape
 from lockstep.observe.display import Display
 from lockstep.packing import Planner
 from lockstep.protocols import TokenLoss, TrainBackend
 from lockstep.protocols.train import StepStats
 from lockstep.ranks.context import RankContext
-from lockstep.schema.batch import PackedBatch, TrainSample
+from lockstep.schema.batch import PackedBatch, PreferenceSample, ScoredSample, TrainSample, UnpairedSample
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentSample:
+    """A sample of documents, as one rank sends it to the others."""
+
+    kind: str
+    """The name of its class."""
+    ids: list[int]
+    trained: list[int]
+    """Places where loss_mask is True."""
+    margin: float | None = None
+    desirable: bool | None = None
+
+    @classmethod
+    def of(cls, sample: TrainSample) -> SentSample:
+        """Return a sample in the form that is sent."""
+        more = {name: getattr(sample, name) for name in ("margin", "desirable") if hasattr(sample, name)}
+        ids, trained = sample.token_ids.tolist(), sample.loss_mask.nonzero().flatten().tolist()
+        return cls(kind=type(sample).__name__, ids=ids, trained=trained, **more)
+
+    def sample(self, number: int) -> TrainSample:
+        """Return it as it was, with sample_id `number`."""
+        mask = torch.zeros(len(self.ids), dtype=torch.bool)
+        mask[self.trained] = True
+        more = {"margin": self.margin, "desirable": self.desirable}
+        known = {name: value for name, value in more.items() if value is not None}
+        make: Callable[..., TrainSample] = _SENT[self.kind]
+        return make(token_ids=torch.tensor(self.ids), loss_mask=mask, sample_id=number, **known)
+
+
+_SENT = {kind.__name__: kind for kind in (TrainSample, PreferenceSample, ScoredSample, UnpairedSample)}
 
 
 class DocumentBatches:
@@ -48,31 +87,45 @@ class DocumentBatches:
         held_out: OfflineSet | None,
         *,
         policy: Policy,
-        batch_size: int,
-        seed: int,
+        config: OfflineRun,
+        ranks: RankContext,
     ) -> None:
-        self.documents, self.held_out = documents, held_out
-        self._task, self._policy, self._size, self._seed = task, policy, batch_size, seed
+        self.documents, self.held_out, self._ranks = documents, held_out, ranks
+        self._task, self._policy, self._size, self._seed = task, policy, config.batch_size, config.seed
 
     def next(self, step: int) -> list[PackedBatch]:
         """Return the micro-batches of a step, with everything that the loss reads."""
+        with self._policy.spans("data"):
+            samples = self._shared(step)
         with self._policy.spans("pack"):
-            batches = self._packs(self.documents, step, self._size)
+            batches = self._packed(samples)
         if self._task.needs_ref:
             with self._policy.spans("logprobs"):
                 batches = self._prepared(batches)
         return batches
 
+    def _shared(self, step: int) -> Sequence[TrainSample]:
+        """The samples of a step: rank 0 reads, renders and tokenises their rows, and sends them to the
+        others."""
+        if self._ranks.world_size == 1:
+            return self.documents.batch(step, self._size, self._seed)
+
+        def made() -> list[SentSample]:
+            return [SentSample.of(sample) for sample in self.documents.batch(step, self._size, self._seed)]
+
+        sent = self._ranks.on_rank_zero(made, list[SentSample], what="the documents of the step")
+        return [each.sample(number) for number, each in enumerate(sent)]
+
     def evaluation(self) -> list[PackedBatch]:
         """Return those of all held-out documents."""
         assert self.held_out is not None, "the run has eval_data"
-        return self._prepared(self._packs(self.held_out, 0, len(self.held_out)))
+        self.held_out.items.make_all()
+        return self._prepared(self._packed(self.held_out.batch(0, len(self.held_out), self._seed)))
 
     def abort(self) -> None:
         """Nothing: a step's documents are packed at once."""
 
-    def _packs(self, documents: OfflineSet, step: int, n: int) -> list[PackedBatch]:
-        samples = documents.batch(step, n, self._seed)
+    def _packed(self, samples: Sequence[TrainSample]) -> list[PackedBatch]:
         return self._policy.plan(samples, self._task.loss_weights(samples))
 
     def _prepared(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -104,13 +157,14 @@ def build_documents(run: Run) -> tuple[OfflineTask, Policy, DocumentBatches]:
     )
     run.describe(resolved=resolved, model=model, data=documents.report, fingerprint=documents.fingerprint)
     run.dir.update_manifest(batch_invariance_manifest(loaded.batch_invariance, backend.contract))
+    run.follow_rows(documents.items)
     batches = DocumentBatches(
         task,
         documents,
         held_out,
         policy=policy,
-        batch_size=config.batch_size,
-        seed=config.seed,
+        config=config,
+        ranks=ranks,
     )
     return task, policy, batches
 
@@ -121,18 +175,12 @@ def _load(
     """The documents, and the held-out ones. All their faults are reported together.
 
     Raises:
-        DataError: they cannot be read, or are fewer than those of a step.
-        ConfigError: one is longer than the positions.
+        DataError: they cannot be read, are fewer than those of a step, or one is longer than the positions.
     """
     sets: dict[str, OfflineSet] = {}
 
     def load(name: str, config: DataConfig) -> None:
         documents = sets[name] = task.load(config, model)
-        subject = (
-            f"{name}.max_length = {config.max_length} lets the longest document of {config.source!r} have "
-            f"{documents.longest} tokens"
-        )
-        check_positions(model, documents.longest, setting=f"{name}.max_length", subject=subject)
         held_out = name == "eval_data"
         n = len(documents) if held_out else run.batch_size
         if len(documents) < n:
@@ -165,21 +213,7 @@ def _planner(resolved: Resolved[OfflineRun], ranks: RankContext) -> Planner:
 
 # The tasks of the offline loop: their documents, their loss and their metrics.
 
-
-class OfflineSet(Protocol):
-    """Documents, or pairs of them."""
-
-    report: dict[str, int]
-    notes: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-    @property
-    def longest(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def batch(self, step: int, n: int, seed: int) -> Sequence[TrainSample]:
-        """The samples of optimizer step `step`."""
-        ...
+OfflineSet = SFTSet | PreferenceSet
 
 
 class OfflineTask(ABC):
@@ -223,7 +257,7 @@ class SFTTask(SFT, OfflineTask):
 
     def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_sft."""
-        return load_sft(config, tokenizer=model.tokenizer, vocab_size=_vocab_size(model))
+        return load_sft(config, tokenizer=model.tokenizer, **_limits(model))
 
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
         """loss and perplexity."""
@@ -241,7 +275,7 @@ class DPOTask(DPO, OfflineTask):
 
     def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_preferences."""
-        return load_preferences(config, tokenizer=model.tokenizer, vocab_size=_vocab_size(model))
+        return load_preferences(config, tokenizer=model.tokenizer, **_limits(model))
 
 
 class KTOTask(KTO, OfflineTask):
@@ -251,7 +285,7 @@ class KTOTask(KTO, OfflineTask):
 
     def load(self, config: DataConfig, model: OpenedModel) -> OfflineSet:
         """See load_unpaired."""
-        return load_unpaired(config, tokenizer=model.tokenizer, vocab_size=_vocab_size(model))
+        return load_unpaired(config, tokenizer=model.tokenizer, **_limits(model))
 
     def check(self, documents: OfflineSet, *, steps: int, n: int, seed: int) -> None:
         """See UnpairedSet.check_prompts."""
@@ -280,7 +314,7 @@ class RewardModelTask(RewardModel, OfflineTask):
             config,
             tokenizer=model.tokenizer,
             pad_id=model.text.pad_token_id,
-            vocab_size=_vocab_size(model),
+            **_limits(model),
         )
 
 
@@ -301,8 +335,9 @@ TASKS: Mapping[str, Callable[..., OfflineTask]] = {
 """By kind of run."""
 
 
-def _vocab_size(model: OpenedModel) -> int:
-    return int(model.text.vocab_size)
+def _limits(model: OpenedModel) -> dict[str, int]:
+    """What a document must fit."""
+    return {"vocab_size": int(model.text.vocab_size), "positions": model.max_positions}
 
 
 def _with_ref(batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:

@@ -21,9 +21,9 @@ from lockstep.config.rollout import BUILTIN_REWARDS, RewardConfig
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.config.support import SETTINGS, check_own_settings
 from lockstep.data.chat import fill_template
-from lockstep.data.prompts import evaluates, held_out_size, holds_out_rows, needed_rows
+from lockstep.data.held_out import evaluates, held_out_size, holds_out_rows, needed_rows
 from lockstep.data.rows import IdRows, reasoning_gym_dataset
-from lockstep.data.sources import FILE_SUFFIXES, check_source, load_rows, missing_column
+from lockstep.data.sources import FILE_SUFFIXES, Source, check_source, count_rows, load_rows, missing_column
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, DataError, LockstepError, ModelError, nearest, together, unknown_name
 from lockstep.models.shape_table import PREFIX, SHAPES
@@ -356,10 +356,11 @@ def _check_prompts(run: GRPORun, config: DataConfig) -> None:
     known with the tokenizer."""
     needed = run.rollout.prompts_per_step
     if evaluates(run) and holds_out_rows(run):
-        held_out_size(run, len(load_rows(_raw(config, size=needed_rows(run)))))
+        held_out_size(run, count_rows(_raw(config, size=None), needed_rows(run)))
         return
     after = config.size if run.eval_data is None and evaluates(run) else None
-    rows = len(load_rows(_raw(config, size=after + 1 if after else config.size or needed)))
+    wanted = after + 1 if after else config.size or needed
+    rows = count_rows(_raw(config, size=None), wanted)
     if rows < needed:
         raise _too_few("rollout.prompts_per_step", needed, config, rows=rows)
     if after and rows <= after:
@@ -375,8 +376,9 @@ def _check_prompts(run: GRPORun, config: DataConfig) -> None:
 
 def _check_documents(run: OfflineRun, config: DataConfig) -> None:
     """Check that a file has enough documents for a step; see `_check_prompts`."""
-    found = load_rows(_raw(config, size=config.size or run.batch_size))
-    count = sum(map(run.documents_of, found))
+    found = Source(_raw(config, size=config.size)).head(run.batch_size)
+    # What a row at fault would have been is told later.
+    count = sum(1 if isinstance(row, DataError) else run.documents_of(row) for row in found)
     answers = "" if count == len(found) else f", i.e. {count} {run.documents_name}"
     if count < run.batch_size:
         raise _too_few("batch_size", run.batch_size, config, rows=len(found), answers=answers)
@@ -402,7 +404,7 @@ _ROW_COUNTS: Mapping[str, Callable[[Any, DataConfig], None]] = {
 """By kind of run."""
 
 
-def _raw(config: DataConfig, *, size: int) -> DataConfig:
+def _raw(config: DataConfig, *, size: int | None) -> DataConfig:
     """The same rows with the columns that are in the file."""
     return config.model_copy(update={"size": size, "columns": {}, "answer_column": "answer"})
 

@@ -23,6 +23,7 @@ import torch
 
 from lockstep.config.run import RunConfig
 from lockstep.config.run_config import check_ranks
+from lockstep.data.lazy import LazyItems
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.loop.checkpoint_files import seen_field
 from lockstep.loop.determinism import deterministic, weights_hash
@@ -259,7 +260,7 @@ class Run:
             if isinstance(error, LockstepError):
                 error.underway = self._begun
             summary = None if error is None else self._summarize_failure(error)
-            for part in (*self._recorders.all, self._saving.metrics):
+            for part in (*self._recorders.all, self._saving.metrics, self._saving.rows):
                 if part is not None:
                     with self._saving.errors_noted_after(error):
                         part.close()
@@ -309,6 +310,10 @@ class Run:
             self.spans.synchronize = partial(torch.cuda.synchronize, resolved.device)
         same: dict[str, Any] = {"data": data, "fingerprint": fingerprint, "resumed": self._resumed}
         self._manifest.describe(resolved, model=model, **same)
+
+    def follow_rows(self, items: LazyItems[Any]) -> None:
+        """Keep in the run's folder which rows of its data are left out; see RowLog."""
+        self._saving.follow_rows(items, resumed=self._resumed)
 
     def restore(
         self,
@@ -394,6 +399,7 @@ class Run:
             self._begin_step(done)
             with saving.saved_on_error(done):
                 batch = source.next(done)
+            saving.write_rows()
             if batch is None:  # cut short: this step never happened
                 self._stopped_at = done
                 return
@@ -446,8 +452,7 @@ class Run:
         # Last: what could not be written is evaluated again.
         self._saving.state.add_evaluation(name, done, result.numbers)
         self._saving.take_boundary(done)
-        line = evaluation_line(name, done, result.numbers, budget_factor=result.budget_factor)
-        self.display.note(line)
+        self.display.note(evaluation_line(name, done, result.numbers, budget_factor=result.budget_factor))
         return True
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
@@ -461,9 +466,8 @@ class Run:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a step: write one line of metrics.jsonl, with the counts of its rollouts, times, throughput and
-        memory added, and the hash of the weights, where it is computed.
-
-        time/evaluate and time/save happened just before the step and are not part of time/step.
+        memory added, and the hash of the weights, where it is computed. time/evaluate and time/save happened
+        just before the step and are no part of time/step.
 
         Raises:
             EngineError: in the first step that this process trains, engine and trainer do not agree at all
@@ -516,13 +520,11 @@ class Run:
             return {}
         self._gap_seen = True
         temperature = self.config.sampling_temperature
-        complaint = gap_complaint(metrics, dtype=self._resolved.dtype, temperature=temperature)
-        if complaint is not None:
+        if complaint := gap_complaint(metrics, dtype=self._resolved.dtype, temperature=temperature):
             self.display.note(f"warning: {complaint}")
-        state = self._saving.state.values
-        if state["gap_checked"]:
+        if self._saving.state.values["gap_checked"]:
             return {}
-        state["gap_checked"] = True
+        self._saving.state.values["gap_checked"] = True
         return {"logprob_gap_first_step_ok": float(complaint is None)}
 
     def _memory(self) -> dict[str, float]:
@@ -586,8 +588,8 @@ class Run:
         flight.note(phase=outcome)
         if self._log is not None:
             self._log.line(f"{outcome} after {summary['wall_seconds']} s")
-        if after is not None and self._resumed and self._saving.metrics is None:
-            return summary  # nothing has begun: the summary of the run as it was remains
+        if after and self._resumed and self._saving.metrics is None:  # nothing has begun: the old one remains
+            return summary
         with self._saving.errors_noted_after(after):
             self.dir.write_summary(summary)
         return summary

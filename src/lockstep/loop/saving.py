@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.lazy import LazyItems
 from lockstep.errors import LockstepError
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.checkpoint_files import Boundary, checked_run_state
 from lockstep.loop.peer_checkpoint import PeerCheckpoints
+from lockstep.loop.row_log import RowLog
 from lockstep.loop.run_manifest import RunManifest
 from lockstep.loop.run_recorders import RunRecorders
 from lockstep.observe.metrics import MetricsLog, Spans
@@ -68,6 +70,8 @@ class Saving:
         """What the files of a resumed run lack, and it can do without."""
         self.metrics: MetricsLog | None = None
         """Flushed to the disk before each save; set when it is opened, on rank 0."""
+        self.rows: RowLog | None = None
+        """Of data whose rows are read as they come near."""
         self.saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
         self.source: str | None = None
@@ -141,6 +145,18 @@ class Saving:
         origin = f" from {self._from}" if self._from else ": no checkpoint yet"
         self._say(f"resuming after {done} steps{origin}")
         return done
+
+    def follow_rows(self, items: LazyItems[Any], *, resumed: bool) -> None:
+        """Keep which rows are left out, and go on from what is known of those before the checkpoint that was
+        found."""
+        self.rows = RowLog(items, self._dir, writes=self.ranks.is_first, say=self._say)
+        with self.ranks.fail_together("reading which rows are left out"):
+            self.rows.resume(int(self.state.values.get("step", 0)) if resumed else 0)
+
+    def write_rows(self) -> None:
+        """Write which rows were left out since the last call."""
+        if self.rows is not None:
+            self.rows.write()
 
     def begin(self, done: int, roles: Saved) -> None:
         """Begin with the state after `done` steps. From here on `roles` are what is saved."""

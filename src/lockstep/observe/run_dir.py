@@ -4,6 +4,7 @@
     manifest.json    versions, resolved axes, data report, ...
     metrics.jsonl    one object per step, and one per evaluation
     ledger.jsonl     one object per sample that a step asked for
+    left_out.jsonl   rows of the data that were dropped, excluded or skipped, as they were found
     summary.json     written at the end
     rollouts/        step-000012.jsonl, evaluation-NAME.jsonl
     checkpoints/     written by the loop
@@ -86,6 +87,7 @@ class RunDir:
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.jsonl"
+        self.left_out = path / "left_out.jsonl"
         self.summary = path / "summary.json"
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"

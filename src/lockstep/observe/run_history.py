@@ -34,7 +34,15 @@ _FLAGS = re.compile(r"--ranks \d{1,7}|\(on \d{1,7} ranks, under the launcher tha
 LEDGER_SINCE = "ledger_since"
 """Field of manifest.json: the first step of which the run has lines in ledger.jsonl."""
 
-FILES = ("config.toml", "manifest.json", "metrics.jsonl", "ledger.jsonl", "summary.json", "lock")
+FILES = (
+    "config.toml",
+    "manifest.json",
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "left_out.jsonl",
+    "summary.json",
+    "lock",
+)
 FOLDERS = ("rollouts", "checkpoints", "logs", "recordings", "export", "engine")
 
 

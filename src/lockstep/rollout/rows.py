@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.common_errors import cannot_write, damaged, missing_package
+from lockstep.data.readers import JSON_COLUMNS, opened_parquet, parse_row, restorer
 from lockstep.data.rows import PlacedRow
-from lockstep.data.sources import JSON_COLUMNS, opened_parquet, parse_row, restorer
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import check_writable, file_errors, read_json, sync_folder, write_json
 

@@ -12,7 +12,7 @@ from lockstep.common_errors import outside_vocabulary
 from lockstep.config.batch import Column, GenerateConfig, ScoreConfig
 from lockstep.data.prompts import PromptSet
 from lockstep.data.rows import place
-from lockstep.data.sources import column_names
+from lockstep.data.tables import column_names
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.reward import RewardModel
 from lockstep.protocols.engine import InferenceEngine

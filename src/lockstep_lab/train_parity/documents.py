@@ -66,13 +66,13 @@ def corrupted(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> 
         ids[half:] = torch.from_numpy(generator.integers(0, vocab_size, len(ids) - half))
         if not ids.equal(sample.token_ids):
             pairs.append((sample, dataclasses.replace(sample, token_ids=ids)))
-    return PreferenceSet(pairs, shuffle=True, report={})
+    return PreferenceSet.of(pairs, shuffle=True)
 
 
 def scored(pairs: PreferenceSet) -> PreferenceSet:
     """Return the pairs for a reward model, which scores the last token; without a margin."""
     of_states: list[Pair] = [(_last_state(pairs[i][0]), _last_state(pairs[i][1])) for i in range(len(pairs))]
-    return PreferenceSet(of_states, shuffle=True, report={}, margins=[0.0] * len(pairs))
+    return PreferenceSet.of(of_states, shuffle=True, margins=[0.0] * len(pairs))
 
 
 def _last_state(sample: TrainSample) -> StateSample:

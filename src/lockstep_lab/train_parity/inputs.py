@@ -31,6 +31,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPOConfig, ValueConfig
 from lockstep.config.train import TrainConfig
+from lockstep.data.lazy import LazyItems
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.architectures import silence_transformers, text_config
@@ -163,7 +164,7 @@ def _documents(spec: InputsSpec, sizes: Sizes) -> tuple[SFTSet, str, tuple[str, 
             )
         samples = random_documents(spec.max_samples, vocab_size=sizes.vocab_size, longest=longest)
         note = f"{spec.model.name} has no tokenizer: documents are ids drawn from a skewed distribution"
-        return SFTSet(samples, shuffle=True, report={}), "random ids", (note,)
+        return SFTSet(LazyItems.of(samples, shuffle=True)), "random ids", (note,)
     data, notes = spec.data, []
     if data is None or data.source.startswith("reasoning_gym:"):
         source = DEFAULT_TASK if data is None else data.source
