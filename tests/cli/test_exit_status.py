@@ -23,6 +23,7 @@ GIVEN = {
     "score": ["--data", "nope.jsonl", "--out", "out.jsonl", "--rewards", "math"],
     "select": ["--data", "nope.jsonl", "--best-of-n", "--out", "out.jsonl"],
     "submit": ["nope.toml", "--cluster", "http://127.0.0.1:1"],
+    "data": ["check", "nope.toml"],
     "status": ["nope"],
     "stop": ["nope"],
     "logs": ["nope"],

@@ -39,6 +39,7 @@ COMMANDS = {
         "lockstep.cli.select",
         "turn scored samples into data for SFT (best-of-n, rejection sampling) or DPO (pairs)",
     ),
+    "data": ("lockstep.cli.data", "look at every row of a run's data before the run: data check"),
     "plan": ("lockstep.cli.plan", "show a run's parameters, memory and micro-batches before it starts"),
     "doctor": (
         "lockstep.cli.doctor",

@@ -106,9 +106,7 @@ def supervise(
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         os.close(wakeup)
         os.close(waker)
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() not in (me, 0):  # it died before the line above; 0: this is another pid namespace
-            os._exit(1)
+        die_with(me)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
@@ -119,6 +117,14 @@ def supervise(
         status = _stop(program, grace)
     _end_descendants(linger)
     _end_like(status)
+
+
+def die_with(parent: int) -> None:
+    """Have this process killed when its parent, which has this pid, ends; ends it at once if it has
+    already."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() not in (parent, 0):  # 0: this is another pid namespace
+        os._exit(1)
 
 
 def hung_up(lifeline: int) -> bool:
