@@ -59,7 +59,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     rows = write_rows(folder / "rows.jsonl", rows=args.rows, messages=args.messages)
 
     def ours() -> None:
-        load_sft(DataConfig(source=str(rows)), tokenizer=tokenizer)
+        load_sft(DataConfig(source=str(rows)), tokenizer=tokenizer).items.make_all()
 
     def tokenised(row: dict[str, Any]) -> dict[str, Any]:
         return dict(tokenizer.apply_chat_template(row["messages"], return_dict=True))
