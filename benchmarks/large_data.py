@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -63,9 +64,13 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the first step and MiB of memory, by what was started."""
     model = folder / "model"
     subprocess.run([sys.executable, ROOT / "examples" / "tiny_text_model.py", model], check=True)
-    sources = {"jsonl": write_rows(folder / "rows.jsonl", rows=args.rows, messages=2)}
+    sources = {"jsonl": folder / "rows.jsonl"}
     if args.parquet:
-        sources["parquet"] = as_parquet(sources["jsonl"])
+        sources["parquet"] = folder / "rows.parquet"
+    # In a process of its own: the memory that this takes would count as that of every process started here.
+    maker = multiprocessing.get_context("spawn").Process(target=make, args=(sources, args.rows))
+    maker.start()
+    maker.join()
     few = write_rows(folder / "few.jsonl", rows=100, messages=2)
     found: dict[str, Any] = {"100 rows": train(model, few, folder / "few", steps=args.steps)}
     for kind, source in sources.items():
@@ -90,14 +95,14 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def as_parquet(source: Path) -> Path:
-    """The rows of a JSON Lines file in one row group, as `to_parquet` writes them."""
-    import pyarrow.json
-    import pyarrow.parquet
+def make(sources: dict[str, Path], rows: int) -> None:
+    """Write the rows as JSON Lines, and as Parquet with one row group, as `to_parquet` writes them."""
+    write_rows(sources["jsonl"], rows=rows, messages=2)
+    if "parquet" in sources:
+        import pyarrow.json
+        import pyarrow.parquet
 
-    path = source.with_suffix(".parquet")
-    pyarrow.parquet.write_table(pyarrow.json.read_json(source), path)
-    return path
+        pyarrow.parquet.write_table(pyarrow.json.read_json(sources["jsonl"]), sources["parquet"])
 
 
 def train(model: Path, source: Path, run: Path, *, steps: int, resume: bool = False) -> dict[str, Any]:

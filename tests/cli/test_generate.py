@@ -23,9 +23,9 @@ def place(tmp_path, tiny_folder, monkeypatch):
     return tmp_path
 
 
-def command(tiny_folder, *more, out="s.jsonl"):
+def command(tiny_folder, *more, out="s.jsonl", tokens=16):
     base = ["--model", str(tiny_folder), "--model.dtype", "float32", "--data", "p.jsonl", "--out", out]
-    return [*base, "--n", "2", "--max-tokens", "16", "--rollout-batch-size", "4", *more]
+    return [*base, "--n", "2", "--max-tokens", str(tokens), "--rollout-batch-size", "4", *more]
 
 
 def test_flags_reach_the_settings(place, tiny_folder):
@@ -103,8 +103,8 @@ def test_parquet_out_has_the_same_rows(place, tiny_folder):
     assert list(read_rows(place / "s.parquet")) == lines
 
 
-def start(tiny_folder, *more, out="s.jsonl"):
-    words = [sys.executable, "-m", "lockstep", "generate", *command(tiny_folder, *more, out=out)]
+def start(tiny_folder, *more, **options):
+    words = [sys.executable, "-m", "lockstep", "generate", *command(tiny_folder, *more, **options)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -139,12 +139,13 @@ def test_sigkill_at_random_places_changes_nothing(place, tiny_folder):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_file_that_a_later_command_completes(place, tiny_folder):
-    code = stop_at(start(tiny_folder), place / "s.jsonl", 2000, signal.SIGINT)
+    # Long enough to be still at it when a loaded machine sends the signal.
+    code = stop_at(start(tiny_folder, tokens=64), place / "s.jsonl", 2000, signal.SIGINT)
     assert code == 130
     kept = (place / "s.jsonl").read_bytes()
     assert kept.endswith(b"\n") and 0 < kept.count(b"\n") < 2 * N
     with raises(DataError, "incomplete: s.jsonl"):
         score.main(["--data", "s.jsonl", "--reward", "ids", "--out", "x.jsonl"])
-    assert generate.main(command(tiny_folder)) == 0
+    assert generate.main(command(tiny_folder, tokens=64)) == 0
     assert (place / "s.jsonl").read_bytes().startswith(kept)
     assert (place / "s.jsonl").read_bytes().count(b"\n") == 2 * N
