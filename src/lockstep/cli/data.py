@@ -6,7 +6,6 @@ lockstep data check sft --model.name MODEL --data.source conversations.jsonl --w
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -15,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 
-from lockstep.cli.arguments import leading_word
-from lockstep.cli.flags import named_run, parse_flags
-from lockstep.config.load import override, recipes
+from lockstep.cli.flags import parse_run
+from lockstep.config.load import recipes
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import check_writable, write_json
@@ -83,24 +81,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
-    """The checked run and the values of General; loads no torch. Raises ConfigError."""
-    source, flags = leading_word(argv)
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--recipe")
-    recipe = early.parse_known_args(flags)[0].recipe
-    run = named_run(
-        source,
-        recipe,
-        nothing="there is nothing to check; name grpo, ppo, sft, dpo, rm, a TOML file or --recipe NAME",
-    )
-    values, overrides = parse_flags(
-        run,
-        flags,
+    """Return the checked run and the values of General. Raises ConfigError."""
+    return parse_run(
+        argv,
         general=General,
-        prog=f"lockstep data check {source or run.kind}",
+        command="lockstep data check",
+        verb="check",
         description="Look at every row of a run's data.",
     )
-    return override(run, overrides, origin="lockstep data check"), values
 
 
 def show(report: SetReport) -> None:

@@ -7,6 +7,7 @@ that is off (None), such as model.lora, comes into being with its first flag.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import types
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,10 @@ import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lockstep.cli.arguments import leading_word
 from lockstep.common_errors import OR_A_PATH, unknown
 from lockstep.config.base import Config
-from lockstep.config.load import RUN_KINDS, load_run, parse_value, recipes, to_values, toml_value
+from lockstep.config.load import RUN_KINDS, load_run, override, parse_value, recipes, to_values, toml_value
 from lockstep.config.old_names import current_flags
 from lockstep.config.problems import Problem, model_of, near_settings, refusal, tables
 from lockstep.config.run import RunConfig
@@ -48,6 +50,34 @@ def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunCon
     if source is None and recipe is None:
         raise ConfigError(nothing, code="missing-setting")
     return load_run(source or recipe)
+
+
+def parse_run(
+    argv: Sequence[str], *, general: type, command: str, verb: str, description: str
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Parse the arguments of a command that takes a kind, a file or a recipe, and every setting as a flag.
+    Loads no torch.
+
+    Args:
+        general: see `parse_flags`.
+        command: its name, such as "lockstep plan".
+        verb: of what it does with a run, such as "plan".
+
+    Returns:
+        The checked run and the values of `general`.
+
+    Raises:
+        ConfigError: a flag or setting is wrong, or nothing names a run.
+    """
+    source, flags = leading_word(argv)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--recipe")
+    recipe = early.parse_known_args(flags)[0].recipe
+    nothing = f"there is nothing to {verb}; name grpo, ppo, sft, dpo, rm, a TOML file or --recipe NAME"
+    run = named_run(source, recipe, nothing=nothing)
+    prog = f"{command} {source or run.kind}"
+    values, overrides = parse_flags(run, flags, general=general, prog=prog, description=description)
+    return override(run, overrides, origin=command), values
 
 
 def _is_config(source: str) -> bool:

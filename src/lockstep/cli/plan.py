@@ -7,7 +7,6 @@ lockstep plan sft --model.name shape:llama-3.1-8b --train.backend fsdp2 --ranks 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 
-from lockstep.cli.arguments import leading_word
 from lockstep.cli.common_model import check_heads
-from lockstep.cli.flags import named_run, parse_flags
+from lockstep.cli.flags import parse_run
 from lockstep.config.cluster import ClusterConfig
-from lockstep.config.load import override, recipes
+from lockstep.config.load import recipes
 from lockstep.config.run import RunConfig, check_ranks
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable, write_json
@@ -128,28 +126,14 @@ def _placed(run: RunConfig, ranks: int, *, gpus: bool) -> ClusterConfig | None:
 
 
 def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
-    """The checked run and the values of General; loads no torch.
-
-    Raises:
-        ConfigError: for everything that cannot be right.
-    """
-    source, flags = leading_word(argv)
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--recipe")
-    recipe = early.parse_known_args(flags)[0].recipe
-    run = named_run(
-        source,
-        recipe,
-        nothing="there is nothing to plan; name grpo, ppo, sft, dpo, rm, a TOML file or --recipe NAME",
-    )
-    values, overrides = parse_flags(
-        run,
-        flags,
+    """Return the checked run and the values of General. Raises ConfigError."""
+    return parse_run(
+        argv,
         general=General,
-        prog=f"lockstep plan {source or run.kind}",
+        command="lockstep plan",
+        verb="plan",
         description="Show what a run needs and whether it fits.",
     )
-    return override(run, overrides, origin="lockstep plan"), values
 
 
 def show(plan: MemoryPlan, *, available: int, source: str) -> None:

@@ -6,7 +6,8 @@ alone.
 
 An epoch is a permutation of all rows without those that are left out: dropped, excluded, or at fault. Which
 these are is known only when their turn comes; but it depends on the rows alone, so a batch is a pure function
-of (step, n, seed), whoever asks, in whatever order, with any number of workers."""
+of (step, n, seed), whoever asks, in whatever order, with any number of workers.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@
 
 JSON Lines are indexed by offset in one pass. Parquet is copied once into an Arrow file, of which any row can
 be read alone; saved and downloaded data sets are such files already. Index and copy are kept in the cache,
-named by the content of the file, so that a file that has changed is read anew."""
+named by the content of the file, so that a file that has changed is read anew.
+"""
 
 from __future__ import annotations
 
@@ -237,9 +238,8 @@ def _scanned(file: UnchangedFile) -> np.ndarray:
             starts.append(places + at)
             begins = data[-1] == _LINE_FEED
             at += len(block)
-    offsets = np.unique(
-        np.concatenate([*starts, [at]])
-    )  # a file that ends in a line feed has no line behind it
+    # A file that ends in a line feed has no line behind it.
+    offsets = np.unique(np.concatenate([*starts, [at]]))
     lines = np.arange(1, len(offsets) + 1)
     first = np.concatenate(firsts)
     # Only a line that does not begin with a brace can be blank.

@@ -99,14 +99,16 @@ def write(name: str, verdict: Verdict) -> Path:
 
 
 def apply(name: str | None, items: LazyItems[Any], source: str) -> tuple[str, ...]:
-    """Take over the verdict on a set, if there is one; returns what to say of it.
+    """Take over the verdict on a set, if there is one, and return what to say of it.
 
     Raises:
         DataError: rows are at fault, and `data.on_bad_row` is "fail".
     """
-    verdict = None if name is None or items.whole else read(name)
-    if verdict is None or verdict.rows != items.rows:
+    if name is None or items.whole or not _path(name, ".json").is_file():
         return ()
+    verdict = read(name)
+    if verdict is None or verdict.rows != items.rows:
+        return (f"{source}: the result of `lockstep data check` is damaged and not used; run it again",)
     count = sum(state == "bad" for state in verdict.left_out.values())
     if count and items.config.on_bad_row == "fail":
         raise DataError(

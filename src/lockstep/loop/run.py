@@ -481,8 +481,9 @@ class Run:
             metrics = {**metrics, **self._sampled.counts}
         assert self._policy is not None and self._compiled is not None, "restore() comes first"
         values = {**metrics, **self._gap_metrics(metrics), **self._compiled.metrics()}
-        exact = self.config.train.deterministic
-        hashed = {"weights_hash": weights_hash(self._policy.backend)} if exact else {}
+        hashed = {}
+        if self.config.train.deterministic:
+            hashed["weights_hash"] = weights_hash(self._policy.backend)
         times = self.spans.flush() | self._between
         seconds = times["time/step"]
         tokens = values.get("rollout/tokens", values.get("input/tokens", 0.0))
@@ -545,9 +546,8 @@ class Run:
             self._close_recorders()
             self.display.note(f"stopped after {done} steps; saved {path}")
             return self._summary("interrupted", **self._resume_fields(done))
-        done = self.config.steps
+        done, saving, checkpoint = self.config.steps, self._saving, self.config.checkpoint
         extra: dict[str, Any] = {"steps": done}
-        saving, checkpoint = self._saving, self.config.checkpoint
         if checkpoint.save_at_end and saving.saved != done:
             self.save(done, wait=True)
         saving.checkpoints.finish()
