@@ -16,7 +16,7 @@ import torch
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.engine import kind
-from lockstep.config.run import GRPORun, Role, RunConfig
+from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
 from lockstep.data.held_out import evaluates, holds_out_rows, load_train_and_held_out
 from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.engine.build import is_external, make_engine
@@ -84,7 +84,8 @@ class Builder:
         manifest: Mapping[str, Any] | None = None,
         hooks: LoopHooks | None = None,
     ) -> None:
-        self.ranks, self.config, self.work_dir = ranks or RankContext.alone(), config, work_dir
+        self.ranks, self.work_dir = ranks or RankContext.alone(), work_dir
+        self.config = config = on_ranks(config, self.ranks.world_size)
         self.manifest = manifest or {}
         self.hooks = hooks or LoopHooks()
         self.hold_out = holds_out(config, self.manifest)

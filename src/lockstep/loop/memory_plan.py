@@ -20,7 +20,7 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import remote_name
 from lockstep.config.declarations import backends, engines
 from lockstep.config.ppo import PPORun, ValueConfig
-from lockstep.config.run import GRPORun, Role, RunConfig
+from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
 from lockstep.config.support import shards_weights
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
@@ -99,13 +99,15 @@ def plan_memory(
     """Plan the memory of a run; allocates next to nothing.
 
     Args:
-        run: its "auto" sizes are resolved (`lockstep.loop.resolve`); others count as on a CPU.
+        run: what is still "auto" in it counts as on a CPU; see `lockstep.loop.resolve`.
         shape: of its model; None: found out by building it on the meta device.
-        ranks: processes that train together; `config.run.check_ranks` has passed them.
+        ranks: processes that train together.
 
     Raises:
         ModelError: the model's config is not on this machine (the hub is not asked), or is not supported.
     """
+    run = on_ranks(run, ranks)
+    run = run.model_copy(update={"train": outside_of_runs(run.train)})
     dtype = resolve_dtype(run.model.dtype, device)
     shape = planned_shape(run.model, dtype=dtype) if shape is None else shape
     documents, longest = run.documents_per_update, run.longest_document
@@ -363,8 +365,8 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[Memo
         ),
         MemoryPart(
             name="KV cache",
-            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_tokens or batch * length) // split,
-            phase="always" if keeps and not run.engine.offload else "generate",
+            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_limit or batch * length) // split,
+            phase="always" if keeps and not run.engine.offloads else "generate",
             setting=either(keeps and "engine.offload = true", f"engine.max_batch, {sizes}"),
         ),
         MemoryPart(
@@ -424,7 +426,7 @@ _PARTS: Mapping[str, OffloadPart] = {
 def start_offloading(run: GRPORun, *roles: Role, backend: TrainBackend) -> None:
     """Start offloading those of `roles`, all of one backend, that the run's config names. Call it as soon as
     they are built, so that the next role to be loaded can use their memory."""
-    parts = [part for role, part in ON_DEVICE if role in roles and role in run.offload]
+    parts = [part for role, part in ON_DEVICE if role in roles and role in run.offloaded]
     if parts:
         cast(OffloadableBackend, backend).offload(*parts)
 
