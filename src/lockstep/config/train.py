@@ -119,6 +119,11 @@ class TrainConfig(Config):
     grad_accum_dtype: Literal["float32", "model"] = "float32"
     """Dtype in which gradients are accumulated over micro-batches. deepspeed always uses the model's
     dtype."""
+    reduce_gradients: Literal["auto", "per_step", "per_micro_batch"] = "auto"
+    """When fsdp2 adds up gradients over ranks. per_step: once, in the last micro-batch's backward pass; until
+    then each rank keeps the whole sum of its own micro-batches. per_micro_batch: in every backward pass; in
+    between, each rank keeps only its share of the sum, which saves memory but adds traffic. auto:
+    per_step."""
     num_threads: PositiveInt | None = Field(None, le=4096)
     """Number of CPU threads that torch uses. If unset, OMP_NUM_THREADS applies, or else torch's own
     default."""
