@@ -228,6 +228,8 @@ class ShardedModel:
     def _padded(self, local: Tensor, shape: torch.Size) -> Tensor:
         """Pad to as many rows as the first rank has, on the device."""
         chunk = -(-shape[0] // self.mesh.shards)
+        if len(local) == chunk:
+            return local.to(self.device).contiguous()
         padded = torch.zeros((chunk, *shape[1:]), dtype=local.dtype, device=self.device)
         padded[: local.shape[0]].copy_(local)
         return padded
