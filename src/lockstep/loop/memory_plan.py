@@ -41,7 +41,7 @@ _OF_ENGINE = (
     "KV cache",
     "logits of one decoding step",
 )
-_CUDA_RUNTIME = "CUDA context, NCCL, fragmentation"
+CUDA_RUNTIME = "CUDA context, NCCL, fragmentation"
 _RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(2.2 * GIB)}
 """On one H100 a process with nothing allocated takes 0.5 GiB; cuBLAS's workspaces and blocks that the
 allocator cannot join come on top."""
@@ -240,7 +240,7 @@ def _scoring_parts(
 
 def _runtime_part(kind: str, *, ranks: int) -> MemoryPart:
     """What a rank's process needs beside tensors."""
-    name = _CUDA_RUNTIME if kind == "cuda" else _RUNTIME
+    name = CUDA_RUNTIME if kind == "cuda" else _RUNTIME
     size = _RUNTIME_BYTES[kind] + _NCCL_BYTES * (kind == "cuda" and ranks > 1)
     return MemoryPart(name=name, bytes=size, phase="always", setting="")
 
