@@ -8,9 +8,12 @@ from typing import Any
 import planner_rows_a as author_a
 import planner_rows_b as author_b
 import pytest
+from raising import raises
+from resolving import resolved_on
 
 from lockstep.config.load import load_run
 from lockstep.config.run import RunConfig, on_ranks
+from lockstep.errors import ConfigError
 from lockstep.loop.memory_plan import CUDA_RUNTIME
 from lockstep.loop.planner import Candidate, Place, Planner, setting, with_settings
 from lockstep.models.memory import GIB, ModelShape
@@ -28,8 +31,25 @@ PATHS = {
     "engine_offload": "engine.offload",
     "optimizer_device": "train.optimizer_device",
 }
-DISAGREE: dict[str, dict[str, str]] = {"a": {}, "b": {}}
-"""Where the planner chooses something else than an author accepts, and why; test_planner fails too when a
+DISAGREE: dict[str, dict[str, str]] = {
+    "a": {
+        "3b grpo 8x24": "settings: large micro-batches with checkpointing; small ones are dear over slow links",
+        "8b grpo 1x80": "peak: 74.6 for 74, one micro-batch of 4,096 tokens with the engine's cache kept",
+        "8b grpo 8x40": "peak: 30.6 for 31, the smaller of two acceptable micro-batches",
+        "8b grpo 8x24": "fits: with a smaller KV cache, which the author did not count on",
+        "8b grpo 8x80 long": "fits: with a smaller KV cache, likewise",
+        "8b lora grpo 1x24": "fits: with a smaller KV cache, likewise",
+        "32b grpo 16x80": "settings: checkpointing too, for large micro-batches",
+        "72b grpo 64x141 tp4": "fits: the engine's weights are whole on each rank of a tensor parallel group",
+    },
+    "b": {
+        "8b grpo 1x80": "peak: as for author A",
+        "8b grpo 8x80 long": "settings: the optimizer states are offloaded, so weights are not gathered twice",
+        "8b lora grpo 1x24": "peak: 20.7 for 20, micro-batches of 4,096 tokens",
+        "72b grpo 64x141 tp4": "fits: as for author A",
+    },
+}
+"""Where the planner chooses something else than an author accepts, and why. The test fails too when a
 disagreement is gone."""
 
 
@@ -127,3 +147,94 @@ def test_the_planner_agrees_with_both_authors_or_the_disagreement_is_listed(key:
     for name, rows in (("a", author_a.EXPECTED), ("b", author_b.EXPECTED)):
         listed = DISAGREE[name].get(key, "").partition(":")[0]
         assert difference(rows[key], planner, found) == listed, (name, found and found.settings)
+
+
+SETTINGS = {
+    "model.name": "shape:llama-3.1-8b",
+    "model.dtype": "bfloat16",
+    "data.source": "ids",
+    "data.max_prompt_tokens": 140,
+    "rewards": [{"name": "ids"}],
+    "rollout.prompts_per_step": 16,
+    "rollout.group_size": 8,
+    "rollout.sampling.max_tokens": 512,
+    "steps": 1000,
+}
+H100 = {"gpu": GPUS[80], "total_bytes": int(79.18 * GIB)}
+
+
+def resolved(ranks: int, **machine: Any) -> Any:
+    """The run of 8B on H100s."""
+    manifest, settings = machine.pop("manifest", None), machine.pop("settings", {})
+    run = load_run(kind="grpo", overrides=SETTINGS | settings)
+    return resolved_on(run, "cuda:0", ranks=ranks, manifest=manifest, **(H100 | machine))
+
+
+def test_a_run_of_8b_on_four_gpus_is_planned_and_says_so() -> None:
+    found = resolved(4)
+    assert (found.execution, found.layout, found.support) == ("compile", "shared", "supported")
+    assert (
+        found.reasons[-1].startswith("memory plan: fits in 7")
+        and " of 79 GiB: micro-batches of " in found.reasons[-1]
+    )
+    memory = found.axes["memory"]
+    assert memory["peak_bytes"] <= 0.97 * memory["total_bytes"] and memory["ranks"] == 4
+    train = found.run.train
+    assert {train.activation_checkpointing, train.optimizer_device, train.reduce_gradients} == {
+        False,
+        "model",
+        "per_micro_batch",
+    }
+    assert "auto" not in [
+        setting(found.run, path) for path in memory["settings"] if path != "engine.kv_cache_tokens"
+    ]
+
+
+def test_a_resumed_run_keeps_its_plan_on_such_gpus_and_gets_another_on_others() -> None:
+    axes = resolved(4).axes
+    other = axes["memory"] | {"settings": axes["memory"]["settings"] | {"train.token_budget": 1024}}
+    manifest = {"axes": axes | {"memory": other}}
+    assert resolved(4, manifest=manifest).token_budget == 1024
+    assert resolved(8, manifest=manifest).token_budget > 1024
+    assert resolved(4, manifest=manifest, total_bytes=int(139.8 * GIB)).token_budget > 1024
+    set_by_user = resolved(4, manifest=manifest, settings={"train.token_budget": 2048})
+    assert set_by_user.token_budget == 2048
+
+
+def test_where_nothing_fits_the_run_is_refused_with_what_would() -> None:
+    with raises(ConfigError, "out-of-memory: the smallest plan needs") as caught:
+        resolved(1, total_bytes=24 * GIB)
+    for way in ("needs 49.11 GiB", "4 such GPUs (--ranks 4)", "LoRA ([model.lora])"):
+        assert way in str(caught.value)
+    too_much = {"train.token_budget": 32768, "train.activation_checkpointing": False}
+    with raises(ConfigError, "out-of-memory") as caught:
+        resolved(4, settings=too_much)
+    assert "train.token_budget = 4096 instead of 32768, or 'auto'" in str(caught.value)
+
+
+def test_a_plan_that_ran_out_of_memory_is_followed_by_a_smaller_one() -> None:
+    planner = planner_of(author_a.CASES["8b grpo 4x80"])
+    first = planner.fitting()
+    assert first is not None
+    second = planner.fitting(after=[first.settings])
+    assert second is not None and second.plan.peak_bytes < 0.97 * first.plan.peak_bytes
+    third = planner.fitting(after=[first.settings, second.settings])
+    assert third is not None and third.plan.peak_bytes < 0.97 * second.plan.peak_bytes
+
+
+def test_on_a_cpu_nothing_is_planned() -> None:
+    found = resolved_on(load_run(kind="grpo", overrides=SETTINGS), "cpu")
+    train = found.run.train
+    assert (train.activation_checkpointing, train.reshard_after_forward, train.optimizer_device) == (
+        False,
+        True,
+        "model",
+    )
+    assert (found.token_budget, found.run.engine.offloads, found.run.offloaded) == (4096, False, ())
+    assert not found.memory and found.reasons == []
+    longest = load_run(kind="sft", overrides={"data.max_length": 5000, "data.source": "x.jsonl"})
+    assert resolved_on(longest, "cpu").token_budget == 5000
+
+
+def test_gpus_without_measurements_are_marked() -> None:
+    assert resolved(4, gpu="NVIDIA B200", total_bytes=180 * GIB).reasons[-1].endswith("data sheets)")

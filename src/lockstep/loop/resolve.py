@@ -316,7 +316,8 @@ def _with_sizes(
     kept = _kept_plan(run, place, manifest)
     if kept:
         return _Sized(run=with_settings(run, kept["settings"]), execution=why, memory=kept)
-    if not (machine.total_bytes and open_settings(run)):
+    older = "token_budget" in _axes_of(manifest) and not _axes_of(manifest).get("memory")
+    if older or not (machine.total_bytes and open_settings(run)):
         return _Sized(run=without_plan(run), execution=why)
     value = None
     if run.critic is not None:
