@@ -42,9 +42,11 @@ _COLUMNS = 7
 _PAD = np.array([-1, 0, 0, SCRATCH, SCRATCH, 1, 0])
 _IN_FLIGHT = 3
 """Pinned buffers, used in turn by the step that is read, the one that runs and the one that is prepared."""
-_FEWEST_ROWS = 128
-"""Of a batch-invariant decode step on CUDA. For fewer rows cuBLASLt without split-K has poor kernels: on one
-H200 in bfloat16, 8192 to 2048 features take 184 us for 4 rows and 16 us for 128; 4096 to 1024 90 and 9 us."""
+_FEW_ROWS = (16, invariant.MOST_ROWS)
+"""Numbers of rows of a batch-invariant decode step on CUDA, below those for which cuBLASLt is fast. A step of
+one row takes hardly less time than one of 16."""
+_MANY_ROWS = 128
+"""The fewest rows, besides these, for which cuBLASLt without split-K has good kernels."""
 _PREFILL_DOCUMENTS = 64
 """Documents of one compiled prefill forward."""
 _TEMPERATURES = 4
@@ -102,7 +104,7 @@ class Runner:
         static = compiled or graphs
         self.row_sizes = _sizes(max_rows, (64, 16, 4, 2, 1) if graphs else (8, 1)) if static else None
         if self.row_sizes is not None and layers.invariant and device.type == "cuda":
-            self.row_sizes = tuple(sorted({max(size, _FEWEST_ROWS) for size in self.row_sizes}))
+            self.row_sizes = invariant_sizes(self.row_sizes)
             max_rows = self.row_sizes[-1]
         self.chunk_sizes = _sizes(chunk, (16, 4, 1)) if static else None
         self._device, self.chunk = device, chunk
@@ -335,6 +337,12 @@ def _sizes(most: int, parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({-(-most // part) for part in parts}))
 
 
+def invariant_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of rows of batch-invariant steps on CUDA that serve for `sizes`."""
+    few = [next((few for few in _FEW_ROWS if few >= size), max(size, _MANY_ROWS)) for size in sizes]
+    return tuple(sorted(set(few)))
+
+
 def _fitting(sizes: Sequence[int], count: int) -> int:
     return next(size for size in sizes if size >= count)
 
@@ -376,6 +384,7 @@ class Layers:
         self.invariant = invariant.is_converted(module)
         if self.invariant:
             invariant.convert(self.module)
+            invariant.few_rows_test(self.module)
         self.layers = decoder_layers(self.module)
         self._decoder: Any = causal_lm(self.module).get_decoder()
         config = text_config(self.module)
@@ -396,7 +405,10 @@ class Layers:
         if self.shape.device.type == "cpu":
             enable_cpu_reference()  # before any layer is traced: a compiled layer cannot register ops
         if compiled:
-            options = invariant.inductor_options() if self.invariant else None
+            options = None
+            if self.invariant:
+                options = invariant.inductor_options()
+                options["post_grad_custom_pre_pass"] = invariant.MergeProducts()
             compile_blocks(self.module, options=options)
 
     def run(
@@ -497,23 +509,36 @@ def choose(
         positions: [R] int64, as of `noise_keys`.
         invariant: the mass of blocks is bitwise that of a row alone, as logprobs are; on CUDA neither
             ATen's sums nor a compiler's promise it.
-        compiled: the noise is made by one kernel and not by eighty; without `invariant`, the pass over the
-            logits goes through torch.compile as well.
+        compiled: the draw is a few kernels and not a hundred; without `invariant`, the pass over the logits
+            goes through torch.compile as well.
     """
     mass = block_mass(logits, head, invariant=invariant, compiled=compiled)
-    hashed, noise = (_compiled(f, dynamic=True) if compiled else f for f in (noise_keys, uniform))
-    keys = hashed(seeds, positions)
+    keys = (_compiled(noise_keys, dynamic=True) if compiled else noise_keys)(seeds, positions)
+    # From outside of what is compiled: inductor would fold a constant of 64 bits into an index of 32.
+    counting = torch.arange(max(mass.shape[1], BLOCK), device=logits.device)
+    if not compiled:
+        return _drawn(mass, logits, keys, counting, *_factors(head))
+    return _compiled(_drawn, dynamic=True)(mass, logits, keys, counting, *_tensors(head, logits))
+
+
+def _drawn(  # what a compiler sees of a draw
+    mass: Tensor,
+    logits: Tensor,
+    keys: Tensor,
+    counting: Tensor,
+    factor: float | Tensor,
+    cap: float | Tensor | None,
+) -> Tensor:
+    """The tokens of `choose`, of the logarithms of the blocks' masses; `counting` is 0, 1, 2, ..."""
 
     def exponential(counters: Tensor) -> Tensor:
-        return noise(keys, counters).log_().neg_()
+        return uniform(keys, counters).log().neg()
 
-    block = (mass - exponential(torch.arange(mass.shape[1], device=keys.device)).log()).argmax(
-        -1, keepdim=True
-    )
-    entries = block * BLOCK + torch.arange(BLOCK, device=keys.device)
+    block = (mass - exponential(counting[: mass.shape[1]]).log()).argmax(-1, keepdim=True)
+    entries = block * BLOCK + counting[:BLOCK]
     last = logits.shape[1] - 1
     # The last block may reach beyond the vocabulary; such entries are masked in the next line.
-    inner = scaled(logits.gather(-1, entries.clamp(max=last)), head)
+    inner = _scaled(logits.gather(-1, entries.clamp(max=last)), factor, cap)
     inner = inner.masked_fill(entries > last, float("-inf"))
     within = (inner - exponential(entries + ENTRY_COUNTER).log()).argmax(-1, keepdim=True)
     return (block * BLOCK + within).squeeze(-1).clamp(max=last)  # NaN anywhere: still a token
@@ -528,12 +553,16 @@ def block_mass(
         return mass
     if not compiled:
         return _block_mass(logits, *_factors(head))
-    # tensors, as a compiler makes a graph for each number; filled, as a CUDA graph cannot copy from a host
-    factor, limit = (
+    return _compiled(_block_mass, dynamic=False)(logits, *_tensors(head, logits))
+
+
+def _tensors(head: HeadOptions, logits: Tensor) -> list[Tensor | None]:
+    """`_factors` as tensors, as a compiler makes a graph for each number; filled, as a CUDA graph cannot copy
+    from a host."""
+    return [
         None if x is None else torch.full((), x, dtype=torch.float32, device=logits.device)
         for x in _factors(head)
-    )
-    return _compiled(_block_mass, dynamic=False)(logits, factor, limit)
+    ]
 
 
 def scaled(logits: Tensor, head: HeadOptions) -> Tensor:
