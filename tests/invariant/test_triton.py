@@ -40,7 +40,7 @@ for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2**-6)):
             lambda x: F.linear(x.double(), weight.double(), None if b is None else b.double()),
             x, **near,
         )
-    # 1 to 3 weights of other heights in one launch, none a whole number of blocks; rows of all three kinds of blocks.
+    # 1 to 3 weights of other heights in one launch, none a whole number of blocks; all kinds of blocks.
     weights, biases = [weight, weight[:37], weight[20:101]], [bias, bias[:37], bias[20:101]]
     for count, rows in ((3, 5), (3, 16), (2, 20), (3, 64), (1, 40)):
         for some in ([], biases[:count]):

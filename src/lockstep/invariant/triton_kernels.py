@@ -170,8 +170,8 @@ def _few_rows_kernel(  # signature: pointers and sizes of a Triton kernel
     WEIGHTS_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Up to three products of the same rows: out_i [M, N_i] = x [M, K] @ weight_i [N_i, K].T + bias_i, rounded
-    (+ residual, rounded again). All rows in one block; a program has a block of one weight."""
+    """Up to three products of the same rows: out_i [M, N_i] = x [M, K] @ weight_i [N_i, K].T + bias_i,
+    rounded (+ residual, rounded again). All rows in one block; a program has a block of one weight."""
     program = tl.program_id(0)
     second = tl.cdiv(width_0, COLUMNS)
     third = second + tl.cdiv(width_1, COLUMNS)
@@ -228,8 +228,8 @@ def few_rows(
     outs: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """x [M, K] @ weight [N, K].T + bias [N] for up to MOST_WEIGHTS weights and MOST_ROWS rows, at the speed
-    of the weights' bytes; `residual` [M, N], beside one weight, is added to the rounded product. Adds over K in
-    the order of any kernel of mma or wgmma that does not split K."""
+    of the weights' bytes; `residual` [M, N], beside one weight, is added to the rounded product. Adds over K
+    in the order of any kernel of mma or wgmma that does not split K."""
     outs = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights] if outs is None else list(outs)
     if x.shape[0] == 0:
         return outs
@@ -500,8 +500,8 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def _overlap(x: Tensor) -> dict[str, Any]:
-    """Arguments by which a kernel's launch overlaps with the end of the kernel before it: on compute capability
-    9.0 and later. Such a kernel waits before its first read, for all that was launched before."""
+    """Arguments by which a kernel's launch overlaps with the end of the kernel before it: on compute
+    capability 9.0 and later. Such a kernel waits before its first read, for all that was launched before."""
     if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (9, 0):
         return {"OVERLAP": False}
     return {"OVERLAP": True, "launch_pdl": True}

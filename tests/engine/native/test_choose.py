@@ -95,6 +95,18 @@ def test_compiled_noise_is_the_noise_to_the_bit():
                 assert torch.equal(compiled, uniform(keys, counters)), rows
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, as nothing else compiles the draw")
+@pytest.mark.parametrize("head", HEADS[:4], ids=str)
+def test_the_compiled_draw_is_the_draw(head):
+    torch._dynamo.reset()
+    with torch.device("cuda"):
+        for rows in (1, 16, 100):
+            logits, (seeds, positions) = (torch.randn(rows, 32_001) * 4).bfloat16(), places(rows)
+            how = {"head": head, "invariant": True}
+            compiled = choose(logits, seeds, positions, compiled=True, **how)
+            assert torch.equal(compiled, choose(logits, seeds, positions, **how)), rows
+
+
 def test_what_is_forbidden_is_never_drawn_even_where_whole_blocks_are():
     logits = torch.full((200, 1000), float("-inf"))
     logits[:, 999], logits[:, 3] = 0.0, 0.0
