@@ -72,8 +72,8 @@ def test_products_of_other_rows_and_of_results_stay_apart():
         first = few_rows.few_rows(x, [w], [], None)[0]
         second = few_rows.few_rows(y, [w], [], None)[0]
         computed = few_rows.few_rows(x, [w + 1], [], None)[0]  # its weight is not there when the first begins
-        both = first + second  # one of them can take the other as its residual
-        return both, computed + computed, second  # and the second is read again
+        both = second + first  # the first can take the other as its residual
+        return both, computed + computed, second  # and not the second, which is read again
 
     recorded = Recorded()
     options = {"post_grad_custom_pre_pass": recorded}
