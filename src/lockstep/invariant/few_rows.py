@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 MOST_ROWS = 64
 """For more, cuBLASLt's kernels are as fast."""
 MOST_WEIGHTS = 3
-"""Of one launch."""
+"""Of one launch: the kernel has as many slots."""
 
 
 @torch.library.custom_op("lockstep::few_rows", mutates_args=())

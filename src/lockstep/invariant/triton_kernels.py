@@ -24,8 +24,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.invariant.few_rows import MOST_ROWS, MOST_WEIGHTS
-
 # Triton compiles another kernel for pointers that are not
 # multiples of 16 bytes, and may add in another order.
 _ALIGNMENT = 16
@@ -128,6 +126,10 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None, *, out: Tensor | None = No
     return out
 
 
+_SLOTS = 3
+"""Weights of one launch of `few_rows`, at most."""
+
+
 class _Blocks(NamedTuple):
     """How a product of few rows is divided. None of it decides a bit: every output adds over K in one
     accumulator, k ascending, as tensor cores do it for any shape of a tile."""
@@ -227,8 +229,8 @@ def few_rows(
     *,
     outs: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """x [M, K] @ weight [N, K].T + bias [N] for up to MOST_WEIGHTS weights and MOST_ROWS rows, at the speed
-    of the weights' bytes; `residual` [M, N], beside one weight, is added to the rounded product. Adds over K
+    """x [M, K] @ weight [N, K].T + bias [N] for up to three weights and 64 rows, at the speed of the
+    weights' bytes; `residual` [M, N], beside one weight, is added to the rounded product. Adds over K
     in the order of any kernel of mma or wgmma that does not split K."""
     outs = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights] if outs is None else list(outs)
     if x.shape[0] == 0:
@@ -237,10 +239,10 @@ def few_rows(
     residual = None if residual is None else _aligned(residual)
     widths = [weight.shape[0] for weight in weights]
     blocks = _few_rows_blocks(x.shape[0], sum(widths), _num_processors(x.device))
-    spare = MOST_WEIGHTS - len(widths)
+    spare = _SLOTS - len(widths)
 
     def padded(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [*tensors, *[tensors[0]] * spare] if tensors else [x] * MOST_WEIGHTS
+        return [*tensors, *[tensors[0]] * spare] if tensors else [x] * _SLOTS
 
     with _on(x):
         _few_rows_kernel[(sum(triton.cdiv(width, blocks.columns) for width in widths),)](
@@ -276,7 +278,7 @@ def _few_rows_blocks(num_rows: int, num_cols: int, processors: int) -> _Blocks:
         return _Blocks(columns=64, rows=16, depth=128, weights_first=True, stages=6, warps=4)
     if num_rows <= 32:
         return _Blocks(columns=64, rows=32, depth=128, weights_first=True, stages=6, warps=4)
-    assert num_rows <= MOST_ROWS, num_rows
+    assert num_rows <= 64, num_rows
     if num_cols <= 32 * processors:
         return _Blocks(columns=32, rows=64, depth=256, weights_first=False, stages=4, warps=4)
     return _Blocks(columns=64, rows=64, depth=128, weights_first=True, stages=5, warps=4)
