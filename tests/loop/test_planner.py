@@ -33,7 +33,7 @@ PATHS = {
 }
 DISAGREE: dict[str, dict[str, str]] = {
     "a": {
-        "3b grpo 8x24": "settings: large micro-batches with checkpointing; small ones are dear over slow links",
+        "3b grpo 8x24": "settings: large micro-batches and checkpointing; small ones are dear over slow links",
         "8b grpo 1x80": "peak: 74.6 for 74, one micro-batch of 4,096 tokens with the engine's cache kept",
         "8b grpo 8x40": "peak: 30.6 for 31, the smaller of two acceptable micro-batches",
         "8b grpo 8x24": "fits: with a smaller KV cache, which the author did not count on",
@@ -44,7 +44,7 @@ DISAGREE: dict[str, dict[str, str]] = {
     },
     "b": {
         "8b grpo 1x80": "peak: as for author A",
-        "8b grpo 8x80 long": "settings: the optimizer states are offloaded, so weights are not gathered twice",
+        "8b grpo 8x80 long": "settings: optimizer states are offloaded, so weights are not gathered twice",
         "8b lora grpo 1x24": "peak: 20.7 for 20, micro-batches of 4,096 tokens",
         "72b grpo 64x141 tp4": "fits: as for author A",
     },
