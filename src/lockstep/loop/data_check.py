@@ -110,7 +110,7 @@ def _open(run: RunConfig, section: str) -> Checked:
         changed,
         tokenizer=opened.tokenizer,
         vocab_size=int(opened.text.vocab_size),
-        hold_out=evaluates(online) or section == "eval_data",
+        hold_out="hash" if evaluates(online) or section == "eval_data" else None,
     )
     found = sets[section == "eval_data"]
     assert isinstance(found, FixedPrompts), "the section is of a file"
