@@ -17,7 +17,13 @@ import torch
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.engine import kind
 from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
-from lockstep.data.held_out import evaluates, holds_out_rows, load_train_and_held_out
+from lockstep.data.held_out import (
+    HoldOut,
+    evaluates,
+    holds_out,
+    holds_out_rows,
+    load_train_and_held_out,
+)
 from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError, together
@@ -351,7 +357,7 @@ def describe(
 
 
 def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
-    """A note where fewer prompts are held out than eval.num_prompts: its first rows would be most of them."""
+    """A note where fewer prompts are held out than eval.num_prompts, which would be most of the rows."""
     held_out = len(environment.held_out(config.eval.num_prompts))
     if not held_out or not holds_out_rows(config) or held_out >= config.eval.num_prompts:
         return []
@@ -361,15 +367,8 @@ def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
     ]
 
 
-def holds_out(run: GRPORun, manifest: Mapping[str, Any]) -> bool:
-    """Return whether prompts are held out of training. This is decided when the run is started: evaluations
-    may be turned on and off on resume, and the training data must stay the same."""
-    # Runs of earlier versions always held prompts out; one that failed early has not decided.
-    return bool(manifest.get("held_out", "axes" in manifest or evaluates(run)))
-
-
 def _load_prompts(
-    run: GRPORun, model: OpenedModel, rewards: RewardSet, *, hold_out: bool
+    run: GRPORun, model: OpenedModel, rewards: RewardSet, *, hold_out: HoldOut | None
 ) -> tuple[PromptSet, FixedPrompts]:
     """Load what there is to learn from; whatever of it, the config and the rewards do not fit each other is
     refused before weights are read. All such faults are reported together."""
