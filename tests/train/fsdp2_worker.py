@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 import traceback
+import weakref
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -289,6 +290,30 @@ def check_reduced_each_joint() -> Any:
 def check_reduced_each_compiled() -> Any:
     both = pair(execution="compile", optimizer="sgd", lr=0.1, reduce_gradients="per_micro_batch")
     return compare_steps(both, steps=2, tolerance=1e-5, bucket=BUCKET)
+
+
+def check_weights_one_at_a_time() -> Any:
+    """What an engine is sent: the shapes are known before, and a weight is gone when the next is gathered."""
+    seen = {}
+    for more in ({}, {"shape": "tiny-qwen3", "tp": 2}, {"lora": fsdp2_lora.LORA}):
+        _, backend = pair(dtype="bfloat16", **more)
+        update, shapes, given, alive = backend.weights(policy_version=1), {}, [], []
+        gather = backend._whole_weight
+
+        def gather_and_look(name: str, gather: Any = gather, given: Any = given, alive: Any = alive) -> Any:
+            if ".lora_" not in name:
+                alive.append(sum(weight() is not None for weight in given))
+            return gather(name)
+
+        with mock.patch.object(backend, "_whole_weight", gather_and_look):
+            for name, weight in update.tensors():
+                shapes[name] = tuple(weight.shape)
+                given.append(weakref.ref(weight))
+                del weight
+        assert update.shapes == shapes
+        seen[str(more)] = (len(alive), sum(alive))
+        assert alive and not any(alive), seen
+    return seen
 
 
 def check_ring_of_few() -> Any:

@@ -346,19 +346,23 @@ class FSDP2Backend(MasterBackend):
                 names.setdefault(first[id(parameter)], []).append(name)
         return names
 
-    @torch.no_grad()
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        # No decorator around it, such as no_grad: that would hold a weight while the next is gathered.
         adapted = adapted_weights(self.module)
         for own, names in self._weight_names().items():  # a tied weight is gathered once
-            whole = self._whole_weight(own)
-            if own in adapted:
-                a, b, scaling = adapted[own]
-                whole = merged_weight(whole, self._whole_weight(a), self._whole_weight(b), scaling=scaling)
+            whole = self._merged(own, *adapted[own]) if own in adapted else self._whole_weight(own)
             for name in names:
                 yield base_name(name), whole
-            del whole  # before the next one is gathered
+            del whole
         yield from self._policy.persistent_buffers().items()
 
+    @torch.no_grad()
+    def _merged(self, name: str, a: str, b: str, scaling: float) -> Tensor:
+        """An adapted weight on every rank; collective."""
+        base, down, up = (self._whole_weight(each) for each in (name, a, b))
+        return merged_weight(base, down, up, scaling=scaling)
+
+    @torch.no_grad()
     def _whole_weight(self, name: str) -> Tensor:
         """In the compute dtype, on every rank; collective."""
         # Cast before the gather: less travels, and the bits are those of the cast that every forward makes.
