@@ -189,6 +189,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     update = backend.weights(policy_version=3)
     shared = update.shared_module is backend.module
     ours = {name: tensor.detach().clone() for name, tensor in update.tensors()}
+    assert shared or update.shapes == {name: tuple(tensor.shape) for name, tensor in ours.items()}
     theirs = dict(local.weights(policy_version=3).tensors())
     assert list(ours) == list(theirs), (list(ours)[:5], list(theirs)[:5])
     if shared:
