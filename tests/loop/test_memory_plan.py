@@ -45,6 +45,31 @@ def test_the_engine_has_weights_of_its_own_where_the_trainers_are_shards() -> No
     assert whole(backend="deepspeed") == 0
 
 
+def test_the_engine_of_the_trainers_process_sleeps_without_weights() -> None:
+    def phase(**engine: Any) -> str:
+        model = ModelConfig(name="shape:tiny-llama", dtype="float32")
+        run = GRPORun(model=model, train=TrainConfig(backend="fsdp2"), engine=EngineConfig(**engine))
+        plan = plan_memory(run, device=CPU, ranks=2)
+        (found,) = (part.phase for part in plan.parts if part.name == "weights of the engine, whole")
+        return found
+
+    assert phase(name="native", offload=True) == "generate"
+    assert phase(name="native", offload=False) == "always"
+    assert phase(name="native", offload=True, process="separate") == "always"
+
+
+def test_a_rank_samples_whole_groups() -> None:
+    def cache(ranks: int) -> int:
+        run = GRPORun(model=ModelConfig(name="shape:tiny-llama"), train=TrainConfig(backend="fsdp2"))
+        plan = plan_memory(run, device=CPU, ranks=ranks)
+        (found,) = (part.bytes for part in plan.parts if part.name == "KV cache")
+        return found
+
+    # 8 prompts of 8 samples; on 3 ranks one has 3 prompts, on 16 each that has any has one
+    assert [cache(1) / cache(ranks) for ranks in (2, 8, 16)] == [2, 8, 8]
+    assert cache(3) == 3 * cache(8)
+
+
 def test_micro_batches_of_a_step() -> None:
     run = GRPORun(model=ModelConfig(name="shape:tiny-llama"))
     plan = plan_memory(run, device=CPU)

@@ -370,9 +370,11 @@ def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize
 def generate_parts(shape: ModelShape, run: GRPORun, *, device: str, ranks: int = 1) -> list[MemoryPart]:
     """Return the parts of memory that sampling a rank's share of a rollout batch holds beside the weights."""
     gpus = 0 if run.cluster is None or device == "cpu" else run.cluster.engine_gpus
-    apart = shards_weights(run.train) or run.engine.process == "separate" or gpus > 0
+    served = run.engine.process == "separate" or gpus > 0  # such an engine keeps its weights asleep
+    apart = shards_weights(run.train) or served
     split = run.engine.tp if gpus else 1
-    samples = math.ceil(run.rollout.samples / ranks)
+    # Whole groups: a prompt's samples are of one rank.
+    samples = math.ceil(run.rollout.prompts_per_step / ranks) * run.rollout.group_size
     batch = min(run.engine.max_batch, samples)
     length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     # What auto means where the run starts.
@@ -389,8 +391,10 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str, ranks: int =
         MemoryPart(
             name="weights of the engine, whole",
             bytes=shape.parameters * shape.dtype_bytes * apart // split,
-            phase="generate" if apart and run.engine.offloads else "always",
-            setting=either(not run.engine.offloads and "engine.offload = true", "train.tp", "model.name"),
+            phase="generate" if apart and not served and run.engine.offloads else "always",
+            setting=either(
+                not (served or run.engine.offloads) and "engine.offload = true", "train.tp", "model.name"
+            ),
         ),
         MemoryPart(
             name="KV cache",
