@@ -8,11 +8,11 @@ from invariant_models import hidden_of, normal, tiny
 from lockstep import invariant
 from lockstep.engine.native.runner import invariant_sizes
 from lockstep.execution import compile_blocks
-from lockstep.invariant import few_rows, modules
+from lockstep.invariant import few_rows, merge, modules
 from lockstep.invariant.modules import linears
 
 
-class Recorded(few_rows.MergeProducts):
+class Recorded(merge.MergeProducts):
     """Keeps what the pass leaves: weights, biases and whether a residual is added, of each launch."""
 
     def __init__(self):
@@ -22,7 +22,7 @@ class Recorded(few_rows.MergeProducts):
         super().__call__(graph)
         self.launches = [
             (len(node.args[1]), len(node.args[2]), node.args[3] is not None)
-            for node in few_rows._products(graph)
+            for node in merge._products(graph)
         ]
 
     def uuid(self):

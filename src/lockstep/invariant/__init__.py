@@ -6,7 +6,7 @@ training pack, in a prefill, or one token at a time.
 """
 
 from lockstep.invariant.converter import Report, convert, is_converted, kernels_of
-from lockstep.invariant.few_rows import MOST_ROWS, MergeProducts
+from lockstep.invariant.few_rows import MOST_ROWS
 from lockstep.invariant.modules import head_kernels
 from lockstep.invariant.selftest import (
     Verdict,
@@ -20,7 +20,6 @@ from lockstep.invariant.selftest import (
 
 __all__ = [
     "MOST_ROWS",
-    "MergeProducts",
     "Report",
     "Verdict",
     "configure_cuda",

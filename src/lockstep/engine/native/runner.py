@@ -407,8 +407,10 @@ class Layers:
         if compiled:
             options = None
             if self.invariant:
+                from lockstep.invariant.merge import MergeProducts
+
                 options = invariant.inductor_options()
-                options["post_grad_custom_pre_pass"] = invariant.MergeProducts()
+                options["post_grad_custom_pre_pass"] = MergeProducts()
             compile_blocks(self.module, options=options)
 
     def run(
