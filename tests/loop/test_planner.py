@@ -33,19 +33,25 @@ PATHS = {
 }
 DISAGREE: dict[str, dict[str, str]] = {
     "a": {
-        "3b grpo 8x24": "settings: large micro-batches and checkpointing; small ones are dear over slow links",
+        "3b grpo 8x24": "settings: large micro-batches and checkpointing, as small ones cost more traffic",
         "8b grpo 1x80": "peak: 74.6 for 74, one micro-batch of 4,096 tokens with the engine's cache kept",
-        "8b grpo 8x40": "peak: 30.6 for 31, the smaller of two acceptable micro-batches",
+        "8b grpo 8x40": "peak: 30.6 for 31",
         "8b grpo 8x24": "fits: with a smaller KV cache, which the author did not count on",
+        "8b grpo 4x80 kl": "settings: micro-batches of 24,576 tokens and checkpointing for 4,096 without",
         "8b grpo 8x80 long": "fits: with a smaller KV cache, likewise",
         "8b lora grpo 1x24": "fits: with a smaller KV cache, likewise",
-        "32b grpo 16x80": "settings: checkpointing too, for large micro-batches",
+        "14b grpo 8x80": "settings: large micro-batches and checkpointing, as 3b grpo 8x24",
+        "32b grpo 16x80": "settings: likewise",
+        "32b grpo 8x80 tp2": "settings: likewise",
         "72b grpo 64x141 tp4": "fits: the engine's weights are whole on each rank of a tensor parallel group",
     },
     "b": {
         "8b grpo 1x80": "peak: as for author A",
+        "8b grpo 4x80 kl": "settings: as for author A",
         "8b grpo 8x80 long": "settings: optimizer states are offloaded, so weights are not gathered twice",
         "8b lora grpo 1x24": "peak: 20.7 for 20, micro-batches of 4,096 tokens",
+        "14b grpo 8x80": "settings: as for author A",
+        "32b grpo 8x80 tp2": "settings: as for author A",
         "72b grpo 64x141 tp4": "fits: as for author A",
     },
 }
@@ -209,7 +215,7 @@ def test_where_nothing_fits_the_run_is_refused_with_what_would() -> None:
     too_much = {"train.token_budget": 32768, "train.activation_checkpointing": False}
     with raises(ConfigError, "out-of-memory") as caught:
         resolved(4, settings=too_much)
-    assert "train.token_budget = 4096 instead of 32768, or 'auto'" in str(caught.value)
+    assert "train.token_budget = 8192 instead of 32768, or 'auto'" in str(caught.value)
 
 
 def test_a_plan_that_ran_out_of_memory_is_followed_by_a_smaller_one() -> None:

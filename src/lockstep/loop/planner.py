@@ -78,11 +78,11 @@ _EFFICIENCY = 0.45
 """Share of the peak that forward and backward reach; one H100, 1B and 8B shapes, compiled."""
 _RECOMPUTED = 1.3
 """Forward and backward with activation checkpointing, over those without."""
-_SATURATED = 200.0
+_SATURATED = 600.0
 """Token slots by which a micro-batch seems larger than it is."""
-_HIDDEN = 0.7
+_HIDDEN = 0.4
 """Share of the traffic of a micro-batch that computation hides."""
-_RELEASE_SECONDS = 0.3
+_RELEASE_SECONDS = 0.2
 """To allocate an engine's memory again and to capture its CUDA graphs."""
 
 
