@@ -175,7 +175,6 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
     "train (batch-invariant)": (
         train,
         [
-            {"backend": "fsdp2", "batch_invariant": True, "tp": 2},
             {"backend": "fsdp2", "batch_invariant": True, "ring": 2},
             {"reuse_rollout_logprobs": True, "batch_invariant": False},
         ],

@@ -440,13 +440,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "train (batch-invariant)": (
         Rule(
-            lambda c: c.batch_invariant and c.tp > 1,
-            "unsupported-combination: train.batch_invariant = true with train.tp = {0.tp}: sums over ranks "
-            "are added in a different order than on one rank, so logprobs would differ in their last bits "
-            "from those of one rank; set train.tp = 1, or train.batch_invariant = false",
-            at="train.tp",
-        ),
-        Rule(
             lambda c: c.batch_invariant and c.ring > 1,
             "unsupported-combination: train.batch_invariant = true with train.ring = {0.ring}: each of its "
             "ranks attends to a part of the keys, and then the results are merged, so logprobs would "

@@ -18,6 +18,7 @@ from lockstep.invariant.row_ops import (
     TILES,
     gelu_and_mul,
     linear,
+    partial_token_stats,
     rms_norm,
     rotary,
     silu_and_mul,
@@ -66,10 +67,19 @@ class InvariantLinear(Invariant, nn.Linear):
     """Whether F.linear is used."""
     exact_backward: bool
 
+    @property
+    def product_bias(self) -> Tensor | None:
+        """The bias that belongs to the product; None: there is none, or it is added elsewhere."""
+        return self.bias
+
     def forward(self, input: Tensor) -> Tensor:
+        return self.product(input)
+
+    def product(self, input: Tensor) -> Tensor:
+        """input @ weight.T + product_bias."""
         if self.stock:
-            return F.linear(input, self.weight, self.bias)
-        out: Tensor = linear(input, self.weight, self.bias, self.tiles, self.exact_backward)
+            return F.linear(input, self.weight, self.product_bias)
+        out: Tensor = linear(input, self.weight, self.product_bias, self.tiles, self.exact_backward)
         return out
 
 
@@ -207,4 +217,8 @@ def head_kernels(linear: nn.Linear) -> HeadKernels | None:
         figures: tuple[Tensor, Tensor, Tensor] = token_stats(logits, labels, scale, cap)
         return figures
 
-    return HeadKernels(logits=logits, stats=stats)
+    def partial(logits: Tensor, labels: Tensor, scale: float, cap: float | None, start: int) -> Tensor:
+        figures: Tensor = partial_token_stats(logits, labels, scale, cap, start)
+        return figures
+
+    return HeadKernels(logits=logits, stats=stats, partial=partial)

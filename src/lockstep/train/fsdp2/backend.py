@@ -35,6 +35,7 @@ from lockstep.train.base import (
     MasterBackend,
     assign_batches,
     compile_module,
+    contract_of,
     require_same_batches,
     share_logprobs,
     share_stats,
@@ -118,6 +119,8 @@ class FSDP2Backend(MasterBackend):
         masters_here = total_steps > 0 and config.optimizer_device == "model"
         self._compile_watch = compile_module(self.module, config)
         self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
+        if config.tp > 1:  # the parts of matrices have kernels of their own
+            self.contract = contract_of(config, model, self.device)
         self.ref = Reference(self._score_base) if ref else None
         self._frozen: ShardedModel | None = None
         if frozen is not None:

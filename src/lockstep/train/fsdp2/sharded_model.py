@@ -20,19 +20,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep import invariant
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel
-from lockstep.ranks import process_group
-from lockstep.ranks.process_group import ensure_process_group, group_timeout
-from lockstep.train.fsdp2.tensor_parallel import (
+from lockstep.models.tensor_parallel import (
     Replicated,
     TensorParallel,
     apply_tensor_parallel,
     resolve_tp_plan,
     tensor_parallel_plan,
 )
+from lockstep.ranks import process_group
+from lockstep.ranks.process_group import ensure_process_group, group_timeout
 from lockstep.train.loss_module import LossModule
 
 # torch 2.13 has it under a new name and warns of the old one.
@@ -75,6 +76,8 @@ class ShardedModel:
             kind = resolve_tp_plan(config.tp_plan, tp=mesh.tp, others=mesh.shards)
             plan = tensor_parallel_plan(module, size=mesh.tp, plan=kind)
             self.tp = apply_tensor_parallel(module, group=mesh.tp_group, plan=plan)
+            if invariant.is_converted(module):  # whole matrices were tested, not these parts
+                invariant.self_test(module, device=device_of(module), dtype=model.dtype, split=True)
         self.outer = LossModule(
             module,
             config=config,
