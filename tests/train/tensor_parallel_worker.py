@@ -24,7 +24,6 @@ from lockstep import invariant
 from lockstep.errors import ModelError
 from lockstep.execution import compile_blocks
 from lockstep.invariant.modules import linears
-from lockstep.models import rank_sums
 from lockstep.models.architectures import causal_lm
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import head_of, hidden_states
@@ -37,6 +36,7 @@ from lockstep.models.tensor_parallel import (
     apply_tensor_parallel,
     tensor_parallel_plan,
 )
+from lockstep.ops import rank_sums
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.processes.child import relax_gc
 from lockstep.ranks.context import RankContext, init_ranks

@@ -23,7 +23,18 @@ from lockstep.train.fsdp2.sharded_model import mesh_sizes
 WORKER = Path(__file__).with_name("fsdp2_worker.py")
 TIMEOUT = 480
 TWO = (
-    *("sgd", "adamw", "tp", "tp_tied", "ring", "ring_whole", "ring_of_few", "value", "value_tp"),
+    *(
+        "sgd",
+        "adamw",
+        "tp",
+        "tp_tied",
+        "ring",
+        "ring_gather",
+        "ring_whole",
+        "ring_of_few",
+        "value",
+        "value_tp",
+    ),
     *("value_ring", "value_static", "joint", "joint_ref", "joint_ref_alone", "joint_collectives"),
     *("checkpointing", "gathered_between", "static_padded", "offloaded_parameters", "ref"),
     *("one_micro_batch", "several_calls", "collectives", "not_finite", "other_batches"),
@@ -38,7 +49,18 @@ FOUR = (
 )
 
 QUICK_ON_TWO = (
-    *("sgd", "tp", "ring", "value", "joint", "static_padded", "ref", "collectives", "not_finite"),
+    *(
+        "sgd",
+        "tp",
+        "ring",
+        "ring_gather",
+        "value",
+        "joint",
+        "static_padded",
+        "ref",
+        "collectives",
+        "not_finite",
+    ),
     *("recovers", "rest", "groups_left_out", "sharded_start", "checkpoint_of_local", "deadlines"),
     *("export", "lora_tp", "lora_state"),
 )

@@ -391,7 +391,8 @@ def _keeps_batch_invariance(run: RunConfig, *, attention: str, device: str, dtyp
         and attention == "varlen"
         and dtype == "bfloat16"
         and train.execution != "deepcompile"
-        and train.tp == train.ring == 1
+        and train.tp == 1
+        and train.ring_comm != "p2p"
         and run.model.lora is None
     )
 

@@ -30,9 +30,9 @@ from lockstep.errors import ConfigError
 from lockstep.invariant.modules import InvariantLinear, converted_class
 from lockstep.models.architectures import causal_lm, text_config
 from lockstep.models.lora import adapter_place, is_adapter
-from lockstep.models.rank_sums import sum_in_backward
 from lockstep.models.source import aliases
 from lockstep.ops.logprobs import VocabShard
+from lockstep.ops.rank_sums import sum_in_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +363,8 @@ def _install(module: nn.Module, tp: TensorParallel, known: Mapping[str, str]) ->
                 whole = tp.whole_shape(known[f"{path}.weight"])[0]
                 vocab = VocabShard(group=tp.group, start=start, stop=stop, whole=whole)
         elif how == _BY_INPUTS:
-            part.__class__ = converted_class(RowParallelLinear, type(part))
+            original: type = type(part)
+            part.__class__ = converted_class(RowParallelLinear, original)
             part.group_name = group_name
         if isinstance(part, nn.Linear):
             part.out_features, part.in_features = part.weight.shape

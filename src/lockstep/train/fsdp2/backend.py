@@ -233,6 +233,7 @@ class FSDP2Backend(MasterBackend):
             rank=self.mesh.ring_rank,
             size=self.mesh.ring,
             num_documents=len(batch.sample_ids),
+            gather=self.config.gathers_keys,
         )
         mine, labels, local = ring_rows(batch, shard.index, static=self._static_head, device=self.device)
         every, _ = head_rows(batch, static=self._static_head, device=self.device)

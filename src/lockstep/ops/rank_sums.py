@@ -1,7 +1,5 @@
-"""The sums over ranks that tensor parallel inserts into a module, forward or backward.
-
-Each is one opaque op, so a compiled layer stays one graph.
-"""
+"""Sums over ranks: those that tensor parallel inserts into a module, each one opaque op, so that a compiled
+layer stays one graph; and what fixes the order of a sum."""
 
 from __future__ import annotations
 
@@ -44,11 +42,7 @@ def tp_ordered_sum(x: Tensor, group_name: str) -> Tensor:
     """
     group = _group(group_name)
     large = x.numel() * x.element_size() > _SMALL_BYTES
-    # Where several ranks share a GPU, gloo has no all-to-all.
-    exchanges = not x.is_cuda or "nccl" in dist.get_backend_config(group)
-    if group.size() > 2 and large and exchanges:
-        return exchanged_sum(x, group)
-    return gathered_sum(x, group)
+    return (exchanged_sum if large and group.size() > 2 else gathered_sum)(x, group)
 
 
 @tp_all_reduce.register_fake
@@ -67,9 +61,7 @@ tp_ordered_sum.register_autograd(_identity_backward)
 
 def gathered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ordered sum, made whole by every rank: one collective, N - 1 times x comes in."""
-    parts = x.new_empty(group.size(), *x.shape)
-    _all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
-    return add_in_order(parts)
+    return add_in_order(gather_rows(x[None], group))
 
 
 def exchanged_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -80,11 +72,26 @@ def exchanged_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     flat = x.contiguous().view(-1)
     if share * size > count:
         flat = torch.cat([flat, flat.new_zeros(share * size - count)])
-    parts = torch.empty_like(flat)
-    dist.all_to_all_single(parts, flat, group=group)
     total = torch.empty_like(flat)
-    _all_gather(total, add_in_order(parts.view(size, share)), group=group)
+    _all_gather(total, add_in_order(exchange(flat.view(size, share), group)), group=group)
     return total[:count].view(x.shape)
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, ...] of every rank -> [N * n, ...], in rank order."""
+    rows = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    _all_gather(rows, x.contiguous(), group=group)
+    return rows
+
+
+def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[N, ...] -> [N, ...]: part i goes to rank i; what came from rank i is part i."""
+    # Where several ranks share a GPU they have gloo, which exchanges host memory only.
+    staged = parts.is_cuda and "nccl" not in dist.get_backend_config(group)
+    sent = parts.cpu() if staged else parts.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.to(parts.device)
 
 
 def add_in_order(parts: Tensor) -> Tensor:
