@@ -105,7 +105,7 @@ class PlainEngine(Streaming):
         """Of the trainer's own module there is nothing to copy, and nothing is cached."""
         self._require_idle("update_weights")
         if update.shared_module is not self.model.module:
-            copy_weights(self.module, update.tensors, engine="plain")
+            copy_weights(self.module, update, engine="plain")
         self.version = update.policy_version
 
     def stats(self) -> EngineStats:

@@ -124,7 +124,7 @@ ASK = """
 import json
 from lockstep.config.declarations import doctor_lines
 from lockstep.config.run import SFTRun
-from lockstep.config.run_config import check_ranks
+from lockstep.config.run_config import on_ranks
 from lockstep.config.support import AXES, support_rows
 from lockstep.errors import ConfigError
 from lockstep_lab.step_bench import cells
@@ -137,7 +137,7 @@ def refusal(**train):
     except ValueError as error:
         return str(error)
 
-check_ranks(SFTRun(train={"backend": "toy", "ring": 2, "layout": "packed"}), 2)
+on_ranks(SFTRun(train={"backend": "toy", "ring": 2, "layout": "packed"}), 2)
 print(json.dumps({
     "axis": AXES["backend"],
     "class": BACKENDS["toy"],

@@ -1,6 +1,7 @@
 import dataclasses
 import signal
 import threading
+import weakref
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from raising import raises
 from transformers import AutoModelForCausalLM
 
 from lockstep.config.engine import EngineConfig
+from lockstep.config.model import ModelConfig
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.errors import EngineError
-from lockstep.models.load import LoadedModel
+from lockstep.models.load import LoadedModel, allocated, load_model
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.schema.weights import WeightUpdate
 
@@ -198,20 +200,104 @@ def test_named_weights_are_copied_all_or_nothing(tiny_models):
     good = dict(source.module.named_parameters(remove_duplicate=False))
     name = next(iter(good))
     other = "model.layers.0.mlp.up_proj.weight"
+
+    def push(named, **known):
+        engine.update_weights(WeightUpdate(policy_version=1, tensors=lambda: iter(named.items()), **known))
+
+    def shapes(named):
+        return {name: tuple(tensor.shape) for name, tensor in named.items()}
+
     for bad, message in (
         (good | {"extra.weight": torch.zeros(1)}, "wrong-weights: extra.weight"),
         ({k: v for k, v in good.items() if k != other}, f"wrong-weights: {other}"),
         (good | {other: torch.zeros(2, 2)}, "wrong-shape: model.layers.0.mlp.up_proj.weight"),
-        (good | {name: good[name] + 1}, "values-differ: lm_head.weight"),
     ):
         with raises(EngineError, message):
-            engine.update_weights(WeightUpdate(policy_version=1, tensors=lambda bad=bad: iter(bad.items())))
+            push(bad, shapes=shapes(bad))
         assert engine.generate([request(model)])[0][0].token_ids == halved
-    engine.update_weights(WeightUpdate(policy_version=1, tensors=lambda: iter(good.items())))
+        with raises(EngineError, message):  # found halfway
+            push(bad)
+        with raises(EngineError, "wrong-state: dirty"):
+            engine.generate([request(model)])
+        halves = {name: tensor * 0.5 for name, tensor in good.items()}
+        push(halves)
+        assert engine.generate([request(model)])[0][0].token_ids == halved
+    with raises(EngineError, "values-differ: lm_head.weight"):
+        push(good | {name: good[name] + 1})
+    with raises(EngineError, "wrong-state: dirty"):
+        engine.submit(request(model))
+    push(good)
     assert (
         engine.generate([request(model)])[0][0].token_ids
         == engine_of(source).generate([request(model)])[0][0].token_ids
     )
+
+
+class Gathered:
+    """Gives weights as ranks that have parts of them do: each is new memory."""
+
+    def __init__(self, weights):
+        self.weights, self.given, self.alive, self.most = weights, 0, 0, 0
+
+    def __call__(self):
+        for name, weight in self.weights.items():
+            whole = weight.detach().clone()
+            self.given, self.alive = self.given + 1, self.alive + 1
+            self.most = max(self.most, self.alive)
+            weakref.finalize(whole, self._freed)
+            yield name, whole
+            del whole
+
+    def _freed(self):
+        self.alive -= 1
+
+
+def test_weights_that_are_sent_are_never_there_twice(tiny_models):
+    """One tensor at a time; an update that is refused goes through all of them, for the other ranks."""
+    source, model = tiny_models["llama"], copy_of(tiny_models["llama"])
+    engine = engine_of(model)
+    weights = dict(source.module.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    gathered = Gathered(weights)
+    engine.update_weights(WeightUpdate(policy_version=1, tensors=gathered, shapes=shapes))
+    assert (gathered.given, gathered.most) == (len(weights), 1)
+    for known, more in ((shapes | {"extra": (1,)}, {}), (None, {"extra": torch.zeros(1)})):
+        gathered = Gathered(more | weights)
+        with raises(EngineError, "wrong-weights: extra"):
+            engine.update_weights(WeightUpdate(policy_version=2, tensors=gathered, shapes=known))
+        assert gathered.given == len(gathered.weights)
+
+
+def test_an_engine_without_weights_sleeps_without_them(tiny):
+    """Weights that are sent are freed with the cache, and must come again before the next sample."""
+    loaded = load_model(
+        ModelConfig(name="shape:tiny-llama"),
+        attention="sdpa",
+        device=torch.device("cpu"),
+        materialize=False,
+    )
+    model = allocated(loaded, device=torch.device("cpu"))
+    engine = engine_of(model)
+    weights = dict(tiny.module.named_parameters(remove_duplicate=False))
+
+    def held():
+        return sum(p.untyped_storage().nbytes() for p in model.module.parameters())
+
+    expected = engine_of(tiny).generate([request(tiny)])
+    whole = held()
+    assert whole == sum(p.nbytes for p in tiny.module.parameters())
+    for version in (1, 2):
+        with raises(EngineError, "wrong-state: dirty"):
+            engine.generate([request(tiny)])
+        update = WeightUpdate(policy_version=version, tensors=lambda: iter(weights.items()))
+        engine.update_weights(update)
+        assert held() == whole
+        found = engine.generate([request(tiny)])
+        assert [c.token_ids for c in found[0]] == [c.token_ids for c in expected[0]]
+        assert [c.logprobs for c in found[0]] == [c.logprobs for c in expected[0]]
+        engine.sleep()
+        assert held() == 0
+        engine.wake()
 
 
 def copy_of(model: LoadedModel) -> LoadedModel:

@@ -15,7 +15,7 @@ from lockstep.config.batch import GenerateConfig, ScoreConfig
 from lockstep.config.load import check, dump_toml, load_run, merge, read_toml
 from lockstep.config.problems import model_of
 from lockstep.config.run import DPORun, GRPORun, SFTRun
-from lockstep.config.run_config import check_ranks
+from lockstep.config.run_config import on_ranks
 from lockstep.errors import ConfigError
 
 HUGE = 10**5000  # Python refuses to print it
@@ -191,4 +191,4 @@ def test_a_file_that_is_no_plain_text_is_a_config_error(tmp_path: Path) -> None:
 def test_more_ranks_than_could_be_started_are_refused() -> None:
     overrides = {"train.backend": "fsdp2", "rollout.prompts_per_step": 2**30, "steps": 1}
     with raises(ConfigError, "out-of-range: --ranks"):
-        check_ranks(load_run(kind="grpo", overrides=overrides), 10**6)
+        on_ranks(load_run(kind="grpo", overrides=overrides), 10**6)

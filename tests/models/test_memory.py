@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep import invariant
 from lockstep.config.model import LoraConfig, ModelConfig
+from lockstep.execution import compile_blocks
 from lockstep.models import memory
 from lockstep.models.forward import hidden_states
 from lockstep.models.load import load_model
@@ -23,10 +25,17 @@ def documents(count: int, length: int) -> PackedBatch:
     return pack(samples, [torch.ones(length)] * count, bucket=None)
 
 
-def saved_bytes_per_token(name: str, *, dtype: str, layers: int, kernel: str) -> float:
+def saved_bytes_per_token(
+    name: str, *, dtype: str, layers: int, kernel: str, compiled: bool = False, invariant_ops: bool = False
+) -> float:
     """What autograd keeps of a forward, weights not counted."""
     config = ModelConfig(name=name, dtype=dtype, num_layers=layers)  # type: ignore[arg-type]
     module = load_model(config, attention=kernel, device=CPU).module.train()
+    if invariant_ops:
+        invariant.convert(module)
+    if compiled:
+        torch._dynamo.reset()
+        compile_blocks(module)
     own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
     kept, sizes = [], {}
 
@@ -53,7 +62,15 @@ def test_a_layer_keeps_what_the_formula_says(name: str, dtype: str, kernel: str)
     one, two = (saved_bytes_per_token(f"shape:{name}", dtype=dtype, layers=n, kernel=kernel) for n in (1, 2))
     config = ModelConfig(name=f"shape:{name}", dtype=dtype)  # type: ignore[arg-type]
     shape = planned_shape(config, dtype=getattr(torch, dtype))
-    assert 0.85 < (two - one) / shape.activation_bytes_per_layer < 1.15
+    assert 0.85 < (two - one) / shape.activation_bytes_per_layer() < 1.15
+
+
+@pytest.mark.parametrize("invariant_ops", [False, True])
+def test_a_compiled_layer_keeps_what_the_formula_says(invariant_ops: bool) -> None:
+    how = {"compiled": True, "invariant_ops": invariant_ops, "dtype": "bfloat16", "kernel": "varlen"}
+    one, two = (saved_bytes_per_token("shape:tiny-llama", layers=n, **how) for n in (1, 2))  # type: ignore
+    shape = planned_shape(ModelConfig(name="shape:tiny-llama", dtype="bfloat16"), dtype=torch.bfloat16)
+    assert 0.97 < (two - one) / shape.activation_bytes_per_layer(compiled=True) < 1.03
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
@@ -67,7 +84,7 @@ def test_sizes_by_hand() -> None:
     shape = planned_shape(ModelConfig(name="shape:llama-3.1-8b"), dtype=torch.bfloat16)
     assert shape.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
     # norms 2 * 4096 * 8, attention 2 * 128 * (3 * 32 + 2 * 8), MLP 4 * 2 * 14336
-    assert shape.activation_bytes_per_layer == 65536 + 28672 + 114688
+    assert shape.activation_bytes_per_layer() == 65536 + 28672 + 114688
 
 
 def part(name: str, size: float, setting: str = "a.b") -> MemoryPart:

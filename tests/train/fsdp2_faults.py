@@ -52,7 +52,7 @@ class Poisoned(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
         return LossOutput(value.loss + steep, value.terms)
 
 
-def check_not_finite(**mesh: int) -> Any:
+def check_not_finite(**mesh: Any) -> Any:
     """Every rank says which micro-batch it was; nothing is changed, and the next step is right."""
     said = {}
     for where in ("loss", "gradient"):
@@ -72,6 +72,10 @@ def check_not_finite(**mesh: int) -> Any:
     dist.all_gather_object(everywhere, said)
     assert all(one == said for one in everywhere), everywhere
     return said
+
+
+def check_not_finite_reduced_each() -> Any:
+    return check_not_finite(reduce_gradients="per_micro_batch")
 
 
 def check_not_finite_tp() -> Any:
@@ -105,9 +109,9 @@ class Breaks(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
         return value
 
 
-def check_recovers() -> Any:
+def check_recovers(**train: Any) -> Any:
     """An error of the caller's, on every rank, in forward or in backward: the next step is right."""
-    local, backend = pair()
+    local, backend = pair(**train)
     batches = micro_batches(0, 2 * dist.get_world_size())
     with raises(ArithmeticError):
         backend.forward_backward(batches, Breaks("forward"))
@@ -135,6 +139,11 @@ def check_recovers() -> Any:
     assert caught.value.code == "out-of-memory" and "token slots" in str(caught.value)
     handle.remove()
     return compare_steps((local, backend), steps=2, tolerance=1e-4)
+
+
+def check_recovers_reduced_each() -> Any:
+    """Shards of earlier micro-batches are forgotten too."""
+    return check_recovers(reduce_gradients="per_micro_batch")
 
 
 def check_rest() -> Any:

@@ -37,6 +37,8 @@ TWO = (
     ),
     *("value_ring", "value_static", "joint", "joint_ref", "joint_ref_alone", "joint_collectives"),
     *("checkpointing", "gathered_between", "static_padded", "offloaded_parameters", "ref"),
+    *("reduced_each", "reduced_each_in_steps", "reduced_each_joint", "reduced_each_compiled"),
+    *("not_finite_reduced_each", "recovers_reduced_each"),
     *("one_micro_batch", "several_calls", "collectives", "not_finite", "other_batches"),
     *("preferences", "recovers", "rest", "nothing_to_train", "groups_left_out", "bfloat16"),
     *("sharded_start", "checkpoint_of_local", "deadlines", "hf_plan", "export", "lora", "lora_tp"),
@@ -62,7 +64,7 @@ QUICK_ON_TWO = (
         "not_finite",
     ),
     *("recovers", "rest", "groups_left_out", "sharded_start", "checkpoint_of_local", "deadlines"),
-    *("export", "lora_tp", "lora_state"),
+    *("export", "lora_tp", "lora_state", "reduced_each", "not_finite_reduced_each"),
 )
 QUICK_ON_FOUR = ("ring_tp",)
 

@@ -74,6 +74,13 @@ def test_a_rank_of_fsdp2_by_hand() -> None:
     assert "gradients between micro-batches, whole, in float32" not in four
     more = rank_parts(Parallelism(ranks=4), micro_batches=5, backend="fsdp2")
     assert more["gradients between micro-batches, whole, in float32"] == 4 * COUNT
+    each = rank_parts(
+        Parallelism(ranks=4), micro_batches=5, backend="fsdp2", reduce_gradients="per_micro_batch"
+    )
+    assert "gradients between micro-batches, whole, in float32" not in each
+    assert each["gradients"] == COUNT
+    # A layer's, and embedding, norms and head's.
+    assert each["gradients that are reduced at once"] == 4 * (COUNT - 16 * LAYER + LAYER)
     kept = rank_parts(Parallelism(ranks=4), backend="fsdp2", reshard_after_forward=False)
     assert kept["gathered weights"] == 2 * COUNT
     joint = rank_parts(Parallelism(ranks=4), backend="fsdp2", execution="joint")

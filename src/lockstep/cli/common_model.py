@@ -1,4 +1,5 @@
-"""Shared by the commands: the model of a run, a checkpoint or a folder, ready to generate; its heads."""
+"""Shared by the commands: the model of a run, a checkpoint or a folder, ready to generate; its heads; the
+number of ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +9,17 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.common_errors import damaged, other_tensors
 from lockstep.config.data import DataConfig
+from lockstep.config.declarations import backends
 from lockstep.config.engine import EngineConfig
 from lockstep.config.load import saved_run
 from lockstep.config.model import Dtype, ModelConfig
 from lockstep.config.rollout import SamplingConfig
-from lockstep.config.run import RunConfig
+from lockstep.config.run import RunConfig, on_ranks
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.observe.files import read_json
+from lockstep.observe.run_history import recorded_ranks
+from lockstep.observe.text import echo
+from lockstep.ranks.environment import visible_gpus
 
 if TYPE_CHECKING:
     from lockstep.data.chat import ChatFormat
@@ -210,3 +215,28 @@ def _sequence(checkpoint: Path) -> int:
         why = f"its sequence is {sequence!r:.80}"
         raise damaged(CheckpointError, checkpoint / _COMPLETE, why, fix="name a step with --checkpoint")
     return sequence
+
+
+def default_ranks(run: RunConfig, *, resume: Path | None = None) -> int:
+    """Return the number of ranks where none is named: one for each GPU that the run can use; on a CPU one.
+
+    Args:
+        resume: a run's folder: it goes on with as many ranks as it had, if there are so many GPUs.
+    """
+    train = run.train
+    alone = train.backend in backends() and not backends()[train.backend].spans_ranks
+    if alone or train.device not in ("auto", "cuda") or run.cluster is not None:
+        return 1
+    gpus = visible_gpus()
+    if resume is not None:
+        gpus = min(gpus, recorded_ranks(resume))
+    together = train.tp * train.ring
+    ranks = together * min(gpus // together, run.documents_per_update)
+    if ranks <= 1:
+        return 1
+    try:
+        on_ranks(run, ranks)
+    except ConfigError as error:
+        echo(f"--ranks auto -> 1, of {gpus} GPUs: {error}")
+        return 1
+    return ranks

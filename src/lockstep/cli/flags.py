@@ -156,9 +156,12 @@ def _unknown_flags(
     return refusal("", problems)
 
 
+_SPELT = ("true", "false")
+
+
 def _booleans(model: type[BaseModel], own: Mapping[str, Any]) -> dict[str, bool]:
-    """Flags of booleans, without the dashes in front, and whether each may also be None. Those with dashes
-    are second spellings, which are the same however deep their table is."""
+    """Flags of booleans, without the dashes in front, and whether each may also be None or "auto". Those with
+    dashes are second spellings, which are the same however deep their table is."""
     flags = {name.replace("_", "-"): False for name, kind in own.items() if get_args(kind)[0] is bool}
     for name, field in model.model_fields.items():
         nested, many = model_of(field.annotation)
@@ -166,7 +169,7 @@ def _booleans(model: type[BaseModel], own: Mapping[str, Any]) -> dict[str, bool]
         if nested is not None and not many:
             for inner, none in _booleans(nested, {}).items():
                 flags[inner if inner.startswith("--") else f"{flag}.{inner}"] = none
-        elif field.annotation is bool or set(get_args(field.annotation)) == {bool, type(None)}:
+        elif field.annotation is bool or bool in get_args(field.annotation):
             flags[flag] = field.annotation is not bool
             flags |= dict.fromkeys(_aliases(field), flags[flag])
     return flags
@@ -177,7 +180,8 @@ def _path(flag: str) -> str:
 
 
 def _spell_booleans(argv: Sequence[str], booleans: Mapping[str, bool]) -> list[str]:
-    """`--eval.before false` and `--eval.before=false` as tyro spells them: `--eval.no-before`."""
+    """`--eval.before false` and `--eval.before=false` as tyro spells them: `--eval.no-before`; and
+    `--engine.offload` and `--engine.no-offload`, which may also be "auto": `--engine.offload True`."""
     spelt: list[str] = []
     words = list(argv)
     while words:
@@ -186,17 +190,28 @@ def _spell_booleans(argv: Sequence[str], booleans: Mapping[str, bool]) -> list[s
         path = _path(flag)
         if flag in booleans:
             path = flag
-        if flag.startswith("--") and path in booleans and (equals or words):
-            text = (value if equals else words[0]).lower()
-            if text in ("true", "false"):
-                if not equals:
-                    words.pop(0)
-                table, dot, name = path.removeprefix("--").rpartition(".")
-                if booleans[path]:
-                    spelt += [flag, text.capitalize()]
-                else:
-                    spelt.append(flag if text == "true" else f"--{table}{dot}no-{name}")
-                continue
+        table, dot, name = path.removeprefix("--").rpartition(".")
+        plain = f"{table}{dot}{name.removeprefix('no-')}"
+        if not flag.startswith("--"):
+            pass
+        elif (
+            path in booleans
+            and (equals or words)
+            and (text := (value if equals else words[0]).lower()) in _SPELT
+        ):
+            if not equals:
+                words.pop(0)
+            if booleans[path]:
+                spelt += [flag, text.capitalize()]
+            else:
+                spelt.append(flag if text == "true" else f"--{table}{dot}no-{name}")
+            continue
+        elif booleans.get(path) and not equals and (not words or words[0].startswith("--")):
+            spelt += [flag, "True"]
+            continue
+        elif path != plain and booleans.get(plain) and not equals:
+            spelt += [f"--{plain}", "False"]
+            continue
         spelt.append(word)
     return spelt
 

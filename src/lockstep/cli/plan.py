@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 
-from lockstep.cli.common_model import check_heads
+from lockstep.cli.common_model import check_heads, default_ranks
 from lockstep.cli.flags import parse_run
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import recipes
-from lockstep.config.run import RunConfig, check_ranks
+from lockstep.config.run import RunConfig, on_ranks
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
@@ -52,7 +52,9 @@ class General(TypedDict):
     ranks: Annotated[
         int | None,
         tyro.conf.arg(
-            help="Number of ranks, one GPU each. By default as set in [cluster], else 1.", metavar="N"
+            help="Number of ranks, one GPU each. By default as set in [cluster], else one for each visible "
+            "GPU.",
+            metavar="N",
         ),
     ]
 
@@ -69,8 +71,11 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     run, general = parse(argv)
     check_writable(general["json"])
-    ranks = _ranks(run, general["ranks"])
-    check_ranks(run, ranks)
+    given = general["ranks"]
+    if given is None:
+        given = default_ranks(run) if run.cluster is None else run.cluster.ranks
+    ranks = given
+    run = on_ranks(run, ranks)
     import torch
 
     from lockstep.loop.memory_plan import plan_memory
@@ -105,13 +110,6 @@ def main(argv: Sequence[str]) -> int:
         write_json(general["json"], result)
     echo(verdict(plan, available=available))
     return 0 if result["fits"] else 1
-
-
-def _ranks(run: RunConfig, given: int | None) -> int:
-    """--ranks, else those of [cluster], else 1."""
-    if given is not None:
-        return given
-    return 1 if run.cluster is None else run.cluster.ranks
 
 
 def _placed(run: RunConfig, ranks: int, *, gpus: bool) -> ClusterConfig | None:

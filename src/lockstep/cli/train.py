@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 import tyro
 
 from lockstep.cli.arguments import leading_word
-from lockstep.cli.common_model import check_heads
+from lockstep.cli.common_model import check_heads, default_ranks
 from lockstep.cli.flags import named_run, parse_flags
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import dump_toml, load_restarted, load_resumed, override, recipes
 from lockstep.config.run import RunConfig
-from lockstep.config.run_config import check_ranks
+from lockstep.config.run_config import on_ranks
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import check_writable, file_errors, write_atomic
 from lockstep.observe.lock import SHARED_MEMORY, remove_left
@@ -92,10 +92,11 @@ class General(TypedDict):
     json: Annotated[Path | None, tyro.conf.arg(help="Write the run's summary to this file.", metavar="FILE")]
     print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved config and exit.")]
     ranks: Annotated[
-        int | None,
+        int | Literal["auto"] | None,
         tyro.conf.arg(
-            help="Number of processes to start on this machine. They train together, with train.backend "
-            "fsdp2 or deepspeed. Leave it out under torchrun and deepspeed, which start the processes.",
+            help="Number of processes to start on this machine, which train together. auto, the default: one "
+            "for each visible GPU, or as many as the resumed run had. Leave it out under torchrun and "
+            "deepspeed, which start the processes.",
             metavar="N",
         ),
     ]
@@ -137,6 +138,7 @@ class TrainCommand:
     json: Path | None
     print_config: bool
     ranks: int | None = None
+    """None: as many as there are GPUs."""
     rank_timeout: float | None = None
     cluster: str | None = None
     """Which provider starts the ranks; None: --ranks."""
@@ -157,12 +159,13 @@ def main(argv: Sequence[str]) -> int:
         _check_launcher(command)
     elif command.cluster is not None:
         check_cluster(command)
-        if not _is_finished(command):
+        if not _is_finished(command, _cluster_config(command).ranks):
             return launch(command, argv)
     else:
-        ranks = 1 if command.ranks is None else command.ranks
-        check_ranks(command.run, ranks)
-        if ranks > 1 and not _is_finished(command):
+        ranks = default_ranks(command.run, resume=command.resume) if command.ranks is None else command.ranks
+        command = dataclasses.replace(command, ranks=ranks)
+        on_ranks(command.run, ranks)
+        if ranks > 1 and not _is_finished(command, ranks):
             return launch(command, argv)
     summary = start(command)
     if os.environ.get("RANK", "0") == "0":
@@ -210,7 +213,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         restart=early.restart is not None,
         json=values["json"],
         print_config=bool(values["print_config"]),
-        ranks=values["ranks"],
+        ranks=None if values["ranks"] == "auto" else values["ranks"],
         rank_timeout=values["rank_timeout"],
         cluster=None if values["provider"] == "none" else values["provider"],
     )
@@ -285,7 +288,7 @@ def _restart_rules(command: TrainCommand, *, run_dir: Path, flags: str) -> Resta
 
 def check_cluster(command: TrainCommand) -> None:
     """Raise ConfigError if the ranks that [cluster] says cannot train this run."""
-    check_ranks(command.run, _cluster_config(command).ranks)
+    on_ranks(command.run, _cluster_config(command).ranks)
 
 
 def _cluster_config(command: TrainCommand) -> ClusterConfig:
@@ -313,12 +316,15 @@ def _launch_on_cluster(
     )
 
 
-def _is_finished(command: TrainCommand) -> bool:
+def _is_finished(command: TrainCommand, ranks: int) -> bool:
     """Whether the run has finished. Raises ConfigError, DataError or ModelError if it cannot start."""
     from lockstep.loop.preflight import preflight
 
     finished = preflight(
-        command.run, resume=command.resume, checkpoint=command.checkpoint, restart=command.restart
+        on_ranks(command.run, ranks),
+        resume=command.resume,
+        checkpoint=command.checkpoint,
+        restart=command.restart,
     )
     return finished is not None
 
@@ -330,7 +336,7 @@ def _check_launcher(command: TrainCommand) -> None:
             f"contradiction: --ranks {command.ranks}, but {started} ranks were started; with torchrun and "
             "deepspeed leave --ranks out, or pass the same number"
         )
-    check_ranks(command.run, started)
+    on_ranks(command.run, started)
     if command.run.cluster is not None and command.run.cluster.peer_copy and COPIES not in os.environ:
         raise ConfigError(
             "unsupported-combination: cluster.peer_copy = true under torchrun or deepspeed: only "
@@ -351,8 +357,12 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
     if restart is not None and restart.resume is not None and command.resume is None:
         command = dataclasses.replace(command, resume=restart.resume, restart=False)
 
+    started = int(os.environ.get("WORLD_SIZE", "1"))
     summary = preflight(
-        command.run, resume=command.resume, checkpoint=command.checkpoint, restart=command.restart
+        on_ranks(command.run, started),
+        resume=command.resume,
+        checkpoint=command.checkpoint,
+        restart=command.restart,
     )
     if summary is not None:
         if os.environ.get("RANK", "0") == "0":
@@ -364,7 +374,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
     if restart is not None:
         restart.mark("import")
     try:
-        check = partial(check_ranks, command.run)
+        check = partial(on_ranks, command.run)
         with connect_ranks(command.run.train.device, check=check, seconds=command.rank_timeout) as ranks:
             return _train(command, ranks)
     except Interrupted as stop:

@@ -20,6 +20,7 @@ from lockstep.config.base import (
 )
 from lockstep.config.declarations import engines
 from lockstep.config.rules import refuse
+from lockstep.config.train import Auto
 from lockstep.errors import ConfigError
 
 _WHY = {
@@ -89,9 +90,10 @@ class EngineConfig(Config):
     weights."""
     max_batch: PositiveInt = 256
     """Maximum number of samples decoded together."""
-    kv_cache_tokens: PositiveInt | None = None
-    """native: capacity of the KV cache in tokens, shared by all samples. Samples that do not fit wait. If
-    unset, the cache holds as many tokens as max_batch samples can need, within memory_fraction."""
+    kv_cache_tokens: PositiveInt | Auto = "auto"
+    """native: capacity of the KV cache in tokens, shared by all samples. Samples that do not fit wait. auto:
+    as many tokens as max_batch samples can need, or fewer if the memory plan has no room for them, within
+    memory_fraction."""
     prefill_chunk: PositiveInt = 2048
     """native: maximum number of prompt tokens per forward pass. Longer prompts take several passes."""
     python: FilePath | None = None
@@ -124,8 +126,9 @@ class EngineConfig(Config):
     """Use the engine's own batch-invariant mode, in which a sample is bitwise independent of its batch."""
     unseeded: bool = False
     """Accept an engine whose samples do not depend on the seed: sglang without batch_invariant."""
-    offload: bool = False
-    """Release the engine's GPU memory while the policy trains."""
+    offload: bool | Auto = "auto"
+    """Release the engine's GPU memory while the policy trains. auto: as the memory plan needs; false for an
+    engine whose memory no plan counts."""
     transfer: Literal["auto", "memory", "ipc", "collective", "disk"] = "auto"
     """How weights are sent to the engine. memory: within the process. ipc: by CUDA IPC. collective: by NCCL
     or gloo. disk: in files. auto: the fastest of these that trainer and engine support."""
@@ -152,6 +155,16 @@ class EngineConfig(Config):
     """Additional secret environment variables for a started server, each with the location of its value:
     env:VARIABLE, or file:/absolute/path of a file with mode 0600. The values never appear in files, logs or
     errors."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether its GPU memory is released while the policy trains; "auto" is resolved by a run."""
+        return self.offload is True
+
+    @property
+    def kv_cache_limit(self) -> int | None:
+        """Tokens of KV cache that are set, in the config or by the memory plan; None: as many as needed."""
+        return None if self.kv_cache_tokens == "auto" else self.kv_cache_tokens
 
     @property
     def shares(self) -> list[tuple[int, ...]]:

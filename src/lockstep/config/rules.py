@@ -309,24 +309,24 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "run (rl offload)": (
         Rule(
-            lambda r: len(set(r.offload)) < len(r.offload),
-            "duplicate: offload = {0.offload} names a role twice; name each role once",
+            lambda r: len(set(r.offloaded)) < len(r.offloaded),
+            "duplicate: offload = {0.offloaded} names a role twice; name each role once",
         ),
         Rule(
-            lambda r: r.train.cuda_graph and {"ref", "value"} & set(r.offload),
-            "unsupported-combination: offload = {0.offload} with train.cuda_graph = true: a graph reads "
+            lambda r: r.train.cuda_graph and {"ref", "value"} & set(r.offloaded),
+            "unsupported-combination: offload = {0.offloaded} with train.cuda_graph = true: a graph reads "
             "weights at the addresses that they had when it was captured; name only 'policy' and "
             "'reward_model', or leave train.cuda_graph out",
         ),
         Rule(
-            lambda r: r.record.enabled and "value" in r.offload,
-            "unsupported-combination: offload = {0.offload} with record.enabled = true: recording reads "
+            lambda r: r.record.enabled and "value" in r.offloaded,
+            "unsupported-combination: offload = {0.offloaded} with record.enabled = true: recording reads "
             "the value model's weights between the model's calls; leave 'value' out",
         ),
     ),
     "run (rl remote roles)": (
         Rule(
-            lambda r: r.train.backend not in ("local", "fsdp2"),
+            lambda r: r.train.backend not in ("auto", "local", "fsdp2"),
             "unsupported-combination: cluster.colocate has several groups with train.backend = "
             "{0.train.backend!r}: remote roles need 'local' or 'fsdp2'; set one of them, or use a single "
             "group",
@@ -361,7 +361,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             at="train.token_budget",
         ),
         Rule(
-            lambda r: r.engine.kv_cache_tokens is not None and r.engine.kv_cache_tokens < r.longest_context,
+            lambda r: (r.engine.kv_cache_limit or r.longest_context) < r.longest_context,
             "contradiction: engine.kv_cache_tokens = {0.engine.kv_cache_tokens} is below the "
             "{0.longest_context} tokens that one sample of training or evaluation can need "
             "(data.max_prompt_tokens + rollout.sampling.max_tokens - 1; the evaluation before training may "

@@ -15,9 +15,10 @@ from lockstep.config.engine import EngineConfig, has_own_weights, resolved
 from lockstep.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
 from lockstep.config.rules import refuse
 from lockstep.config.run_config import RunConfig as RunConfig
-from lockstep.config.run_config import check_ranks as check_ranks
+from lockstep.config.run_config import on_ranks as on_ranks
 from lockstep.config.support import check_support
 from lockstep.config.train import (
+    Auto,
     EvalConfig,
     _check_best,
     token_slots,
@@ -48,11 +49,11 @@ class GRPORun(RunConfig):
     reward_model: RewardRoleConfig | None = None
     """Without this section, only reward functions and verifiers give rewards."""
     engine: EngineConfig = EngineConfig()
-    offload: tuple[Role, ...] = ()
+    offload: tuple[Role, ...] | Auto = "auto"
     """Roles whose GPU memory is offloaded to host memory while they are idle. The copies make a step slower.
     policy: the optimizer states. value: the value model's weights and optimizer states. ref, reward_model:
     everything. Offloading works with train.backend local and fsdp2, and results stay bitwise the same. For
-    the engine, use engine.offload."""
+    the engine, use engine.offload. auto: the roles that the memory plan cannot keep there."""
     eval: EvalConfig = EvalConfig()
 
     online: ClassVar[bool] = True
@@ -70,7 +71,7 @@ class GRPORun(RunConfig):
     @property
     def offloaded(self) -> tuple[Role, ...]:
         """See RunConfig."""
-        return self.offload
+        return () if self.offload == "auto" else self.offload
 
     def columns_read(self, config: DataConfig, row: Mapping[str, Any]) -> list[str]:
         """See RunConfig."""
@@ -229,15 +230,15 @@ class GRPORun(RunConfig):
 
     @check
     def _check_sleep(self) -> GRPORun:
-        what, train = f"offload = {list(self.offload)}", self.train
-        missing = sorted(set(self.offload) - set(self.roles))
+        what, train = f"offload = {list(self.offloaded)}", self.train
+        missing = sorted(set(self.offloaded) - set(self.roles))
         if missing:
             raise ConfigError(
                 f"unknown-name: {what}: this run has no {missing[0]} with separate memory (its roles are "
                 f"{', '.join(self.roles)}); leave {missing[0]!r} out",
                 setting="offload",
             )
-        trained = [role for role in self.offload if role != "reward_model"]
+        trained = [role for role in self.offloaded if role != "reward_model"]
         backend = backends().get(train.backend)
         if trained and backend is not None and not backend.offloads:
             able = " or ".join(repr(name) for name, other in backends().items() if other.offloads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import field_validator
 
@@ -282,19 +282,32 @@ class RunConfig(Config):
         return self
 
 
+Run = TypeVar("Run", bound=RunConfig)
 MAX_RANKS = 2**16
 """More processes than any machine starts."""
 
 
-def check_ranks(run: RunConfig, ranks: int) -> None:
-    """Raise unless `run` can be spread over so many ranks; checked before any of them starts.
+def on_ranks(run: Run, ranks: int) -> Run:
+    """Return `run` as it is on so many ranks, with train.backend = "auto" resolved; called before any of them
+    starts.
 
     Raises:
-        ConfigError: names the numbers, and those that would work.
+        ConfigError: it cannot be spread over them: names the numbers, and those that would work; or the
+            backend does not support its settings.
     """
-    train = run.train
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"out-of-range: --ranks {ranks} is not between 1 and {MAX_RANKS}")
+    if run.train.backend == "auto":
+        backend = "local" if ranks == run.train.tp * run.train.ring == 1 else "fsdp2"
+        train = type(run.train).model_validate(dict(run.train) | {"backend": backend})
+        run = type(run).model_validate(dict(run) | {"train": train})
+    _check_ranks(run, ranks)
+    return run
+
+
+def _check_ranks(run: RunConfig, ranks: int) -> None:
+    """Raises ConfigError."""
+    train = run.train
     known = backends()
     if ranks > 1 and train.backend in known and not known[train.backend].spans_ranks:
         spanning = " or ".join(name for name, backend in known.items() if backend.spans_ranks)

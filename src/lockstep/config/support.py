@@ -165,7 +165,11 @@ def support_entry(
 def _resolved_cell(run: RunAxes, *, attention: str, device: str, dtype: str) -> dict[str, str]:
     cell = _cell(run.train, dtype=dtype, engine=run.engine_name)
     cell |= {"attention": attention, "device": device.partition(":")[0]}
-    for axis, usual in (("layout", "packed"), ("execution", "eager")):  # where nothing speaks for more
+    for axis, usual in (
+        ("backend", "local"),
+        ("layout", "packed"),
+        ("execution", "eager"),
+    ):  # where nothing speaks for more
         if cell[axis] == "auto":
             cell[axis] = usual
     return {axis: value for axis, value in cell.items() if value != "auto"}
@@ -302,7 +306,8 @@ def check_backend(train: TrainConfig, *, lora: bool, lora_dropout: float = 0.0) 
     if refusal is not None:
         raise ConfigError(f"unsupported-combination: train.layout = 'shared': {refusal}")
     refuse(train, "train (ring)")
-    if backend is None or backend.spans_ranks:
+    # What "auto" becomes is checked when it is known: see on_ranks.
+    if train.backend != "auto" and (backend is None or backend.spans_ranks):
         refuse(train, "train (backends of several ranks)")
     _check_refused(train, backend.refuses if backend is not None else (), lora=lora)
 

@@ -10,7 +10,8 @@ from lockstep.config.declarations import names
 from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError
 
-Backend = Annotated[str, AfterValidator(OneOf("train backend", names("backend")))]
+Backend = Annotated[str, AfterValidator(OneOf("train backend", ("auto", *names("backend"))))]
+Auto = Literal["auto"]
 Layout = Literal["auto", "packed", "padded", "shared"]
 Execution = Literal["eager", "compile", "joint", "deepcompile"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
@@ -19,9 +20,9 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 class TrainConfig(Config):
     """How the policy is trained: backend, kernel, execution mode, optimizer and schedule."""
 
-    backend: Backend = "local"
+    backend: Backend = "auto"
     """Backend that trains the policy. local is one process on one device; the others span the ranks that
-    --ranks, torchrun or deepspeed starts."""
+    --ranks, torchrun or deepspeed starts. auto: local with one rank, fsdp2 with more."""
     tp: PositiveInt = 1
     """Tensor parallel size: number of ranks that share each matrix. Only for backend fsdp2."""
     ring: PositiveInt = 1
@@ -36,9 +37,9 @@ class TrainConfig(Config):
     """How tensor parallelism splits matrices: by transformers' plan (hf) or by Lockstep's. auto: lockstep."""
     zero_stage: int = Field(2, ge=0, le=3)
     """DeepSpeed's ZeRO stage. Only for backend deepspeed."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | Auto = "auto"
     """fsdp2: free a block's gathered weights after its forward pass and gather them again for the backward
-    pass, which saves memory but adds traffic."""
+    pass, which saves memory but adds traffic. auto: as the memory plan needs; true on a CPU."""
     parameter_device: Literal["model", "cpu"] = "model"
     """cpu: fsdp2 and deepspeed (ZeRO 3) keep each rank's share of the weights in host memory between uses."""
     attention: Name = "auto"
@@ -60,8 +61,8 @@ class TrainConfig(Config):
 
     token_budget: PositiveInt | Literal["auto"] = "auto"
     """Token slots of one micro-batch; in the shared layout, only slots that are computed count. The budget
-    determines the activation memory. auto: 4096 on a CPU; on CUDA the largest of a few values up to 32768
-    that fits the memory plan; never less than the length of the longest document."""
+    determines the activation memory. auto: 4096 on a CPU; on CUDA a value up to 32768 from the memory plan;
+    never less than the length of the longest document."""
     static_capacity: bool | None = None
     """Pad every pack to one of a few static capacities, with one graph per capacity. If unset, packs are
     padded in compiled modes only."""
@@ -95,9 +96,9 @@ class TrainConfig(Config):
     each, with static buffers. The head and the loss run between the two graphs."""
     epochs_per_batch: PositiveInt = 1
     """PPO epochs: number of passes over a rollout batch."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Auto = "auto"
     """Keep only the input of each block and recompute the rest in the backward pass, which saves memory but
-    takes time."""
+    takes time. auto: as the memory plan needs; false on a CPU."""
 
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
@@ -117,11 +118,17 @@ class TrainConfig(Config):
     """Maximum L2 norm of the gradient; a larger gradient is scaled down to this norm."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """adamw8bit keeps its states in 8 bits and needs torchao."""
-    optimizer_device: Literal["model", "cpu"] = "model"
-    """cpu: keep master weights and optimizer states in host memory."""
+    optimizer_device: Literal["model", "cpu"] | Auto = "auto"
+    """cpu: keep master weights and optimizer states in host memory. auto: as the memory plan needs; model on
+    a CPU."""
     grad_accum_dtype: Literal["float32", "model"] = "float32"
     """Dtype in which gradients are accumulated over micro-batches. deepspeed always uses the model's
     dtype."""
+    reduce_gradients: Literal["auto", "per_step", "per_micro_batch"] = "auto"
+    """When fsdp2 adds up gradients over ranks. per_step: once, in the last micro-batch's backward pass; until
+    then each rank keeps the whole sum of its own micro-batches. per_micro_batch: in every backward pass; in
+    between, each rank keeps only its share of the sum, which saves memory but adds traffic. auto:
+    per_step."""
     num_threads: PositiveInt | None = Field(None, le=4096)
     """Number of CPU threads that torch uses. If unset, OMP_NUM_THREADS applies, or else torch's own
     default."""
@@ -157,10 +164,18 @@ DEFAULT_TOKEN_BUDGET = 4096
 """train.token_budget = "auto" on a CPU."""
 
 
+WITHOUT_PLAN = {
+    "execution": "eager",
+    "activation_checkpointing": False,
+    "reshard_after_forward": True,
+    "optimizer_device": "model",
+}
+"""What "auto" is where nothing depends on the memory of a GPU and on the run's steps."""
+
+
 def outside_of_runs(train: TrainConfig) -> TrainConfig:
-    """Return `train` as a backend takes it that no run builds: an execution "auto", which depends on the
-    run's steps, is eager."""
-    return train if train.execution != "auto" else train.model_copy(update={"execution": "eager"})
+    """Return `train` as a backend takes it that no run builds: without an "auto" that a run resolves."""
+    return train.model_copy(update={n: v for n, v in WITHOUT_PLAN.items() if getattr(train, n) == "auto"})
 
 
 def token_slots(budget: int | Literal["auto"]) -> int:

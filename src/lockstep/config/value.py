@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, check
 from lockstep.config.model import Dtype, LoraConfig, ModelConfig
 from lockstep.config.rules import refuse
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import Auto, TrainConfig
 
 POLICY = "policy"
 """value.name that stands for the policy's own model."""
@@ -49,12 +49,14 @@ class ValueConfig(Config):
     """Maximum L2 norm of the gradient; a larger gradient is scaled down to this norm."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] | None = None
     """adamw8bit needs torchao."""
-    optimizer_device: Literal["model", "cpu"] | None = None
-    """cpu: keep master weights and optimizer states in host memory."""
+    optimizer_device: Literal["model", "cpu"] | Auto = "auto"
+    """cpu: keep master weights and optimizer states in host memory. auto: as the memory plan needs, or as for
+    the policy if that is set."""
     grad_accum_dtype: Literal["float32", "model"] | None = None
     """Dtype in which gradients are accumulated over micro-batches."""
-    activation_checkpointing: bool | None = None
-    """Keep only the input of each block and recompute the rest in the backward pass."""
+    activation_checkpointing: bool | Auto = "auto"
+    """Keep only the input of each block and recompute the rest in the backward pass. auto: as the memory plan
+    needs, or as for the policy if that is set."""
     minibatches: PositiveInt | None = None
     """Number of optimizer steps per pass over a rollout batch."""
     epochs_per_batch: PositiveInt | None = None
@@ -90,7 +92,7 @@ class ValueConfig(Config):
         """Return the train settings of its backend, given those of the policy's. Nothing promises bits of
         values."""
         shared = [name for name in type(self).model_fields if name in TrainConfig.model_fields]
-        own = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        own = {name: value for name in shared if (value := getattr(self, name)) not in (None, "auto")}
         return policy.model_copy(update=own | {"batch_invariant": False, "reuse_rollout_logprobs": None})
 
     @check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -13,12 +13,12 @@ from lockstep.common_errors import not_finite, other_shape, other_tensors
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.sampling import SampleState
 from lockstep.engine.spec import Decoding, StopStrings
-from lockstep.engine.streaming import Ended, Ending, ModelEngine, OnToken, Turn
+from lockstep.engine.streaming import Ended, Ending, ModelEngine, OnToken, Turn, dirty
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.observe.metrics import is_out_of_memory
 from lockstep.schema.rollout import GenerationRequest
-from lockstep.schema.weights import TensorSource, WeightUpdate
+from lockstep.schema.weights import WeightUpdate
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -115,6 +115,8 @@ class EmbeddedEngine(ModelEngine):
             eos_token_ids=model.eos_token_ids,
         )
         self._config, self._model = config, model
+        self.dirty = model.weights_follow
+        """Whether the weights are not those of a whole update: the engine then refuses to generate."""
         self.on_token: OnToken | None = None
         """Called after each token, in the thread that computes; set it while nothing runs."""
 
@@ -156,29 +158,44 @@ class EmbeddedEngine(ModelEngine):
         ]
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Sample from this version from now on.
+        """Sample from this version from now on. Tensors are copied one at a time, so that there is never a
+        second set of them.
 
         Raises:
-            EngineError: samples are running, the update is not for this module, or its tensors do not fit;
-                nothing was changed.
+            EngineError: samples are running, or the update is not for this module; nothing was changed. Or
+                one of its tensors does not fit, which `update.shapes` did not say: the engine is dirty.
         """
         self._require_open()
         self._require_idle("update_weights")
         if update.shared_module is None:
-            copy_weights(self._module, update.tensors, engine=self.name)
+            copy_weights(self._module, update, engine=self.name, begin=self._begin_copy)
         elif update.shared_module is not self._model.module:
             raise EngineError(
                 f"other-model: engine {self.name} reads the Parameters of the module it was built with, but "
                 "the update names another; build the engine with the trainer's model, or send tensors"
             )
+        self.dirty = False
         self._weights_changed()
         self._policy_version = update.policy_version
 
+    def _begin_copy(self) -> None:
+        self.dirty = True
+        _resize(self._module.parameters(), present=True)
+
+    def _require_ready(self) -> None:
+        super()._require_ready()
+        if self.dirty:
+            raise dirty(self.name)
+
     def sleep(self) -> None:
-        """Free KV cache, buffers and CUDA graphs. The Parameters are the trainer's and stay."""
+        """Free KV cache, buffers and CUDA graphs. Parameters that are the trainer's stay; those of a module
+        of its own, whose weights are sent, are freed too, and the engine is dirty until the next update."""
         self._require_open()
         self._require_idle("sleep")
         self._give_back()
+        if self._model.weights_follow:
+            self.dirty = True
+            _resize(self._module.parameters(), present=False)
         if next(self._module.parameters()).is_cuda:
             torch.cuda.empty_cache()  # until then torch keeps the memory of the CUDA graphs
         self._state = "asleep"
@@ -194,36 +211,73 @@ class EmbeddedEngine(ModelEngine):
         self._state = "closed"
 
 
-# Taking named weights over into a module, all or nothing.
+# Taking named weights over into a module.
 
 
-def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> None:
-    """Copy every weight by its Hugging Face name; values are cast to the module's dtype.
+def copy_weights(
+    module: nn.Module, update: WeightUpdate, *, engine: str, begin: Callable[[], None] = lambda: None
+) -> None:
+    """Copy every weight of an update by its Hugging Face name, one after the other, so that there is never a
+    second set of them; values are cast to the module's dtype.
+
+    Args:
+        begin: called before anything is changed, when names and shapes are known to fit if they can be.
 
     Raises:
         EngineError: a name is unknown, missing or duplicate, a shape differs, or two names of one tied
-            weight bring different values. Nothing was changed then.
+            weight bring different values. Nothing was changed if `update.shapes` tells; else some weights
+            were.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
-    new: dict[str, Tensor] = {}
-    for name, tensor in tensors():
-        if name in new:
-            raise EngineError(f"duplicate: engine {engine}: the weight update contains {name!r} twice")
-        new[name] = tensor
-    unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
+    tensors = update.tensors()
+    try:
+        if update.shapes is not None:
+            _check_shapes(own, update.shapes, engine=f"{engine} (left unchanged)")
+        begin()
+        _copy(own, tensors, engine=engine)
+    except (EngineError, RuntimeError):
+        # Gathering them may be collective: the other ranks go through all of them.
+        for _ in tensors:
+            pass
+        raise
+
+
+def _check_shapes(own: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], *, engine: str) -> None:
+    unknown, missing = shapes.keys() - own.keys(), own.keys() - shapes.keys()
     if unknown or missing:
-        raise other_tensors(EngineError, f"engine {engine} (left unchanged)", missing, unknown)
-    first_name: dict[int, str] = {}
-    for name, tensor in new.items():
-        parameter = own[name]
-        if tensor.shape != parameter.shape:
-            raise other_shape(EngineError, f"engine {engine}: weight {name!r}", tensor.shape, parameter.shape)
-        twin = first_name.setdefault(id(parameter), name)
-        if twin != name and not torch.equal(new[twin], tensor):
+        raise other_tensors(EngineError, f"engine {engine}", missing, unknown)
+    for name, shape in shapes.items():
+        if tuple(shape) != own[name].shape:
+            raise other_shape(EngineError, f"engine {engine}: weight {name!r}", shape, own[name].shape)
+
+
+@torch.no_grad()
+def _copy(own: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], *, engine: str) -> None:
+    left, first_name = set(own), dict[int, str]()
+    for name, tensor in tensors:
+        if name in own and name not in left:
+            raise EngineError(f"duplicate: engine {engine}: the weight update contains {name!r} twice")
+        if name not in own:
+            raise other_tensors(EngineError, f"engine {engine}", (), [name])
+        _check_shapes({name: own[name]}, {name: tensor.shape}, engine=engine)
+        twin = first_name.setdefault(id(own[name]), name)
+        if twin == name:
+            own[name].copy_(tensor)
+        elif not torch.equal(own[name], tensor.to(own[name])):
             raise EngineError(
                 f"values-differ: engine {engine}: {twin!r} and {name!r} are tied, but the update contains "
                 "two values for them"
             )
-    with torch.no_grad():
-        for name, tensor in new.items():
-            own[name].copy_(tensor)
+        left.remove(name)
+        del tensor  # before the next one is made
+    if left:
+        raise other_tensors(EngineError, f"engine {engine}", left)
+
+
+def _resize(parameters: Iterable[Tensor], *, present: bool) -> None:
+    """Allocate the memory of Parameters, or free it; no effect if it is so already. Everything that refers to
+    them (views, compiled layers) finds them filled again, at other addresses: CUDA graphs do not."""
+    for parameter in parameters:
+        storage, size = parameter.untyped_storage(), parameter.nbytes if present else 0
+        if storage.nbytes() != size:
+            storage.resize_(size)

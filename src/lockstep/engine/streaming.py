@@ -432,6 +432,15 @@ class ModelEngine(Streaming):
         )
 
 
+def dirty(engine: str) -> EngineError:
+    """Return the error of an engine that cannot sample before a weight update."""
+    return EngineError(
+        f"wrong-state: engine {engine} is dirty: it has no complete policy (it was never updated, its last "
+        "update failed, it slept without its weights, or its server was restarted); send it a full update "
+        "first"
+    )
+
+
 class ReceivingEngine(ModelEngine):
     """An engine with weights of its own, which come in sessions."""
 
@@ -461,10 +470,7 @@ class ReceivingEngine(ModelEngine):
 
     def _require_clean(self) -> None:
         if self.dirty:
-            raise EngineError(
-                f"wrong-state: engine {self.name} is dirty: it has no complete policy (it was never updated, "
-                "its last update failed, or its server was restarted); send it a full update first"
-            )
+            raise dirty(self.name)
 
     def _require_ready(self) -> None:
         super()._require_ready()

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.engine import kind
-from lockstep.config.run import GRPORun, Role, RunConfig
+from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
 from lockstep.data.held_out import evaluates, holds_out_rows, load_train_and_held_out
 from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.engine.build import is_external, make_engine
@@ -41,7 +41,14 @@ from lockstep.loop.role_worker import RoleWorker
 from lockstep.loop.roles import Critic, describe_reward_models
 from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
 from lockstep.models.architectures import text_config
-from lockstep.models.load import LoadedModel, OpenedModel, check_positions, load_model, open_model
+from lockstep.models.load import (
+    LoadedModel,
+    OpenedModel,
+    allocated,
+    check_positions,
+    load_model,
+    open_model,
+)
 from lockstep.models.memory import opened_shape
 from lockstep.observe.lock import OwnedFolder
 from lockstep.observe.metrics import Spans
@@ -84,7 +91,8 @@ class Builder:
         manifest: Mapping[str, Any] | None = None,
         hooks: LoopHooks | None = None,
     ) -> None:
-        self.ranks, self.config, self.work_dir = ranks or RankContext.alone(), config, work_dir
+        self.ranks, self.work_dir = ranks or RankContext.alone(), work_dir
+        self.config = config = on_ranks(config, self.ranks.world_size)
         self.manifest = manifest or {}
         self.hooks = hooks or LoopHooks()
         self.hold_out = holds_out(config, self.manifest)
@@ -550,14 +558,16 @@ def load_policy(
 
 def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: TrainBackend) -> LoadedModel:
     """Return the model that the engine samples with: the trainer's own module where its Parameters are whole
-    between calls, else a second module, into which every weight push copies."""
+    between calls, else a second module, into which every weight push copies. Its weights are not read: the
+    first push comes before the first sample."""
     if backend.weights(policy_version=0).shared_module is model.module:
         return model
     merged = resolved.run.model.model_copy(
         update={"lora": None}
     )  # a backend that sends weights sends them merged
-    own = load_model(merged, attention=resolved.attention, device=torch.device(resolved.device))
-    own = dataclasses.replace(own, execution=model.execution)
+    device = torch.device(resolved.device)
+    own = load_model(merged, attention=resolved.attention, device=device, materialize=False)
+    own = dataclasses.replace(allocated(own, device=device), execution=model.execution)
     return convert_copy(own) if resolved.batch_invariant else own
 
 

@@ -35,7 +35,7 @@ def connect_ranks(
     device: str,
     ranks: RankContext | None = None,
     *,
-    check: Callable[[int], None],
+    check: Callable[[int], object],
     seconds: float | None = None,
 ) -> Iterator[RankContext]:
     """Yield the ranks of this run: `ranks` where they are connected already, those of the launcher that

@@ -20,7 +20,7 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import remote_name
 from lockstep.config.declarations import backends, engines
 from lockstep.config.ppo import PPORun, ValueConfig
-from lockstep.config.run import GRPORun, Role, RunConfig
+from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
 from lockstep.config.support import shards_weights
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
@@ -41,7 +41,12 @@ _OF_ENGINE = (
     "KV cache",
     "logits of one decoding step",
 )
-_RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(0.8 * GIB)}
+_CUDA_RUNTIME = "CUDA context, NCCL, fragmentation"
+_RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(2.2 * GIB)}
+"""On one H100 a process with nothing allocated takes 0.5 GiB; cuBLAS's workspaces and blocks that the
+allocator cannot join come on top."""
+_NCCL_BYTES = int(1.2 * GIB)
+"""Four H100s: 1.55 GiB beside torch's allocator, context included, and 1.8 GiB of free blocks at a peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,18 +99,26 @@ def peak_of(parts: Sequence[MemoryPart]) -> tuple[int, str]:
 
 
 def plan_memory(
-    run: RunConfig, *, device: torch.device, ranks: int = 1, shape: ModelShape | None = None
+    run: RunConfig,
+    *,
+    device: torch.device,
+    ranks: int = 1,
+    shape: ModelShape | None = None,
+    value_shape: ModelShape | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a run; allocates next to nothing.
 
     Args:
-        run: its "auto" sizes are resolved (`lockstep.loop.resolve`); others count as on a CPU.
-        shape: of its model; None: found out by building it on the meta device.
-        ranks: processes that train together; `config.run.check_ranks` has passed them.
+        run: what is still "auto" in it counts as on a CPU; see `lockstep.loop.resolve`.
+        shape, value_shape: of its model, and of PPO's value model; None: found out by building it on the meta
+            device.
+        ranks: processes that train together.
 
     Raises:
         ModelError: the model's config is not on this machine (the hub is not asked), or is not supported.
     """
+    run = on_ranks(run, ranks)
+    run = run.model_copy(update={"train": outside_of_runs(run.train)})
     dtype = resolve_dtype(run.model.dtype, device)
     shape = planned_shape(run.model, dtype=dtype) if shape is None else shape
     documents, longest = run.documents_per_update, run.longest_document
@@ -117,10 +130,10 @@ def plan_memory(
         tokens = budget
     kind = "cuda" if device.type == "cuda" else "cpu"
     parts = [
-        MemoryPart(name=_RUNTIME, bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
+        _runtime_part(kind, ranks=ranks),
         *_remote_parts(run, kind),
         *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
-        *_OF_KIND[run.kind](shape, run, tokens=tokens, device=device, ranks=ranks),
+        *_OF_KIND[run.kind](shape, run, tokens=tokens, device=device, ranks=ranks, value_shape=value_shape),
         _copy_part(shape, run, run.train, size=(kind, ranks)),
     ]
     if kind == "cuda" and run.online:
@@ -145,19 +158,28 @@ def _of_documents(shape: ModelShape, run: RunConfig, **size: Any) -> list[Memory
 
 
 def _of_rollouts(
-    shape: ModelShape, run: GRPORun, *, tokens: int, device: torch.device, ranks: int
+    shape: ModelShape, run: GRPORun, *, device: torch.device, ranks: int, **_: Any
 ) -> list[MemoryPart]:
     """Return what the engine and reward models need."""
-    parts = generate_parts(shape, run, device="cuda" if device.type == "cuda" else "cpu")
+    parts = generate_parts(shape, run, device="cuda" if device.type == "cuda" else "cpu", ranks=ranks)
     return parts if run.reward_model is None else [*parts, *_reward_parts(run.reward_model, device)]
 
 
 def _of_ppo(
-    shape: ModelShape, run: PPORun, *, tokens: int, device: torch.device, ranks: int
+    shape: ModelShape,
+    run: PPORun,
+    *,
+    tokens: int,
+    device: torch.device,
+    ranks: int,
+    value_shape: ModelShape | None,
 ) -> list[MemoryPart]:
     """Return what the value model needs, too."""
-    value = _value_parts(run, tokens, device=device, ranks=ranks)
-    return [*value, *_of_rollouts(shape, run, tokens=tokens, device=device, ranks=ranks)]
+    if value_shape is None:
+        config = run.value.model(run.model)
+        value_shape = planned_shape(config, dtype=resolve_dtype(config.dtype, device), head="scalar")
+    value = _value_parts(value_shape, run, tokens, device=device, ranks=ranks)
+    return [*value, *_of_rollouts(shape, run, device=device, ranks=ranks)]
 
 
 _OF_KIND: Mapping[str, Callable[..., list[MemoryPart]]] = {
@@ -216,6 +238,13 @@ def _scoring_parts(
     ]
 
 
+def _runtime_part(kind: str, *, ranks: int) -> MemoryPart:
+    """What a rank's process needs beside tensors."""
+    name = _CUDA_RUNTIME if kind == "cuda" else _RUNTIME
+    size = _RUNTIME_BYTES[kind] + _NCCL_BYTES * (kind == "cuda" and ranks > 1)
+    return MemoryPart(name=name, bytes=size, phase="always", setting="")
+
+
 def _remote_parts(run: RunConfig, kind: str) -> list[MemoryPart]:
     """What the processes of remote roles need beside the models."""
     return [
@@ -248,14 +277,15 @@ def _train_parts(
     return memory_parts_of(train.backend)(shape, train, size)
 
 
-def _value_parts(run: PPORun, tokens: int, *, device: torch.device, ranks: int) -> list[MemoryPart]:
+def _value_parts(
+    shape: ModelShape, run: PPORun, tokens: int, *, device: torch.device, ranks: int
+) -> list[MemoryPart]:
     """What the value model's backend holds.
 
     Args:
         tokens: token slots of the largest micro-batch.
     """
-    config, train = run.value.model(run.model), run.value.train(run.train)
-    shape = planned_shape(config, dtype=resolve_dtype(config.dtype, device), head="scalar")
+    train = run.value.train(run.train)
     samples = run.rollout.samples // train.minibatches
     size = StepSize(
         tokens=tokens,
@@ -337,12 +367,13 @@ def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize
     return found
 
 
-def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[MemoryPart]:
-    """Return the parts of memory that sampling one rollout batch holds beside the weights."""
+def generate_parts(shape: ModelShape, run: GRPORun, *, device: str, ranks: int = 1) -> list[MemoryPart]:
+    """Return the parts of memory that sampling a rank's share of a rollout batch holds beside the weights."""
     gpus = 0 if run.cluster is None or device == "cpu" else run.cluster.engine_gpus
     apart = shards_weights(run.train) or run.engine.process == "separate" or gpus > 0
     split = run.engine.tp if gpus else 1
-    batch = min(run.engine.max_batch, run.rollout.samples)
+    samples = math.ceil(run.rollout.samples / ranks)
+    batch = min(run.engine.max_batch, samples)
     length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     # What auto means where the run starts.
     name = run.engine.name if run.engine.name != "auto" else "native" if device == "cuda" else "hf"
@@ -358,13 +389,13 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[Memo
         MemoryPart(
             name="weights of the engine, whole",
             bytes=shape.parameters * shape.dtype_bytes * apart // split,
-            phase="always",
-            setting="model.name",
+            phase="generate" if apart and run.engine.offloads else "always",
+            setting=either(not run.engine.offloads and "engine.offload = true", "train.tp", "model.name"),
         ),
         MemoryPart(
             name="KV cache",
-            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_tokens or batch * length) // split,
-            phase="always" if keeps and not run.engine.offload else "generate",
+            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_limit or batch * length) // split,
+            phase="always" if keeps and not run.engine.offloads else "generate",
             setting=either(keeps and "engine.offload = true", f"engine.max_batch, {sizes}"),
         ),
         MemoryPart(
@@ -424,7 +455,7 @@ _PARTS: Mapping[str, OffloadPart] = {
 def start_offloading(run: GRPORun, *roles: Role, backend: TrainBackend) -> None:
     """Start offloading those of `roles`, all of one backend, that the run's config names. Call it as soon as
     they are built, so that the next role to be loaded can use their memory."""
-    parts = [part for role, part in ON_DEVICE if role in roles and role in run.offload]
+    parts = [part for role, part in ON_DEVICE if role in roles and role in run.offloaded]
     if parts:
         cast(OffloadableBackend, backend).offload(*parts)
 

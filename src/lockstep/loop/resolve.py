@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -25,10 +25,10 @@ from lockstep.config.support import (
 )
 from lockstep.config.train import DEFAULT_TOKEN_BUDGET, Layout, token_slots
 from lockstep.errors import ConfigError
-from lockstep.loop.memory_plan import plan_memory
+from lockstep.loop.planner import Place, Planner, open_settings, with_settings, without_plan
 from lockstep.loop.preflight import own_support
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.memory import ModelShape, gib, planned_shape
+from lockstep.models.memory import ModelShape, planned_shape
 from lockstep.observe.text import printable
 from lockstep.ranks.context import RankContext, local_ranks
 
@@ -43,8 +43,10 @@ class Machine:
     """cpu, cuda or cuda:N: of this rank."""
     ranks: int = 1
     """That share a step."""
+    gpu: str = ""
+    """Name of the device; empty: a CPU."""
     total_bytes: int = 0
-    """Memory of the device, or this rank's share of it; the least of all ranks. 0: nothing depends on it."""
+    """Memory of the device, or this rank's share of it; the least of all ranks. 0: a CPU."""
     engine_gpus: tuple[int, ...] = ()
     """Devices that this rank's engine has for itself."""
 
@@ -64,7 +66,10 @@ class Resolved(Generic[Run]):
     auto_execution: str = ""
     """Why train.execution = "auto" became what it is; empty: it was not "auto", or there was no choice."""
     auto_token_budget: str = ""
-    """The same of train.token_budget."""
+    """The same of train.token_budget where there is no memory plan."""
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    """The memory plan: "settings" that were "auto", by dotted path; "line", which tells it; "peak_bytes",
+    "total_bytes" and "ranks". Empty: none was made."""
 
     @property
     def device(self) -> str:
@@ -118,7 +123,8 @@ class Resolved(Generic[Run]):
             "execution": (self.execution, self.auto_execution),
             "token_budget": (self.token_budget, self.auto_token_budget),
         }
-        return [f"train.{name} auto -> {value}: {why}" for name, (value, why) in chosen.items() if why]
+        lines = [f"train.{name} auto -> {value}: {why}" for name, (value, why) in chosen.items() if why]
+        return [*lines, f"memory plan: {self.memory['line']}"] if self.memory else lines
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -139,6 +145,7 @@ class Resolved(Generic[Run]):
             "token_budget": self.token_budget,
             "auto_execution": self.auto_execution,
             "auto_token_budget": self.auto_token_budget,
+            "memory": dict(self.memory),
         }
 
     @classmethod
@@ -146,11 +153,16 @@ class Resolved(Generic[Run]):
         """Return the record of a run whose choices are known: the inverse of `axes`, but for the engine's
         GPUs."""
         chosen = ("device", "attention", "execution", "layout", "static_capacity", "batch_invariant")
-        run = _with_train(given, **{name: axes[name] for name in (*chosen, "token_budget")})
+        memory = axes.get("memory") or {}
+        run = without_plan(with_settings(given, memory.get("settings", {})))
+        run = _with_train(run, **{name: axes[name] for name in (*chosen, "token_budget")})
         run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": axes["dtype"]})})
         why = ("support", "support_note", "auto_execution", "auto_token_budget")
         return Resolved(
-            run=run.with_engine(name=axes["engine"]), given=given, **{name: axes[name] for name in why}
+            run=run.with_engine(name=axes["engine"]),
+            given=given,
+            memory=memory,
+            **{name: axes[name] for name in why},
         )
 
     def without_batch_invariance(self) -> Resolved[Run]:
@@ -189,7 +201,9 @@ def resolve(
     invariant = run.train.batch_invariant
     if invariant is None:
         invariant = run.engine_name == "native" and _keeps_batch_invariance(run, attention=attention, **where)
-    run, execution, token_budget = _with_sizes(run, shape=shape, machine=machine)
+    planned = _with_train(run, batch_invariant=invariant)
+    sized = _with_sizes(planned, shape=shape, machine=machine, manifest=manifest)
+    run = _with_train(sized.run, batch_invariant=run.train.batch_invariant)
     layout = run.train.layout
     if layout == "auto":
         shares = run.has_groups and shares_prompts(run, attention=attention, own=own, **where)
@@ -211,8 +225,10 @@ def resolve(
         "token_budget": token_slots(run.train.token_budget),
         "support": entry.status,
         "support_note": entry.reason,
-        "auto_execution": execution or _reason(given.train.execution, manifest, "execution"),
-        "auto_token_budget": token_budget or _reason(given.train.token_budget, manifest, "token_budget"),
+        "auto_execution": sized.execution or _reason(given.train.execution, manifest, "execution"),
+        "auto_token_budget": sized.token_budget
+        or _reason(given.train.token_budget, manifest, "token_budget"),
+        "memory": sized.memory,
     }
     found = Resolved.from_axes(given, axes)
     if not machine.engine_gpus or device.type != "cuda":
@@ -231,7 +247,8 @@ def find_machine(run: RunConfig, ranks: RankContext | None = None) -> Machine:
     return Machine(
         device=device,
         ranks=ranks.world_size,
-        total_bytes=_total_bytes(torch.device(device), ranks) if run.train.token_budget == "auto" else 0,
+        gpu=torch.cuda.get_device_name(device) if device.startswith("cuda") else "",
+        total_bytes=_total_bytes(torch.device(device), ranks),
         engine_gpus=layout_here(run.cluster, ranks).of_engine(ranks.local_rank),
     )
 
@@ -260,31 +277,81 @@ def check_devices(cluster: ClusterConfig | None, device: str, *, ranks: RankCont
         cluster.check_devices(layout_here(cluster, ranks), there=torch.cuda.device_count())
 
 
-def _with_sizes(run: Run, *, shape: Callable[..., ModelShape], machine: Machine) -> tuple[Run, str, str]:
-    """Resolve train.execution and then train.token_budget of a run whose engine is resolved; both depend on
-    the model's size where there is a GPU. Returns the run, and why they are what they are; empty: they were
-    not "auto", or there was no choice."""
-    mode, budget = Choice(value="eager", reason=""), Choice(value=0, reason="")
-    open_values = "auto" in (run.train.execution, run.train.token_budget)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sized(Generic[Run]):
+    """A run whose settings that depend on sizes are resolved, and why they are what they are."""
+
+    run: Run
+    execution: str = ""
+    token_budget: str = ""
+    memory: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _with_sizes(
+    run: Run, *, shape: Callable[..., ModelShape], machine: Machine, manifest: Mapping[str, Any]
+) -> _Sized[Run]:
+    """Resolve train.execution and then the memory settings of a run whose engine is resolved; on a GPU both
+    depend on the model's size.
+
+    Raises:
+        ConfigError: no plan fits.
+    """
     device, ranks = torch.device(machine.device), machine.ranks
-    sizes: ModelShape | None = None
-    if open_values and device.type == "cuda":
-        sizes = shape(dtype=resolve_dtype(run.model.dtype, device))
+    if device.type != "cuda":
+        run = _with_train(run, execution="eager") if run.train.execution == "auto" else run
+        usual = max(DEFAULT_TOKEN_BUDGET, run.longest_unit)
+        if run.train.token_budget != "auto":
+            return _Sized(run=without_plan(run))
+        why = "" if usual == DEFAULT_TOKEN_BUDGET else "the longest document"
+        return _Sized(run=without_plan(_with_train(run, token_budget=usual)), token_budget=why)
+    if run.train.execution != "auto" and not (machine.total_bytes and open_settings(run)):
+        return _Sized(run=without_plan(run))
+    sizes, why = shape(dtype=resolve_dtype(run.model.dtype, device)), ""
     if run.train.execution == "auto":
-        if sizes is not None:
-            mode = resolve_execution(run, device=machine.device, parameters=sizes.parameters, ranks=ranks)
-        run = _with_train(run, execution=mode.value)
-    if run.train.token_budget == "auto":
-
-        def peak(tokens: int) -> int:
-            plan = plan_memory(_with_train(run, token_budget=tokens), device=device, ranks=ranks, shape=sizes)
-            return plan.peak_bytes
-
-        budget = choose_token_budget(
-            run, device=machine.device, total_bytes=machine.total_bytes, ranks=ranks, peak=peak
+        mode = resolve_execution(run, device=machine.device, parameters=sizes.parameters, ranks=ranks)
+        run, why = _with_train(run, execution=mode.value), mode.reason
+    place = Place(gpu=machine.gpu, total_bytes=machine.total_bytes, ranks=ranks)
+    kept = _kept_plan(run, place, manifest)
+    if kept:
+        return _Sized(run=with_settings(run, kept["settings"]), execution=why, memory=kept)
+    if not (machine.total_bytes and open_settings(run)):
+        return _Sized(run=without_plan(run), execution=why)
+    value = None
+    if run.critic is not None:
+        value = planned_shape(
+            run.critic.model(run.model), dtype=resolve_dtype(run.model.dtype, device), head="scalar"
         )
-        run = _with_train(run, token_budget=budget.value)
-    return run, mode.reason, budget.reason
+    try:
+        planner = Planner(run, shape=sizes, place=place, value_shape=value)
+        found = planner.choose()
+    except ConfigError as error:
+        if error.code != "wrong-part":  # a backend of the user's, of which no memory is known
+            raise
+        usual = max(DEFAULT_TOKEN_BUDGET, run.longest_unit)
+        budget = usual if run.train.token_budget == "auto" else run.train.token_budget
+        return _Sized(
+            run=without_plan(_with_train(run, token_budget=budget)),
+            execution=why,
+            token_budget=f"there is no memory plan: {error}",
+        )
+    return _Sized(run=found.run, execution=why, memory=found.record)
+
+
+def _kept_plan(run: RunConfig, place: Place, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan in the manifest of a run that goes on, if it is for such GPUs and all that is open now.
+
+    Raises:
+        ConfigError: the manifest holds another value than a setting can have.
+    """
+    memory = _axes_of(manifest).get("memory") or {}
+    same = isinstance(memory, Mapping) and memory.get("ranks") == place.ranks
+    if not same or memory.get("total_bytes") != place.total_bytes:
+        return {}
+    settings = {path: memory["settings"].get(path) for path in open_settings(run)}
+    if None in settings.values():
+        return {}
+    override(run, settings, origin="manifest.json, field axes")
+    return {**memory, "settings": settings, "line": printable(str(memory.get("line", "")))}
 
 
 def resolve_execution(run: RunConfig, *, device: str, parameters: int, ranks: int) -> Choice[str]:
@@ -354,7 +421,9 @@ def _as_started(run: Run, manifest: Mapping[str, Any]) -> Run:
     axes = _axes_of(manifest)
     if run.train.layout == "auto" and axes.get("layout") == "packed":
         run = _with_train(run, layout="packed")
-    open_values = [name for name in ("execution", "token_budget") if getattr(run.train, name) == "auto"]
+    # A plan in the manifest is looked at where the machine is known.
+    names = ("execution",) if axes.get("memory") else ("execution", "token_budget")
+    open_values = [name for name in names if getattr(run.train, name) == "auto"]
     kept = {f"train.{name}": axes[name] for name in open_values if name in axes}
     return cast(Run, override(run, kept, origin="manifest.json, field axes")) if kept else run
 
@@ -511,46 +580,3 @@ def choose_execution(
             f"it pays off from {needed:,} steps on, and the run has {run.steps:,}"
         ),
     )
-
-
-# train.token_budget = "auto": the largest micro-batch of a few whose planned memory fits the device.
-#
-# A function of settings, sizes and the device's total memory, not of what is free: every start of a run on
-# one kind of device decides alike.
-
-
-SIZES = (DEFAULT_TOKEN_BUDGET, 8192, 16384, 24576, 32768)
-"""Token slots. Beyond the largest a step gains nothing that can be measured."""
-MARGIN = 1.5
-"""What a process needs at most, as a multiple of its memory plan (tests/loop/test_memory_plan.py)."""
-
-
-def choose_token_budget(
-    run: RunConfig, *, device: str, total_bytes: int, ranks: int, peak: Callable[[int], int]
-) -> Choice[int]:
-    """Return what train.token_budget = "auto" means for a run whose engine and execution mode are resolved.
-
-    Args:
-        device: "cpu", "cuda" or "cuda:N".
-        total_bytes: of the device's memory, a rank's share where ranks share it.
-        ranks: that share a step.
-        peak: the planned bytes of one rank at a token budget; a ConfigError says that there is no plan.
-    """
-    longest = run.longest_unit
-    usual = max(DEFAULT_TOKEN_BUDGET, longest)
-    if not device.startswith("cuda"):
-        return Choice(value=usual, reason="" if usual == DEFAULT_TOKEN_BUDGET else "the longest document")
-    if run.engine_has_own_memory:
-        return Choice(value=usual, reason=f"engine {run.engine_name} needs additional memory")
-    parts = max(1, ranks // (run.train.tp * run.train.ring))
-    needed = math.ceil(run.documents_per_update / parts) * longest
-    sizes = [size for size in SIZES if size >= longest] or [longest]
-    sizes = sizes[: 1 + sum(size < needed for size in sizes)]
-    try:
-        planned = {size: peak(size) for size in sizes}
-    except ConfigError as error:
-        return Choice(value=usual, reason=f"there is no memory plan: {error}")
-    fitting = [size for size in sizes if planned[size] * MARGIN <= total_bytes]
-    chosen = max(fitting, default=sizes[0])
-    of = f"planned peak of {gib(planned[chosen])}, of {gib(total_bytes)}"
-    return Choice(value=chosen, reason=of if fitting else f"{of}: the smallest size, which may not fit")

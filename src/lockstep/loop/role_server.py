@@ -249,7 +249,7 @@ class RoleHost:
         if "ref" in roles:
             temperature = made.rollout.sampling.temperature
             self._ref = build_backend(resolved, policy, total_steps=0, temperature=temperature, ref=False)
-            if "ref" in made.offload:
+            if "ref" in made.offloaded:
                 _offload_weights(self._ref)
         if "reward_model" in roles:
             self._rewards = build_reward_models(resolved, policy, ranks=RankContext.alone(resolved.device))

@@ -77,7 +77,7 @@ class Critic(Trained):
         )
         checkpointing = self.config.activation_checkpointing
         axes = {**policy.axes, "dtype": dtype, "batch_invariant": False}
-        if checkpointing is not None:
+        if checkpointing != "auto":
             axes["activation_checkpointing"] = checkpointing
         return dataclasses.replace(
             policy,
@@ -278,7 +278,7 @@ def build_reward_models(
                 "the policy's folder"
             )
         models = RewardModels(run.reward_model, device=torch.device(resolved.device))
-        if "reward_model" in run.offload:
+        if "reward_model" in run.offloaded:
             models.offload()
         return models
 

@@ -127,7 +127,7 @@ class RolloutEngine:
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
         """The trainer works inside: the engine sleeps from here on, if it does at all."""
-        if self._config.offload and not self._asleep:
+        if self._config.offloads and not self._asleep:
             with self.spans("sleep"), self.ranks.fail_together("putting the engine to sleep"):
                 self.engine.sleep()
             self._asleep = True

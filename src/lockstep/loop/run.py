@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, cast
 import torch
 
 from lockstep.config.run import RunConfig
-from lockstep.config.run_config import check_ranks
+from lockstep.config.run_config import on_ranks
 from lockstep.data.lazy import LazyItems
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.loop.checkpoint_files import seen_field
@@ -134,8 +134,8 @@ class Run:
         ranks: RankContext | None = None,
         restart: bool = False,
     ) -> None:
-        self.config = config
         self.ranks = ranks or RankContext.alone()
+        self.config = on_ranks(config, self.ranks.world_size)
         resume = None if resume is None else Path(resume)
         compare_settings(config, self.ranks, resume=resume)
         mode = config.log.display if self.ranks.is_first else "off"
@@ -173,7 +173,9 @@ class Run:
         self._restart = recovery()
         try:
             self._recorders = RunRecorders(self.dir.path, self.ranks, folders=self._folders, spans=self.spans)
-            self._manifest = RunManifest(run=config, dir=self.dir, ranks=self.ranks, say=self.display.note)
+            self._manifest = RunManifest(
+                run=self.config, dir=self.dir, ranks=self.ranks, say=self.display.note
+            )
             self._saving = Saving(
                 self._manifest,
                 folders=self._folders,
@@ -192,7 +194,7 @@ class Run:
     @contextlib.contextmanager
     def open(cls, config: RunConfig, **start: Unpack[Start]) -> Iterator[Run]:
         """Connect the ranks, and open the run on them."""
-        train, check = config.train, partial(check_ranks, config)
+        train, check = config.train, partial(on_ranks, config)
         with (
             deterministic(train.deterministic),
             connect_ranks(train.device, start.get("ranks"), check=check) as ranks,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack, cast
 
-from lockstep.config.run import GRPORun, OfflineRun, RunConfig
+from lockstep.config.run import GRPORun, OfflineRun, RunConfig, on_ranks
 from lockstep.loop.preflight import preflight
 from lockstep.loop.run import Start
 from lockstep.loops import offline, rl
@@ -59,8 +60,10 @@ def _check(
     run: RunConfig, start: Start, *, own_rewards: bool = False, own_data: bool = False
 ) -> dict[str, Any] | None:
     """The summary of a run that is already finished. Raises what `preflight` raises."""
+    ranks = start.get("ranks")
+    started = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks.world_size
     return preflight(
-        run,
+        on_ranks(run, started),
         resume=start.get("resume"),
         checkpoint=start.get("checkpoint"),
         restart=start.get("restart", False),

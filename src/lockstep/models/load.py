@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from lockstep.models.source import (
     bundled_config,
     bundled_folder,
     folder_source,
+    kept_buffers,
     module_without_weights,
     random_source,
 )
@@ -99,6 +100,9 @@ class LoadedModel:
     execution: str = "eager"
     """The train backend's execution mode; an engine that must be bitwise equal runs its layers the same
     way."""
+    weights_follow: bool = False
+    """The Parameters are allocated and have no values yet: weight updates bring them. An engine may free them
+    while it sleeps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +224,13 @@ def load_model(
         max_positions=opened.max_positions,
         source=source,
     )
+
+
+def allocated(model: LoadedModel, *, device: torch.device) -> LoadedModel:
+    """Allocate the Parameters of a model without weights, in place, for weights that will be copied in."""
+    with kept_buffers(model.module):
+        model.module.to_empty(device=device)
+    return replace(model, source=None, weights_follow=True)
 
 
 def load_tokenizer(config: ModelConfig, *, local_only: bool = False) -> Tokenizer | None:

@@ -179,9 +179,12 @@ def _cgroup_left(root: Path) -> int | None:
 # token (b = bytes of the compute dtype; C hidden, I intermediate, N and K query and key/value heads, H head
 # dim):
 #
-#    a norm of width W       b = 4: input, normalised, output (12 W).  b = 2: float32 input and two more (8 W)
+#     a norm of width W       b = 4: input, normalised, output (12 W); b = 2: float32 input, two more (8 W)
 #     attention               q, k, v, output, and the output once more for o_proj: b H (3 N + 2 K)
 #     gated MLP               gate, up, activated gate, product: 4 b I
+#
+# Where a norm is one op it keeps input and output (2 b W), and o_proj the attention's own output (b H (2 N +
+# 2 K), and 4 N for the log of its sums). Compiled layers compute the activated gate again (3 b I).
 #
 # It is an estimate: what a layer keeps is within 15 % (tests/models/test_memory.py measures it).
 
@@ -213,12 +216,19 @@ class ModelShape:
     dtype_bytes: int
     lora: bool
 
-    @property
-    def activation_bytes_per_layer(self) -> int:
-        """Bytes that one layer keeps for backward, per token."""
-        norms = self.norm_width * (12 if self.dtype_bytes == 4 else 8)
-        attention = self.dtype_bytes * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
-        return norms + attention + 4 * self.dtype_bytes * self.intermediate
+    def activation_bytes_per_layer(self, *, compiled: bool = False, fused_norms: bool = False) -> int:
+        """Return the bytes that one layer keeps for backward, per token.
+
+        Args:
+            compiled: by torch.compile.
+            fused_norms: a norm is one op, as in a batch-invariant model.
+        """
+        b, queries, keys = self.dtype_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if not (compiled or fused_norms):
+            norms = self.norm_width * (12 if b == 4 else 8)
+            return norms + b * (3 * queries + 2 * keys) + 4 * b * self.intermediate
+        attention = b * (2 * queries + 2 * keys) + 4 * self.heads
+        return 2 * b * self.norm_width + attention + (3 if compiled else 4) * b * self.intermediate
 
     @property
     def layer_parameters(self) -> int:
@@ -257,9 +267,10 @@ def forward_sizes(
     shape: ModelShape, train: TrainConfig, *, tokens: int, device: str
 ) -> list[tuple[str, int, Phase, str]]:
     """(name, bytes, phase, setting) of what forward and backward of one micro-batch hold."""
-    b, layer = shape.dtype_bytes, shape.activation_bytes_per_layer
+    b, compiled = shape.dtype_bytes, train.execution not in ("eager", "auto")
+    layer = shape.activation_bytes_per_layer(compiled=compiled, fused_norms=bool(train.batch_invariant))
     budget = f"train.token_budget (now {token_slots(train.token_budget)})"
-    if train.activation_checkpointing:
+    if train.activation_checkpointing is True:
         kept, how = shape.layers * b * shape.hidden + layer, "activations, checkpointed"
     else:
         kept, how = shape.layers * layer, "activations"
@@ -267,7 +278,7 @@ def forward_sizes(
     kept += shape.hidden * (12 if b == 4 else 8)  # the last norm
     # Gradients of the widest intermediate values, and the final hidden states with theirs.
     transient = b * (3 * shape.intermediate + 4 * shape.hidden)
-    kind = "compiled" if train.execution not in ("eager", "auto") else device
+    kind = "compiled" if compiled else device
     rows = min(tokens, max(1, CHUNK_ELEMENTS[kind] // shape.vocab))
     per_logit = {"cpu": 2 * b, "cuda": b + 8, "compiled": 2 * b}[kind]
     sizes: list[tuple[str, int, Phase, str]] = [

@@ -217,6 +217,12 @@ def _recorded_flags(manifest: Path) -> str:
     return flags if isinstance(flags, str) and _FLAGS.fullmatch(flags) else ""
 
 
+def recorded_ranks(run: Path) -> int:
+    """Return the number of ranks that a run's manifest names; 1 if it names none."""
+    words = _recorded_flags(run / "manifest.json").split()
+    return int(words[1]) if words[:1] == ["--ranks"] else 1
+
+
 def _steps_of_summary(path: Path) -> int:
     """The steps in a summary; 0 if it has none: every run writes its summary again."""
     value = read_summary(path)

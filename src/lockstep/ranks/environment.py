@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import time
@@ -87,6 +88,17 @@ def recovery() -> Recovery | None:
     """Return the restart that this process belongs to; None: the first start."""
     text = os.environ.get(RESTART)
     return None if text is None else Recovery(**json.loads(text))
+
+
+def visible_gpus() -> int:
+    """Return the number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves to this process."""
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return there
+    # CUDA ends the list at the first entry that names no device.
+    entries = itertools.takewhile(lambda entry: entry not in ("", "-1"), map(str.strip, named.split(",")))
+    return min(there, len(list(entries)))
 
 
 def in_launcher() -> bool:

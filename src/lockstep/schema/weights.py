@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -38,6 +38,9 @@ class WeightUpdate:
     may be many optimizer steps). Completions, samples and engines carry the same number."""
     tensors: TensorSource
     shared_module: nn.Module | None = None
+    shapes: Mapping[str, Sequence[int]] | None = None
+    """Shape of each tensor that `tensors` yields, by name, so that an engine can refuse the update before it
+    has changed anything. None: not known."""
 
 
 class TensorSource(Protocol):

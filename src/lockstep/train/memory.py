@@ -214,7 +214,8 @@ def advice(
 # in the compute dtype: (4 A + b (P - A)) / (t W). The reference is the base, which is there already.
 #
 # Between the micro-batches of a step a rank keeps whole gradients in float32, 4 P / t: they are added up
-# over the ranks once a step.
+# over the ranks once a step. With reduce_gradients "per_micro_batch" it keeps its shards of them alone, and a
+# backward holds the whole gradients of what is being reduced.
 
 
 def fsdp2_parts(shape: ModelShape, train: TrainConfig, step: StepSize) -> list[MemoryPart]:
@@ -237,6 +238,7 @@ def _fsdp2_rank(shape: ModelShape, train: TrainConfig, step: StepSize) -> Sizes:
     kept = shape.layers * shape.layer_parameters if joint or not train.reshard_after_forward else 0
     gathered = shape.dtype_bytes * (shape.outer_parameters + max(kept, 2 * shape.layer_parameters))
     reduced = shape.trained if joint else _reduced_at_once(shape)
+    adds_whole = step.turns > 1 and train.reduce_gradients != "per_micro_batch"
     return [
         ("parameters, this rank's", stored, weights, to_host),
         ("float32 master weights", 4 * trained * off, optimizer, MORE_RANKS),
@@ -259,13 +261,14 @@ def _fsdp2_rank(shape: ModelShape, train: TrainConfig, step: StepSize) -> Sizes:
         ),
         (
             "gradients between micro-batches, whole, in float32",
-            4 * shape.trained * (step.turns > 1),
+            4 * shape.trained * adds_whole,
             "train",
-            "train.token_budget (one micro-batch a rank needs none), train.tp or more ranks (--ranks)",
+            "train.reduce_gradients = 'per_micro_batch', train.token_budget (one micro-batch a rank needs "
+            "none), train.tp or more ranks (--ranks)",
         ),
         (
             "gradients that are reduced at once",
-            4 * reduced * (step.turns == 1),
+            4 * reduced * (not adds_whole),
             "train",
             "train.tp",
         ),

@@ -20,7 +20,7 @@ from lockstep.config.base import PositiveInt
 from lockstep.config.declarations import backends
 from lockstep.config.load import override
 from lockstep.config.run import GRPORun
-from lockstep.config.run_config import check_ranks
+from lockstep.config.run_config import on_ranks
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.files import write_json
 from lockstep.processes.child import describe_status
@@ -291,8 +291,7 @@ def _job(cell: BenchCell, options: BenchOptions) -> BenchJob | str:
     ranks = options.ranks if backends()[cell.backend].spans_ranks else 1
     try:
         changed = override(options.run, {**options.overrides, **cell.settings()}, origin=cell.name)
-        run = cast(GRPORun, changed)  # of the kind of options.run
-        check_ranks(run, ranks)
+        run = cast(GRPORun, on_ranks(changed, ranks))  # of the kind of options.run
     except LockstepError as error:
         return " ".join(str(error).split()).removeprefix(f"{cell.name}: 1 problem ")
     own = {

@@ -171,7 +171,7 @@ class NativeEngine(EmbeddedEngine):
         if needed <= have:
             return None
         config, shape = self._config, self._layers.shape
-        most = config.kv_cache_tokens
+        most = config.kv_cache_limit
         if most is None:
             if self._most is None:
                 self._most = most_tokens(shape, config.memory_fraction, held=have * shape.token_bytes)
@@ -190,7 +190,7 @@ class NativeEngine(EmbeddedEngine):
                 compiled=self._compiled,
                 graphs=self._graphs,
             )
-        tokens = self._config.kv_cache_tokens or needed
+        tokens = self._config.kv_cache_limit or needed
         if self._kv_cache is None or self._kv_cache.capacity < tokens:
             self._grow_kv_cache(tokens)
         longest = max(samples, key=lambda sample: sample.end)
@@ -201,7 +201,7 @@ class NativeEngine(EmbeddedEngine):
     def _grow_kv_cache(self, tokens: int) -> None:
         before = 0 if self._kv_cache is None else self._kv_cache.capacity
         shape, config = self._layers.shape, self._config
-        if config.kv_cache_tokens is None:
+        if config.kv_cache_limit is None:
             # By a quarter at least: another cache costs all CUDA graphs.
             tokens = max(tokens, before + before // 4)
             held = before * shape.token_bytes
@@ -217,7 +217,7 @@ class NativeEngine(EmbeddedEngine):
         request, needed = turn.request, end_of(turn.request, self._model) - 1
         remedy = (
             "raise engine.kv_cache_tokens"
-            if self._config.kv_cache_tokens is not None
+            if self._config.kv_cache_limit is not None
             else "raise engine.memory_fraction, because the device's memory allows no more"
         )
         raise EngineError(

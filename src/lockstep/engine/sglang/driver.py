@@ -154,7 +154,7 @@ class SGLangDriver(ServerDriver):
     # sleep
 
     def sleep(self) -> None:
-        if not self._config.offload:
+        if not self._config.offloads:
             return
         self.flush(_DRAIN_SECONDS)
         tags = self._sleeping_tags()
@@ -162,7 +162,7 @@ class SGLangDriver(ServerDriver):
         self.dropped_weights = "weights" in tags
 
     def wake(self) -> None:
-        if self._config.offload:
+        if self._config.offloads:
             self._ok("/resume_memory_occupation", {"tags": self._sleeping_tags()}, seconds=_MEMORY_SECONDS)
         self.flush(_DRAIN_SECONDS)
 

@@ -118,7 +118,7 @@ def _own_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         raise ConfigError(
             "missing-device: engine.batch_invariant = true needs a GPU: SGLang's kernels for it need CUDA"
         )
-    if spec.device == "cpu" and config.offload:
+    if spec.device == "cpu" and config.offloads:
         raise ConfigError("missing-device: engine.offload = true needs a GPU: SGLang frees only CUDA memory")
     arguments: dict[str, Any] = {
         "model_path": str(spec.folder),
@@ -129,7 +129,7 @@ def _own_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         "max_running_requests": config.max_batch,
         "tp_size": config.tp,
         "disable_radix_cache": not config.prefix_caching,
-        "enable_memory_saver": config.offload,
+        "enable_memory_saver": config.offloads,
         "enable_deterministic_inference": config.batch_invariant,
         "sampling_defaults": "openai",
         "load_format": "dummy" if spec.weights == "pushed" else "auto",

@@ -267,7 +267,7 @@ class VLLMEngine(ReceivingEngine):
             self._require_open()
             self._require_idle("sleep")
             self._require_no_session("sleep")
-            if self._state == "awake" and self._config.offload:
+            if self._state == "awake" and self._config.offloads:
                 self._in_thread(self._core.sleep, what="sleep", until=until)
             self._state = "asleep"
 
@@ -275,7 +275,7 @@ class VLLMEngine(ReceivingEngine):
         until = time.monotonic() + self._config.update_seconds
         with self._turn_for("wake", until=until):
             self._require_open()
-            if self._state == "asleep" and self._config.offload:
+            if self._state == "asleep" and self._config.offloads:
                 self._in_thread(self._core.wake, what="wake", until=until)
             self._state = "awake"
 

@@ -98,7 +98,7 @@ def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
             "kernels crash there; leave it out (in float32 on a CPU vLLM's samples do not depend on their "
             "batch anyway)"
         )
-    if on_cpu and config.offload:
+    if on_cpu and config.offloads:
         raise ConfigError(
             "missing-device: engine.offload = true is not available on a CPU: vLLM has no sleep mode there"
         )
@@ -114,7 +114,7 @@ def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         "tensor_parallel_size": config.tp,
         "enable_prefix_caching": config.prefix_caching,
         "enforce_eager": config.eager,
-        "enable_sleep_mode": config.offload,
+        "enable_sleep_mode": config.offloads,
         # Otherwise vLLM takes defaults (temperature, top_k, repetition_penalty) from the model folder's
         # generation_config.json.
         "generation_config": "vllm",

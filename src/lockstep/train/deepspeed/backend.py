@@ -42,7 +42,7 @@ from lockstep.train.base import (
     share_logprobs,
     share_stats,
 )
-from lockstep.train.deepspeed.engine import ZeroEngine, ZeroParts, whole_weights
+from lockstep.train.deepspeed.engine import ZeroEngine, ZeroParts, whole_shapes, whole_weights
 from lockstep.train.deepspeed.setup import (
     announced_build,
     basic_optimizer,
@@ -376,6 +376,7 @@ class DeepSpeedBackend(Backend):
             policy_version=policy_version,
             tensors=lambda: whole_weights(self._zero, self.module),
             shared_module=self.module if whole else None,
+            shapes=None if whole else whole_shapes(self.module),
         )
 
     @property

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
-from lockstep.models.lora import has_lora, merged_state_dict
+from lockstep.models.lora import base_name, has_lora, is_adapter, merged_state_dict
 from lockstep.train.loss_module import LossModule
 from lockstep.train.optimizer import NamedParameter
 from lockstep.train.state.files import MASTER, MODEL, Reader, TensorMeta, read_flat
@@ -481,6 +481,15 @@ def whole_weights(zero: ZeroEngine, module: nn.Module) -> Iterator[tuple[str, Te
         with torch.no_grad(), zero.gathered([parameters[name]]):
             whole = parameters[name].detach().clone()
         yield name, whole
+        del whole  # before the next one is gathered
+
+
+def whole_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of `whole_weights`, by name, without gathering anything."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    shapes = {base_name(name): _whole_shape(p) for name, p in parameters.items() if not is_adapter(name)}
+    buffers = {n: tuple(t.shape) for n, t in module.state_dict().items() if n not in parameters}
+    return shapes | buffers
 
 
 def _whole_shape(tensor: Tensor) -> tuple[int, ...]:

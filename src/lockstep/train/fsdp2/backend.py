@@ -331,25 +331,36 @@ class FSDP2Backend(MasterBackend):
     def weights(self, *, policy_version: int) -> WeightUpdate:
         """The current weights in the compute dtype, LoRA merged. Its `tensors` are gathered one at a time, by
         all ranks together; each rank gets all of them."""
-        return WeightUpdate(policy_version=policy_version, tensors=self._whole_weights)
+        shapes = {
+            base_name(name): self._policy.whole_shape(own)
+            for own, names in self._weight_names().items()
+            for name in names
+        }
+        buffers = {name: tuple(b.shape) for name, b in self._policy.persistent_buffers().items()}
+        return WeightUpdate(
+            policy_version=policy_version, tensors=self._whole_weights, shapes=shapes | buffers
+        )
 
-    @torch.no_grad()
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        # By identity: a tied weight is gathered once, and comes under each of its names.
+    def _weight_names(self) -> dict[str, list[str]]:
+        """Name of each Parameter that is no adapter -> all its names: a tied one has several."""
         first = {id(p): name for name, p in self._policy.parameters.items()}
         names: dict[str, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(first[id(parameter)], []).append(name)
+            if not is_adapter(name):
+                names.setdefault(first[id(parameter)], []).append(name)
+        return names
+
+    @torch.no_grad()
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         adapted = adapted_weights(self.module)
-        for own, aliases in names.items():
-            if is_adapter(own):
-                continue
+        for own, names in self._weight_names().items():  # a tied weight is gathered once
             whole = self._whole_weight(own)
             if own in adapted:
                 a, b, scaling = adapted[own]
                 whole = merged_weight(whole, self._whole_weight(a), self._whole_weight(b), scaling=scaling)
-            for name in aliases:
+            for name in names:
                 yield base_name(name), whole
+            del whole  # before the next one is gathered
         yield from self._policy.persistent_buffers().items()
 
     def _whole_weight(self, name: str) -> Tensor:

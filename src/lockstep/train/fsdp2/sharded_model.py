@@ -52,7 +52,8 @@ class ShardedModel:
             no graph can hold FSDP2's hooks.
         model: where its weights come from, if it has none, and its compute dtype, in which layers are
             gathered and run.
-        config: reshard_after_forward, parameter_device, execution, tp_plan and what LossModule reads.
+        config: reshard_after_forward, reduce_gradients, parameter_device, execution, tp_plan and what
+            LossModule reads.
         stored: dtype of the shards of what is trained; frozen weights have the compute dtype.
         temperature: of logprobs.
 
@@ -88,6 +89,7 @@ class ShardedModel:
         self.device = device_of(self.module)
         self.offloaded = config.parameter_device == "cpu"
         self._reshards = config.reshard_after_forward
+        self._reduces_each = config.reduce_gradients == "per_micro_batch"
         meta = next(self.module.parameters()).is_meta
         if meta:
             _retype(self.module, stored, frozen=model.dtype)
@@ -100,9 +102,11 @@ class ShardedModel:
         # Pads the shards and settles where they are; otherwise the first forward would.
         _state(self.outer)._lazy_init()
         self.parameters = {name: cast(DTensor, p) for name, p in self.module.named_parameters()}
+        if config.grad_accum_dtype == "float32":
+            self._keep_float32_gradients()
 
     def _shard(self, config: TrainConfig, stored: torch.dtype) -> None:
-        # Gradients of the micro-batches of a step are added up where they are, whole, in what they are
+        # Gradients that wait for their reduction are added up where they are, whole, in what they are
         # reduced in: FSDP2 casts the first one and adds the others to it.
         summed = torch.float32 if config.grad_accum_dtype == "float32" else self.dtype
         policy: dict[str, Any] = {
@@ -131,6 +135,17 @@ class ShardedModel:
             # make a PREMUL_SUM of it, which gloo does not have.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+    def _keep_float32_gradients(self) -> None:
+        """Reduced gradients of 16-bit shards (`optimizer_device = "cpu"`) stay float32, in which they are
+        added up over micro-batches and calls; FSDP2 would cast each to the dtype of its shard."""
+        for part in self._parts:
+            for group in _groups(part):
+                if group._orig_dtype is not None:  # private, in torch 2.11 to 2.13
+                    group._orig_dtype = torch.float32
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                parameter.grad_dtype = torch.float32
 
     @torch.no_grad()
     def _materialize(self, source: Any) -> None:
@@ -216,6 +231,8 @@ class ShardedModel:
     def _padded(self, local: Tensor, shape: torch.Size) -> Tensor:
         """Pad to as many rows as the first rank has, on the device."""
         chunk = -(-shape[0] // self.mesh.shards)
+        if len(local) == chunk:
+            return local.to(self.device).contiguous()
         padded = torch.zeros((chunk, *shape[1:]), dtype=local.dtype, device=self.device)
         padded[: local.shape[0]].copy_(local)
         return padded
@@ -267,12 +284,13 @@ class ShardedModel:
                         parameter._unsharded_param.grad = None
 
     def last_backward(self, last: bool) -> None:
-        """Call before each backward of a step. Gradients stay on their rank, whole, in float32, until the
-        last one, which adds them up over ranks; and gathered weights stay gathered where forward leaves them
-        so.
+        """Call before each backward of a step. With reduce_gradients "per_step" gradients stay on their rank,
+        whole, in float32, until the last one, which adds them up over ranks. With "per_micro_batch" each
+        backward does, and FSDP2 adds the float32 shards to those of the backwards before it, in their order.
+        Gathered weights stay gathered where forward leaves them so.
         """
         root = self._parts[0]
-        root.set_requires_gradient_sync(last)
+        root.set_requires_gradient_sync(last or self._reduces_each)
         # The root's weights are needed from the first micro-batch to the last anyway.
         root.set_reshard_after_backward(last, recurse=not self._reshards)
 
