@@ -50,6 +50,7 @@ from lockstep.models.load import (
     open_model,
 )
 from lockstep.models.memory import opened_shape
+from lockstep.models.tensor_parallel import apply_tensor_parallel, tensor_parallel_plan
 from lockstep.observe.lock import OwnedFolder
 from lockstep.observe.metrics import Spans
 from lockstep.packing import Planner
@@ -61,6 +62,7 @@ from lockstep.rollout.prompt_kinds import prompt_kinds
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.contract import KernelContract
+from lockstep.schema.weights import WeightPart
 from lockstep.train import BACKENDS
 from lockstep.transfer import make_transfer
 from lockstep.transfer.buckets import Verifier
@@ -560,15 +562,28 @@ def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: Train
     """Return the model that the engine samples with: the trainer's own module where its Parameters are whole
     between calls, else a second module, into which every weight push copies. Its weights are not read: the
     first push comes before the first sample."""
-    if backend.weights(policy_version=0).shared_module is model.module:
+    update = backend.weights(policy_version=0)
+    if update.shared_module is model.module:
         return model
     merged = resolved.run.model.model_copy(
         update={"lora": None}
     )  # a backend that sends weights sends them merged
     device = torch.device(resolved.device)
     own = load_model(merged, attention=resolved.attention, device=device, materialize=False)
-    own = dataclasses.replace(allocated(own, device=device), execution=model.execution)
+    own = dataclasses.replace(own, execution=model.execution)
+    if update.part is not None and resolved.engine == "native":
+        own = _rank_part(own, update.part, batch_invariant=resolved.batch_invariant)
+        return allocated(own, device=device)
+    own = allocated(own, device=device)
     return convert_copy(own) if resolved.batch_invariant else own
+
+
+def _rank_part(model: LoadedModel, part: WeightPart, *, batch_invariant: bool) -> LoadedModel:
+    """Cut a model without weights to this rank's part, as the trainer's is."""
+    if batch_invariant:
+        model = convert_copy(model)
+    plan = tensor_parallel_plan(model.module, size=part.group.size(), plan=part.plan)
+    return dataclasses.replace(model, tp=apply_tensor_parallel(model.module, group=part.group, plan=plan))
 
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:

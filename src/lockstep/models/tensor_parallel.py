@@ -264,6 +264,16 @@ class TensorParallel:
         rank = self.rank if rank is None else rank
         return how.dim, *part_bounds(self._shapes[name][how.dim], rank=rank, size=self.size)
 
+    @property
+    def vocab_bounds(self) -> list[tuple[int, int]]:
+        """start, stop of each rank's part of the vocabulary; empty: every rank has all of it."""
+        whole = 0 if self.vocab is None else self.vocab.whole
+        return [part_bounds(whole, rank=rank, size=self.size) for rank in range(self.size)] if whole else []
+
+    def install(self, twin: nn.Module) -> None:
+        """Insert the sums of forward into a second skeleton over the module's Parameters, for an engine."""
+        _install(twin, self, aliases(twin), trains=False)
+
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Of all ranks' parts together."""
         return self._shapes[name]
@@ -337,12 +347,15 @@ def apply_tensor_parallel(module: nn.Module, *, group: dist.ProcessGroup, plan: 
         if name in cut:
             path, _, kind = alias.rpartition(".")
             module.get_submodule(path)._parameters[kind] = cut[name]
-    tp.vocab = _install(module, tp, known)
+    tp.vocab = _install(module, tp, known, trains=True)
     return tp
 
 
-def _install(module: nn.Module, tp: TensorParallel, known: Mapping[str, str]) -> VocabShard | None:
-    """Hooks, lookups and row-parallel linears; returns the head's part of the vocabulary, if it is split."""
+def _install(
+    module: nn.Module, tp: TensorParallel, known: Mapping[str, str], *, trains: bool
+) -> VocabShard | None:
+    """Lookups, row-parallel linears and, for backward, hooks; returns the head's part of the vocabulary, if
+    it is split."""
     group_name = str(tp.group.group_name)
     model = causal_lm(module)
     embedding: Any
@@ -368,7 +381,7 @@ def _install(module: nn.Module, tp: TensorParallel, known: Mapping[str, str]) ->
             part.group_name = group_name
         if isinstance(part, nn.Linear):
             part.out_features, part.in_features = part.weight.shape
-    for parent in _parents(split, model):
+    for parent in _parents(split, model) if trains else ():
         share_input(module.get_submodule(parent), group_name)
     return vocab
 

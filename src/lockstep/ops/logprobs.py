@@ -22,7 +22,7 @@ the ranks at the end. All ranks of the group must make the same calls with the s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -469,6 +469,20 @@ def row_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> tuple[Tensor
     parts = [_stats(logits[t], labels[t], scale=scale, cap=cap) for t in _tiles(logits)]
     logprobs, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
     return logprobs, entropy, lse
+
+
+def stats_in_parts(
+    logits: Tensor, labels: Tensor, head: HeadOptions, bounds: Sequence[tuple[int, int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`row_stats` of logits [r, V] of the whole vocabulary, with the bits that ranks which share it compute.
+
+    Args:
+        bounds: start and stop of each rank's part, in rank order.
+    """
+    parts = [
+        own_stats(logits[:, start:stop].contiguous(), labels, head, start=start) for start, stop in bounds
+    ]
+    return merged_stats(torch.stack(parts), labels)
 
 
 def own_stats(logits: Tensor, labels: Tensor, head: HeadOptions, *, start: int) -> Tensor:

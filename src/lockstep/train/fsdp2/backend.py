@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from lockstep.observe.metrics import Spans
 from lockstep.packing import ring_shard
 from lockstep.protocols.train import FinishSave, OffloadPart, Reference, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
-from lockstep.schema.weights import WeightUpdate
+from lockstep.schema.weights import WeightPart, WeightUpdate
 from lockstep.train.base import (
     MasterBackend,
     assign_batches,
@@ -331,15 +331,26 @@ class FSDP2Backend(MasterBackend):
     def weights(self, *, policy_version: int) -> WeightUpdate:
         """The current weights in the compute dtype, LoRA merged. Its `tensors` are gathered one at a time, by
         all ranks together; each rank gets all of them."""
-        shapes = {
-            base_name(name): self._policy.whole_shape(own)
-            for own, names in self._weight_names().items()
-            for name in names
-        }
-        buffers = {name: tuple(b.shape) for name, b in self._policy.persistent_buffers().items()}
+        part = None
+        if self.mesh.tp > 1:
+            part = WeightPart(
+                group=self.mesh.tp_group,
+                plan=self._policy.tp_plan,
+                tensors=functools.partial(self._weights, self._policy.rows),
+                shapes=self._weight_shapes(self._policy.part_shape),
+            )
         return WeightUpdate(
-            policy_version=policy_version, tensors=self._whole_weights, shapes=shapes | buffers
+            policy_version=policy_version,
+            tensors=self._whole_weights,
+            shapes=self._weight_shapes(self._policy.whole_shape),
+            part=part,
         )
+
+    def _weight_shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        names = self._weight_names().items()
+        shapes = {base_name(name): shape_of(own) for own, aliases in names for name in aliases}
+        buffers = {name: tuple(b.shape) for name, b in self._policy.persistent_buffers().items()}
+        return shapes | buffers
 
     def _weight_names(self) -> dict[str, list[str]]:
         """Name of each Parameter that is no adapter -> all its names: a tied one has several."""
@@ -350,23 +361,29 @@ class FSDP2Backend(MasterBackend):
                 names.setdefault(first[id(parameter)], []).append(name)
         return names
 
-    @torch.no_grad()
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights(self._policy.whole)
+
+    @torch.no_grad()
+    def _weights(self, gather: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """In the compute dtype. gather: from the shards of a Parameter, given its name and this rank's shard;
+        collective."""
+
+        def gathered(name: str) -> Tensor:
+            # Cast before: less travels, and the bits are those of the cast that every forward makes.
+            return gather(name, self._policy.local(name).to(self.model.dtype))
+
         adapted = adapted_weights(self.module)
         for own, names in self._weight_names().items():  # a tied weight is gathered once
-            whole = self._whole_weight(own)
+            weight = gathered(own)
             if own in adapted:
                 a, b, scaling = adapted[own]
-                whole = merged_weight(whole, self._whole_weight(a), self._whole_weight(b), scaling=scaling)
+                # Parts fit each other: B A is split as the matrix that it is added to.
+                weight = merged_weight(weight, gathered(a), gathered(b), scaling=scaling)
             for name in names:
-                yield base_name(name), whole
-            del whole  # before the next one is gathered
+                yield base_name(name), weight
+            del weight  # before the next one is gathered
         yield from self._policy.persistent_buffers().items()
-
-    def _whole_weight(self, name: str) -> Tensor:
-        """In the compute dtype, on every rank; collective."""
-        # Cast before the gather: less travels, and the bits are those of the cast that every forward makes.
-        return self._policy.whole(name, self._policy.local(name).to(self.model.dtype))
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """See Backend. The first gather's buffers are NCCL's, and torch keeps what it freed."""

@@ -73,9 +73,9 @@ class ShardedModel:
     ) -> None:
         self.module, self.mesh, self.dtype = module, mesh, model.dtype
         self.tp: TensorParallel | None = None
+        self.tp_plan = resolve_tp_plan(config.tp_plan, tp=mesh.tp, others=mesh.shards)
         if mesh.tp > 1:
-            kind = resolve_tp_plan(config.tp_plan, tp=mesh.tp, others=mesh.shards)
-            plan = tensor_parallel_plan(module, size=mesh.tp, plan=kind)
+            plan = tensor_parallel_plan(module, size=mesh.tp, plan=self.tp_plan)
             self.tp = apply_tensor_parallel(module, group=mesh.tp_group, plan=plan)
             if invariant.is_converted(module):  # whole matrices were tested, not these parts
                 invariant.self_test(module, device=device_of(module), dtype=model.dtype, split=True)
@@ -196,6 +196,10 @@ class ShardedModel:
         """Shape of the whole Parameter."""
         return tuple(self.parameters[name].shape) if self.tp is None else self.tp.whole_shape(name)
 
+    def part_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this tensor parallel rank's part of the Parameter."""
+        return tuple(self.parameters[name].shape)
+
     def local(self, name: str) -> Tensor:
         """This rank's shard: the stored memory itself."""
         # Not to_local(), which is an op of autograd.
@@ -207,8 +211,12 @@ class ShardedModel:
         Args:
             local: shaped as `self.local(name)`, any dtype.
         """
-        rows = self._gather_rows(local, self.parameters[name].shape)
+        rows = self.rows(name, local)
         return rows if self.tp is None else self.tp.gather(name, rows)
+
+    def rows(self, name: str, local: Tensor) -> Tensor:
+        """Like `whole`, of this tensor parallel rank's part: collective over the shard group alone."""
+        return self._gather_rows(local, self.parameters[name].shape)
 
     def whole_on(self, name: str, local: Tensor, *, owner: int) -> Tensor | None:
         """Like `whole`, on rank `owner` of all ranks only, None on the others; collective."""
