@@ -139,7 +139,8 @@ def check(model: Path, source: Path, folder: Path) -> dict[str, Any]:
 
 
 def started(argv: Sequence[Any], folder: Path) -> dict[str, Any]:
-    """Run Python with these arguments; its wall time and largest resident set."""
+    """Run Python with these arguments; its wall time, the CPU time of it and its children, and its largest
+    resident set."""
     environ = os.environ | {"LOCKSTEP_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in argv]
     start = time.perf_counter()
@@ -148,7 +149,11 @@ def started(argv: Sequence[Any], folder: Path) -> dict[str, Any]:
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")
-    return {"seconds": round(time.perf_counter() - start, 2), "MiB": usage.ru_maxrss // 1024}
+    return {
+        "seconds": round(time.perf_counter() - start, 2),
+        "CPU seconds": round(usage.ru_utime + usage.ru_stime, 2),
+        "MiB": usage.ru_maxrss // 1024,
+    }
 
 
 def versions() -> dict[str, str]:

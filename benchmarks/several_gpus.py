@@ -5,7 +5,8 @@
     python benchmarks/several_gpus.py parity --gpus 2 --cpu          # the same runs, tiny, on a CPU
 
 Every run is `lockstep train grpo` in a process of its own, on ids and random weights: 140-token prompts,
-groups of 8, 512 tokens a sample, the end ignored. Figures are medians over the steps past warm-up.
+groups of 8, 512 tokens a sample, the end ignored. It is planned for 1,000 steps and killed after a few;
+figures are medians over the steps past the first.
 
 A parity row passes if the gap between trainer and engine is exactly 0 in every step, and the norm of the
 first gradient is within 2 % of the eager, packed run on one GPU. The samples are the same there, because the
@@ -20,6 +21,7 @@ import datetime
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -49,6 +51,9 @@ class Job:
     gpus: int
     flags: tuple[str, ...]
     steps: int = 4
+    """That are measured."""
+    planned: int = 1000
+    """That the run is started with; 0: as many as are measured."""
     seconds: int = 180
     cell: dict[str, str] = field(default_factory=dict)
 
@@ -66,9 +71,8 @@ def jobs(part: str, *, gpus: int, model: str | None, tokens: int, own: Sequence[
                     cell = {"execution": execution, "layout": layout}
                     named = (f"--train.{axis}={value}" for axis, value in cell.items())
                     flags = ("--model.name", small, *layers, *few, *backend(n), *named, *own)
-                    yield Job(
-                        name=f"parity {n} {execution} {layout}", gpus=n, flags=flags, steps=2, cell=cell
-                    )
+                    name = f"parity {n} {execution} {layout}"
+                    yield Job(name=name, gpus=n, flags=flags, steps=2, planned=0, cell=cell)
     elif part == "8b":
         flags = ("--model.name", model or BIG, "--rollout.prompts-per-step", "16", *length(tokens))
         yield Job(name=f"8b {gpus}", gpus=gpus, flags=(*flags, *backend(gpus), *own), seconds=270)
@@ -96,7 +100,7 @@ def length(tokens: int) -> tuple[str, ...]:
 
 def backend(ranks: int) -> tuple[str, ...]:
     """Flags of a run on so many ranks."""
-    return ("--train.backend", "fsdp2", "--ranks", str(ranks)) if ranks > 1 else ("--train.backend", "local")
+    return ("--ranks", str(ranks))
 
 
 def run(job: Job, *, folder: Path, devices: Sequence[int], cpu: bool) -> dict[str, Any]:
@@ -108,16 +112,12 @@ def run(job: Job, *, folder: Path, devices: Sequence[int], cpu: bool) -> dict[st
         else ()
     )
     command = [sys.executable, "-m", "lockstep", "train", "grpo", *COMMON.split()]
-    command += ["--steps", str(job.steps), "--run-dir", str(place), *job.flags, *kind]
+    command += ["--steps", str(job.planned or job.steps), "--run-dir", str(place), *job.flags, *kind]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "HF_HUB_OFFLINE": "1"}
     began = time.monotonic()
     with (folder / f"{place.name}.log").open("w") as log:
-        try:
-            status = subprocess.run(
-                command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=job.seconds
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = 124
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        status = wait(process, place / "metrics.jsonl", job)
     found: dict[str, Any] = {
         "name": job.name,
         "gpus": job.gpus,
@@ -135,6 +135,20 @@ def run(job: Job, *, folder: Path, devices: Sequence[int], cpu: bool) -> dict[st
         found["end"] = (folder / f"{place.name}.log").read_text().splitlines()[-8:]
     print(json.dumps({key: value for key, value in found.items() if key != "command"}), flush=True)
     return found
+
+
+def wait(process: subprocess.Popen[bytes], metrics: Path, job: Job) -> int:
+    """Wait until the run ends, or has done the steps that are measured; the exit status, 0 for the latter."""
+    deadline = time.monotonic() + job.seconds
+    while process.poll() is None:
+        done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+        late = time.monotonic() > deadline
+        if late or (job.planned and done >= job.steps):
+            process.kill()  # its ranks end with it
+            process.wait()
+            return 124 if late else 0
+        time.sleep(0.2)
+    return process.returncode
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -164,8 +178,12 @@ def judged(found: list[dict[str, Any]]) -> None:
     for row in found:
         equal = row["status"] == 0 and all(gap == 0 for gap in row["gap_max"])
         near = equal and abs(row["grad_norm"][0] / truth["grad_norm"][0] - 1) <= RELATIVE
-        row |= {"backend": "fsdp2" if row["gpus"] > 1 else "local", "engine": "native", "attention": "varlen"}
-        row["passed"] = near
+        where = {
+            "backend": "fsdp2" if row["gpus"] > 1 else "local",
+            "engine": "native",
+            "attention": "varlen",
+        }
+        row |= where | {"device": "cuda", "dtype": "bfloat16", "passed": near}
 
 
 def machine() -> dict[str, Any]:
@@ -193,7 +211,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path, help="keep the logs of runs here")
-    parser.add_argument("--only", default="", help="runs whose names contain this")
+    parser.add_argument("--only", default="", help="runs whose names match this expression")
     args, own = parser.parse_known_args()
     result: dict[str, Any] = machine() | {"command": " ".join(["python", *sys.argv]), "runs": {}}
     with tempfile.TemporaryDirectory() as temporary:
@@ -204,7 +222,7 @@ def main() -> None:
             todo = [
                 j
                 for j in jobs(part, gpus=args.gpus, model=model, tokens=args.tokens, own=own)
-                if args.only in j.name
+                if re.search(args.only, j.name)
             ]
             # Timed runs have the machine to themselves; parity rows share its GPUs.
             alone = part != "parity"
@@ -220,12 +238,14 @@ def main() -> None:
                     found += pool.map(
                         lambda pair: run(pair[0], folder=folder, devices=pair[1], cpu=args.cpu), batch
                     )
-            if part == "parity" and not args.only:
+            if part == "parity":
                 judged(found)
+                result["cells"] = found
+            else:
+                result["runs"][part] = found
             if part == "split":
                 for row in found:
                     row["passed"] = row["status"] == 0 and all(gap == 0 for gap in row["gap_max"])
-            result["runs"][part] = found
             if args.out is not None:
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -24,6 +24,7 @@ def run_dir(tmp_path):
     """A run of a model without a tokenizer, with two checkpoints; the second was saved first."""
     run = GRPORun(model=TINY, data=DataConfig(source="ids", size=64), rewards=({"name": "ids"},))
     (tmp_path / "config.toml").write_text(dump_toml(run))
+    (tmp_path / "manifest.json").write_text("{}")
     model = load_model(TINY, attention="sdpa", device=torch.device("cpu"))
     backend = LocalBackend(TrainConfig(), model=model, total_steps=1)
     for step, sequence, scale in ((10, 1, 1.0), (20, 0, 3.0)):

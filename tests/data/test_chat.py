@@ -102,4 +102,4 @@ def test_a_text_may_have_letters_that_the_tokenizer_lacks():
     digits = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
     chat = ChatFormat(DataConfig(chat_template="none"), digits)
     (document,) = tokenised([Request(content=("1=", "1"), chat=chat, where="row 1")])
-    assert (document.ids, document.trained) == ([0, 2, 0, 3], [False, False, True, True])
+    assert (document.ids, document.trained) == ([0, 2, 0, 3], [(2, 4)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from raising import raises
 
 from lockstep.config.run import GRPORun
-from lockstep.data.held_out import evaluates, held_out_config, load_train_and_held_out
+from lockstep.data.held_out import evaluates, held_out_config, holds_out, load_train_and_held_out
 from lockstep.errors import DataError
 
 
@@ -46,12 +47,51 @@ def test_files_hold_out_the_rows_after_the_training_rows(tokenizer: Any, tmp_pat
     assert [p.index for p in held_out] == list(range(30, 50))
     assert [train[i].index for i in range(len(train))] == [i for i in range(30) if i != 7]
 
-    train, held_out = load_train_and_held_out(run(source=str(path)), tokenizer=tokenizer)
+    # Runs of earlier versions hold out the first ones.
+    train, held_out = load_train_and_held_out(run(source=str(path)), tokenizer=tokenizer, hold_out="first")
     assert [p.index for p in held_out] == list(range(20))
     assert [train[i].index for i in range(len(train))] == [i for i in range(20, 50) if i != 33]
 
     with raises(DataError, "nothing-left: data.skip"):
         load_train_and_held_out(run(source=str(path), size=50), tokenizer=tokenizer)
+
+
+def test_rows_are_held_out_by_their_content(tokenizer: Any, tmp_path: Path) -> None:
+    """Of the first 20 rows for each, at least 1,000, those with the smallest hashes: in whatever order they
+    stand, and whatever follows. A row at fault is none of them."""
+    texts = [f"question {i}" for i in range(1200)]
+    wanted = sorted(
+        texts[:1000],
+        key=lambda text: hashlib.blake2b(json.dumps({"prompt": text}).encode(), digest_size=16).digest(),
+    )[:20]
+
+    def held_out(name: str, rows: list[str], **more: Any) -> tuple[list[str], list[int]]:
+        path = tmp_path / name
+        path.write_text("".join(line + "\n" for line in rows))
+        given = run(source=str(path), workers=0, **more)
+        train, found = load_train_and_held_out(given, tokenizer=tokenizer)
+        problems = {str(p.row["prompt"]) for step in range(40) for p in train.batch(step, 25, 0)}
+        assert len(found) == 20 and not problems & set(wanted) and len(problems) > 900
+        return [str(p.row["prompt"]) for p in found], [p.index for p in found]
+
+    lines = [json.dumps({"prompt": text}) for text in texts]
+    found, numbers = held_out("a.jsonl", lines)
+    assert sorted(found) == sorted(wanted) and numbers == sorted(numbers)
+    assert [texts[number] for number in numbers] == found
+    assert held_out("a.jsonl", lines, streaming=True) == (found, numbers)
+    turned = ["{}", *lines[:999][::-1], *lines[999:]]
+    assert sorted(held_out("b.jsonl", turned, on_bad_row="skip")[0]) == sorted(wanted)
+
+
+def test_a_run_keeps_the_way_in_which_it_holds_rows_out() -> None:
+    never = GRPORun.model_validate({"eval": {"before": False, "after": False}})
+    cases = [({}, "hash", None), ({"axes": {}}, "first", "first"), ({"held_out": "hash"}, "hash", "hash")]
+    cases += [
+        ({"held_out": True}, "first", "first"),
+        *(({"held_out": no}, None, None) for no in (False, None)),
+    ]
+    for manifest, evaluated, not_evaluated in cases:
+        assert (holds_out(run(), manifest), holds_out(never, manifest)) == (evaluated, not_evaluated)
 
 
 def test_eval_data_rules(tokenizer: Any) -> None:
@@ -68,7 +108,7 @@ def test_nothing_is_held_out_where_nothing_is_evaluated(tokenizer: Any, tmp_path
         values = {"before": False, "after": False, "every": 0, "num_prompts": 20} | which
         given = GRPORun.model_validate({"data": {"source": str(path)}, "eval": values})
         assert evaluates(given) == bool(which)
-    train, held_out = load_train_and_held_out(given, tokenizer=tokenizer, hold_out=False)
+    train, held_out = load_train_and_held_out(given, tokenizer=tokenizer, hold_out=None)
     assert [train[i].index for i in range(len(train))] == list(range(30)) and len(held_out) == 0
 
 
@@ -81,7 +121,7 @@ def test_fewer_prompts_than_a_step_needs_are_refused_with_the_setting(tokenizer:
     for needed in (3, 4):
         given = GRPORun.model_validate({"data": data, "rollout": {"prompts_per_step": needed}})
         if needed == 3:
-            assert len(load_train_and_held_out(given, tokenizer=tokenizer, hold_out=False)[0]) == 3
+            assert len(load_train_and_held_out(given, tokenizer=tokenizer, hold_out=None)[0]) == 3
             continue
         with raises(DataError, "not-enough: rollout.prompts_per_step"):
-            load_train_and_held_out(given, tokenizer=tokenizer, hold_out=False)
+            load_train_and_held_out(given, tokenizer=tokenizer, hold_out=None)

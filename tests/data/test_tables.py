@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from raising import raises
 
 from lockstep.config.data import DataConfig
+from lockstep.data import cache as cache_files
 from lockstep.data import tables
 from lockstep.data.sources import Source
 from lockstep.data.tables import JsonLinesTable, ParquetTable, open_table
@@ -235,3 +239,46 @@ def test_skip_and_size_are_part_of_the_fingerprint(tmp_path):
     assert [len(source) for source in sources] == [1000, 999, 5, 5]
     assert sources[3].read([4])[0]["n"] == 5
     assert sources[3].read([4])[0].where.endswith("line 6")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_cache_is_made_once_for_all_that_start_together(tmp_path, monkeypatch, cache, kind):
+    """As ranks do: the others wait for the first, and use what it has made."""
+    rows = [{"a": n} for n in range(5)]
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        write(path, "".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        parquet(path, rows)
+    name, made, waits, slept = (
+        "_scanned" if kind == "jsonl" else "_batches",
+        [],
+        threading.Event(),
+        time.sleep,
+    )
+    make = getattr(tables, name)
+
+    def making(what: Any) -> Any:
+        made.append(what)
+        assert waits.wait(30)
+        return make(what)
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        slept(seconds)
+
+    monkeypatch.setattr(tables, name, making)
+    monkeypatch.setattr(cache_files.time, "sleep", sleep)
+    with ThreadPoolExecutor(3) as pool:
+        opened = list(pool.map(open_table, [config(path)] * 3))
+    assert [table.read(range(5)) for table in opened] == [rows] * 3
+    assert len(made) == 1 and [file.suffix for file in cache.iterdir()] in ([".npy"], [".arrow"])
+
+
+def test_a_maker_that_never_ends_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_files, "MAKER_SECONDS", 0.0)
+    path = write(tmp_path / "a.jsonl", '{"a": 1}\n')
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(tables, "_new_index", lambda *_: pool.submit(open_table, config(path)).result(30))
+        with raises(DataError, "deadline: a.jsonl"):
+            open_table(config(path))

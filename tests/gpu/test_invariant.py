@@ -20,6 +20,7 @@ from invariant_models import ROW_WISE, hidden_of, row_wise
 from lockstep import invariant
 from lockstep.execution import compile_blocks
 from lockstep.invariant import dependence
+from lockstep.invariant.few_rows import few_rows
 from lockstep.invariant.modules import InvariantLinear, head_kernels
 from lockstep.invariant.row_ops import (
     TILES,
@@ -60,6 +61,20 @@ def test_stock_linear(shape, bias):
     weight, x = normal(*shape, std=shape[1] ** -0.5), normal(4096 if shape[0] < 10**5 else 1024, shape[1])
     offset = normal(shape[0]) if bias else None
     assert dependence(lambda x: F.linear(x, weight, offset), x) is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (16, 2048), (96, 576)], ids=str)
+def test_few_rows_have_the_bits_of_many(shape, bias):
+    weight, x = normal(*shape, std=shape[1] ** -0.5), normal(4096 if shape[0] < 10**5 else 1024, shape[1])
+    biases = [normal(shape[0])] if bias else []
+    whole = F.linear(x, weight, *biases)
+    for count in (1, 2, 7, 16, 17, 32, 50, 64):
+        rows, residual = x[5 : 5 + count], normal(count, shape[0])
+        for out in few_rows(rows, [weight] * 3, biases * 3, None):
+            assert torch.equal(out, whole[5 : 5 + count]), count
+        out = few_rows(rows, [weight], biases, residual)[0]
+        assert torch.equal(out, residual + whole[5 : 5 + count]), count
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)

@@ -40,6 +40,17 @@ for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2**-6)):
             lambda x: F.linear(x.double(), weight.double(), None if b is None else b.double()),
             x, **near,
         )
+    # 1 to 3 weights of other heights in one launch, none a whole number of blocks; all kinds of blocks.
+    weights, biases = [weight, weight[:37], weight[20:101]], [bias, bias[:37], bias[20:101]]
+    for count, rows in ((3, 5), (3, 16), (2, 20), (3, 64), (1, 40)):
+        for some in ([], biases[:count]):
+            residual = torch.randn(rows, 150).to(dtype) if count == 1 else None
+            outs = kernels.few_rows(x[-rows:], weights[:count], some, residual)
+            for i, (out, w) in enumerate(zip(outs, weights, strict=False)):
+                expected = F.linear(x[-rows:].float(), w.float(), some[i].float() if some else None).to(dtype)
+                expected = expected if residual is None else expected + residual
+                torch.testing.assert_close(out, expected, **near)
+            assert len(outs) == count
     for offset in (False, True):
         check(
             lambda x: kernels.rms_norm(x, norm, 1e-6, unit_offset=offset),
@@ -72,6 +83,10 @@ for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2**-6)):
     assert shifted.data_ptr() % 16 and kernels._aligned(shifted).data_ptr() % 16 == 0
 out = torch.empty(3, 150)
 assert kernels.matmul(torch.ones(3, 200), torch.ones(200, 150), None, out=out) is out and out.eq(200).all()
+out = torch.empty(3, 150)
+kernels.few_rows(torch.ones(3, 200), [torch.ones(150, 200)], [], None, outs=[out])
+assert out.eq(200).all()
+assert kernels.few_rows(torch.ones(0, 8), [torch.ones(4, 8)], [], None)[0].shape == (0, 4)
 assert kernels.matmul(torch.ones(0, 8), torch.ones(8, 4), None).shape == (0, 4)
 assert kernels.rms_norm(torch.ones(0, 8), torch.ones(8), 1e-6, unit_offset=False).shape == (0, 8)
 assert kernels.mean(torch.ones(0, 8)).shape == (0,)

@@ -29,6 +29,10 @@ STACKS = {
 }
 
 
+AGAIN = {"fsdp2, 2 ranks": ("--engine.offload",)}
+"""Flags of the second run, which change no bit: the engine's weights are freed and gathered again."""
+
+
 def hashes(run: Path) -> list[str]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["weights_hash"] for row in rows if "evaluation" not in row]
@@ -39,8 +43,9 @@ def test_two_runs_have_the_same_weights_after_every_step(
     stack: str, lockstep: Commands, tmp_path: Path
 ) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
-    for name in ("one", "two"):
-        lockstep("train", "tiny.toml", "--run-dir", name, *FLAGS, *SHORT, *STACKS[stack], cwd=tmp_path)
+    for name, more in (("one", ()), ("two", AGAIN.get(stack, ()))):
+        flags = (*FLAGS, *SHORT, *STACKS[stack], *more)
+        lockstep("train", "tiny.toml", "--run-dir", name, *flags, cwd=tmp_path)
     found = hashes(tmp_path / "one")
     assert len(set(found)) == 3, "the weights change in every step"
     assert found == hashes(tmp_path / "two")

@@ -135,7 +135,7 @@ def test_a_verdict_is_found_and_belongs_to_content_and_settings(
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     toml = toml_of(sft_toml, tmp_path / "a.toml", source, steps=2)
     report = tmp_path / "report.json"
-    assert main(["check", str(toml), "--workers", "1", "--json", str(report)]) == 0
+    assert main(["check", str(toml), "--workers", "2", "--json", str(report)]) == 0
     of_data = next(each for each in json.loads(report.read_text()) if each["section"] == "data")
     kept = ROWS - len(LONG) - len(WRONG)
     assert (of_data["rows"], of_data["kept"]) == (ROWS, kept)

@@ -7,8 +7,12 @@ from raising import raises
 from sampled import FakeEngine
 from starting import until
 
+from lockstep.config.data import DataConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
+from lockstep.data.lazy import LazyItems, Outcome
+from lockstep.data.prompts import FixedPrompts
 from lockstep.errors import EngineError, RewardError
+from lockstep.observe.metrics import Spans
 from lockstep.ranks.process_group import decode_object, encode_object
 from lockstep.rollout.environment import SingleTurn
 from lockstep.rollout.rewards import Scored
@@ -345,6 +349,9 @@ class ThreadRanks:
         self.barrier.wait(timeout=30)
         return found
 
+    def on_rank_zero(self, make, kind, *, what):
+        return self.gather_results(lambda: make() if self.rank == 0 else None, kind | None, what=what)[0]
+
 
 def on_ranks(size, call):
     """call(ranks) on every one of `size` ranks; their results."""
@@ -374,6 +381,36 @@ def test_ranks_share_the_prompts_and_all_get_what_one_would(size):
         for name in ("rollout/dropped_rollouts", "rollout/dropped_groups", "rollout/cached_tokens"):
             assert together.counts[name] == alone.counts[name]
         assert asked == [3, 1, 8, 5, 2][rank::size]
+
+
+@pytest.mark.parametrize("more", [{"list": [1, {"a": None}]}, {"tuple": (1,)}], ids=["json", "other"])
+def test_one_rank_reads_the_rows_of_a_large_set(more):
+    """A tuple would arrive as a list: then each rank reads."""
+
+    def samples(ranks):
+        read = []
+
+        def make(numbers):
+            read.extend(numbers)
+            prompts = [dataclasses.replace(make_prompt(n), row={"answer": n, **more}) for n in numbers]
+            return [Outcome(item=prompt) for prompt in prompts]
+
+        items = LazyItems(9, make, config=DataConfig(workers=0), selective=False, first=1)
+        prompts = FixedPrompts.__new__(FixedPrompts)
+        prompts.items = items
+        spans = Spans()
+        sampler = GroupSampler(
+            engine=FakeEngine(), environment=Numbers(prompts=prompts), ranks=ranks, spans=spans
+        )
+        rollout = RolloutConfig(prompts_per_step=4, group_size=2)
+        groups = sampler.step(SampleKey(run_seed=0, step=0), rollout=rollout).groups
+        return [group.prompt for group in groups], read, spans.flush()
+
+    first, second = on_ranks(2, samples)
+    assert first[0] == second[0] and first[0][0].row.items() >= more.items()
+    assert sorted(first[1][1:]) == sorted(prompt.index for prompt in first[0])
+    assert second[1][1:] == (first[1][1:] if "tuple" in more else [])
+    assert first[2]["time/data"] > 0
 
 
 def test_dynamic_sampling_on_ranks_takes_the_same_rounds():

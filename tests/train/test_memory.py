@@ -46,12 +46,17 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
 
 
 def rank_parts(
-    parallelism: Parallelism, micro_batches: int = 4, lora: LoraConfig | None = None, **train: object
+    parallelism: Parallelism,
+    micro_batches: int = 4,
+    lora: LoraConfig | None = None,
+    *,
+    tokens: int = 1024,
+    **train: object,
 ) -> dict[str, int]:
     """On the device, of one rank, for llama-3.2-1b in bfloat16."""
     shape = planned_shape(ModelConfig(name="shape:llama-3.2-1b", lora=lora), dtype=torch.bfloat16)
     step = StepSize(
-        tokens=1024, micro_batches=micro_batches, device="cuda", parallelism=parallelism, ref=True
+        tokens=tokens, micro_batches=micro_batches, device="cuda", parallelism=parallelism, ref=True
     )
     count = {"fsdp2": fsdp2.fsdp2_parts, "deepspeed": deepspeed.deepspeed_parts}[str(train["backend"])]
     found = count(shape, TrainConfig(**train), step)  # type: ignore[arg-type]
@@ -74,13 +79,18 @@ def test_a_rank_of_fsdp2_by_hand() -> None:
     assert "gradients between micro-batches, whole, in float32" not in four
     more = rank_parts(Parallelism(ranks=4), micro_batches=5, backend="fsdp2")
     assert more["gradients between micro-batches, whole, in float32"] == 4 * COUNT
+    assert "gradients" not in more and more["gradients in the update"] == COUNT
     each = rank_parts(
         Parallelism(ranks=4), micro_batches=5, backend="fsdp2", reduce_gradients="per_micro_batch"
     )
     assert "gradients between micro-batches, whole, in float32" not in each
     assert each["gradients"] == COUNT
-    # A layer's, and embedding, norms and head's.
-    assert each["gradients that are reduced at once"] == 4 * (COUNT - 16 * LAYER + LAYER)
+    # A layer's in float32; with few tokens embedding and head's, in both dtypes, when the rest is freed.
+    reduced = "gradients that are reduced at once"
+    assert each[reduced] == 4 * LAYER
+    few = rank_parts(Parallelism(ranks=4), tokens=64, backend="fsdp2")
+    freed = few["activations"] + few["logits of one chunk"]
+    assert few[reduced] == 6 * (COUNT - 16 * LAYER) - freed > 4 * LAYER
     kept = rank_parts(Parallelism(ranks=4), backend="fsdp2", reshard_after_forward=False)
     assert kept["gathered weights"] == 2 * COUNT
     joint = rank_parts(Parallelism(ranks=4), backend="fsdp2", execution="joint")

@@ -75,17 +75,21 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a2
                  : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 }
 
-// Begin to copy a key block of this kv head. LAST: rows from `real` on become zeros.
+// Begin to copy a key block of this kv head. LAST: the row before `real` is `newest`, rows from there on become zeros.
 template <bool LAST>
-__device__ __forceinline__ void load_block(ELEMENT* shared, const ELEMENT* rows, int real) {
+__device__ __forceinline__ void load_block(
+    ELEMENT* shared, const ELEMENT* rows, int real, const ELEMENT* newest = nullptr) {
     if (threadIdx.x >= 128) return;
     const unsigned chunk = threadIdx.x % CHUNKS, top = threadIdx.x / CHUNKS;
     ELEMENT* to = shared + swizzled(top, chunk);  // 128 / CHUNKS rows further down it is the same column
     const ELEMENT* from = rows + top * (K * H) + chunk * 8;
 #pragma unroll
     for (unsigned i = 0; i < N * CHUNKS / 128; i++) {
-        const bool inside = !LAST || (int)(top + i * (128 / CHUNKS)) < real;
-        copy_async(to + i * (128 / CHUNKS) * H, inside ? from + (long long)i * (128 / CHUNKS) * (K * H) : rows, inside);
+        const int at = top + i * (128 / CHUNKS);
+        const bool inside = !LAST || at < real;
+        const ELEMENT* row = from + (long long)i * (128 / CHUNKS) * (K * H);
+        if (LAST && at == real - 1) row = newest + chunk * 8;
+        copy_async(to + i * (128 / CHUNKS) * H, inside ? row : rows, inside);
     }
 }
 
@@ -155,29 +159,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_one(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, part = lane % 4;
     const int count = used[document], blocks = (count + N - 1) / N;
 
-    // The new key and value; the last key block is read back with them.
+#if __CUDA_ARCH__ >= 900
+    // The next kernel, a product that waits by itself for this one to end, may be launched.
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+    const ELEMENT *k_own = k_new + (document * K + head) * H, *v_own = v_new + (document * K + head) * H;
+    const long long last = ((long long)starts[document] + (blocks - 1) * N) * (K * H) + head * H;
+    const ELEMENT *k_rows = k_cache + last, *v_rows = v_cache + last;
+    if (blocks > 0) {
+        load_block<true>(keys, k_rows, count - (blocks - 1) * N, k_own);
+        commit();
+        load_block<true>(values, v_rows, count - (blocks - 1) * N, v_own);
+        commit();
+    }
+    // For later steps: this one takes the new key and value from where they are.
     if (threadIdx.x < 2 * CHUNKS) {
         const int chunk = threadIdx.x % CHUNKS;
-        const ELEMENT* from = (threadIdx.x < CHUNKS ? k_new : v_new) + (document * K + head) * H + chunk * 8;
+        const ELEMENT* from = (threadIdx.x < CHUNKS ? k_own : v_own) + chunk * 8;
         ELEMENT* to = (threadIdx.x < CHUNKS ? k_cache : v_cache) + slots[document] * (K * H) + head * H + chunk * 8;
         *(uint4*)to = *(const uint4*)from;
-        __threadfence();
     }
     unsigned query[H / 16][2];
 #pragma unroll
     for (int i = 0; i < H / 8; i++) {
         const ELEMENT* from = q + ((document * K + head) * GROUP + row) * H + i * 8 + part * 2;
         query[i / 2][i % 2] = row < GROUP ? *(const unsigned*)from : 0u;
-    }
-    __syncthreads();
-
-    const long long last = ((long long)starts[document] + (blocks - 1) * N) * (K * H) + head * H;
-    const ELEMENT *k_rows = k_cache + last, *v_rows = v_cache + last;
-    if (blocks > 0) {
-        load_block<true>(keys, k_rows, count - (blocks - 1) * N);
-        commit();
-        load_block<true>(values, v_rows, count - (blocks - 1) * N);
-        commit();
     }
     float output[DIMS_PER_WARP / 8][4] = {};
     float largest = LOWEST, sum = 0.f;  // of `row`; the sum is the fifth warp's, of a quarter of the columns a thread

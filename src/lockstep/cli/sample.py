@@ -15,9 +15,9 @@ from lockstep.config.load import check, to_values
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun
-from lockstep.errors import ConfigError, underway
+from lockstep.errors import CheckpointError, ConfigError, underway
 from lockstep.models.architectures import text_config
-from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.files import check_writable, read_json, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def override(sampling: SamplingConfig, values: Mapping[str, Any]) -> SamplingCon
 
 def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
     """The prompt of --prompt, or the first held-out prompts of the run."""
-    from lockstep.data.held_out import load_train_and_held_out
+    from lockstep.data.held_out import holds_out, load_train_and_held_out
     from lockstep.observe.chat_template import check_known
     from lockstep.schema.rollout import Prompt
 
@@ -133,8 +133,13 @@ def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
     run = opened.run
     if run is None or not run.online:
         raise ConfigError(f"missing-setting: {opened.source} has no held-out prompts; pass --prompt TEXT")
+    online = cast(GRPORun, run)
+    manifest = read_json(Path(args.model).expanduser() / "manifest.json", CheckpointError)
     held_out = load_train_and_held_out(
-        cast(GRPORun, run), tokenizer=opened.model.tokenizer, vocab_size=vocab_size
+        online,
+        tokenizer=opened.model.tokenizer,
+        vocab_size=vocab_size,
+        hold_out=holds_out(online, manifest) or "hash",
     )[1]
     return [held_out[i] for i in range(min(args.num_prompts, len(held_out)))]
 

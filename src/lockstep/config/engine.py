@@ -73,6 +73,8 @@ HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """Setting -> where it has an effect, and why it has none elsewhere. Other settings always have an effect."""
 
+_OFF = {"offload": False}
+"""Values that no engine need support, as they are what it does anyway."""
 _EMBEDDED = tuple(name for name, engine in engines().items() if not engine.external)
 """The engines that "auto" can resolve to: Lockstep's own, which need no separate process."""
 
@@ -232,7 +234,7 @@ def check_engine(config: EngineConfig) -> None:
     fields = type(config).model_fields
     for name, (places, why) in HAS_EFFECT.items():
         value, default = getattr(config, name), fields[name].get_default(call_default_factory=True)
-        if value != default and not set(here) & set(places):
+        if value not in (default, _OFF.get(name, default)) and not set(here) & set(places):
             where = f"with engine.name = {config.name!r}{_where(config)}"
             raise no_effect(f"engine.{name}", value, f"{where}: {why}", fix=f"use it with {_listed(places)}")
     if has_own_weights(config):

@@ -42,8 +42,9 @@ class GRPORun(RunConfig):
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
     """Held-out prompts. By default they come from the same source: with another seed for generated data, and
-    from the rows after the training rows for files. Prompts with the same text are left out of training.
-    Without an evaluation (eval.before, eval.every, eval.after) nothing is held out."""
+    for files from the rows after data.size, or without it rows chosen by a hash of their content. Prompts
+    with the same text are left out of training. Without an evaluation (eval.before, eval.every, eval.after)
+    nothing is held out."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     reward_model: RewardRoleConfig | None = None

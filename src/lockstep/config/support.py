@@ -32,6 +32,7 @@ from lockstep.config.declarations import (
     rows_in_order,
 )
 from lockstep.config.rules import refuse
+from lockstep.config.train import WITHOUT_PLAN
 from lockstep.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -344,7 +345,7 @@ def _check_reads(train: TrainConfig, reads: Collection[str]) -> None:
     for name, field in type(train).model_fields.items():
         readers = [backend for backend in backends().values() if name in backend.reads]
         value, default = getattr(train, name), field.default
-        if readers and value != default and name not in reads:
+        if readers and value not in (default, WITHOUT_PLAN.get(name, default)) and name not in reads:
             names = " or ".join(repr(backend.name) for backend in readers)
             why = f"with train.backend = {train.backend!r}: {readers[0].reads[name]}"
             fix = f"set train.backend = {names}, or leave train.{name} at {default!r}"

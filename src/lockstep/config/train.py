@@ -168,6 +168,7 @@ WITHOUT_PLAN = {
     "execution": "eager",
     "activation_checkpointing": False,
     "reshard_after_forward": True,
+    "reduce_gradients": "per_step",
     "optimizer_device": "model",
 }
 """What "auto" is where nothing depends on the memory of a GPU and on the run's steps."""

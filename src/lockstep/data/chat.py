@@ -132,7 +132,7 @@ class ChatFormat:
         self._source = config.source
         self.named_columns = named_columns(config)
         """The `*_column` settings with a value of their own."""
-        self._configured = configured_columns(config)
+        self._unread = UNREAD.keys() - configured_columns(config)
         self._notes: dict[str, None] = {}
         self._for_tools: dict[str, ChatTemplate] = {}
         self._blank: dict[int, bool] = {}
@@ -177,7 +177,7 @@ class ChatFormat:
         Raises:
             DataError: `tools` is no list of schemas, or `chat_template_kwargs` no object.
         """
-        for name in sorted(row.keys() & (UNREAD.keys() - self._configured)):
+        for name in sorted(row.keys() & self._unread):
             self._note(f"column {name!r} is ignored: {UNREAD[name]}")
         given = row_columns(row)
         if not given:

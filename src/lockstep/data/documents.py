@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lockstep.config.data import DataConfig
@@ -30,7 +31,7 @@ from lockstep.observe.template_renderer import Rendered, RenderedTurn, RenderJob
 from lockstep.schema.batch import TrainSample
 
 T = TypeVar("T")
-_Result = TypeVar("_Result")
+Marks = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +65,8 @@ class Document:
     """A tokenised document."""
 
     ids: list[int]
-    trained: list[bool]
-    """Per token: whether the policy is to learn to write it. The loss mask is this, one slot earlier."""
+    trained: list[tuple[int, int]]
+    """Tokens [begin, end) that the policy is to learn to write. The loss mask is these, one slot earlier."""
 
 
 class DocumentMaker:
@@ -134,7 +135,9 @@ class DocumentMaker:
         """
         config, ids = self.config, document.ids
         state: State = "kept"
-        trained = [True] * len(ids) if config.train_on == "all" else document.trained
+        trained: Marks = np.zeros(len(ids), np.bool_)
+        for begin, end in [(0, len(ids))] if config.train_on == "all" else document.trained:
+            trained[begin:end] = True
         if len(ids) > config.max_length:
             if config.overlong_documents == "error":
                 raise DataError(
@@ -151,8 +154,9 @@ class DocumentMaker:
                 f"tokens, which exceeds the {self.positions} positions of the model "
                 f"(max_position_embeddings); lower data.max_length to {self.positions}"
             )
-        mask = [*trained[1:], False]
-        if not any(mask):
+        token_ids, mask = np.array(ids, np.int64), np.zeros(len(ids), np.bool_)
+        mask[:-1] = trained[1:]
+        if not (count := int(np.count_nonzero(mask))):
             if config.untrained_documents == "error":
                 raise DataError(
                     f"nothing-left: {where}: no token of the document is trained on (no assistant turn, an "
@@ -160,21 +164,18 @@ class DocumentMaker:
                     "set data.untrained_documents = 'drop'"
                 )
             return Outcome(state="dropped_untrained")
-        if self.vocab_size is not None:
+        if self.vocab_size is not None and token_ids.max() >= self.vocab_size:
             tokenizer = self.chat.tokenizer
             check_known(ids, self.vocab_size, tokenizer=tokenizer, model="the model", where=where)
-        sample = TrainSample(
-            token_ids=torch.from_numpy(np.array(ids, np.int64)),
-            loss_mask=torch.from_numpy(np.array(mask, np.bool_)),
-        )
-        return Outcome(item=sample, state=state, tokens=len(ids), trained=sum(mask))
+        sample = TrainSample(token_ids=torch.from_numpy(token_ids), loss_mask=torch.from_numpy(mask))
+        return Outcome(item=sample, state=state, tokens=len(ids), trained=count)
 
-    def _cut(self, ids: list[int], trained: list[bool], *, keep_end: bool) -> tuple[list[int], list[bool]]:
+    def _cut(self, ids: list[int], trained: Marks, *, keep_end: bool) -> tuple[list[int], Marks]:
         limit = self.config.max_length
         if not keep_end:
             return ids[:limit], trained[:limit]
         first, rest = kept_at_end(ids, limit, tokenizer=self.chat.tokenizer, template=self.chat.template)
-        return ids[:first] + ids[rest:], trained[:first] + trained[rest:]
+        return ids[:first] + ids[rest:], np.concatenate([trained[:first], trained[rest:]])
 
 
 class DocumentSet(Generic[T]):
@@ -550,10 +551,7 @@ def _document(request: Request, text: _Text, encoded: Sequence[list[int]]) -> Do
             runs = [(begin, _end_at_mark(chat, ids, begin, end)) for begin, end in runs]
         if runs and (ends or _last_role(content) == "assistant"):
             ids, runs[-1] = _ended(chat, ids, *runs[-1])
-    trained = [False] * len(ids)
-    for begin, end in runs:
-        trained[begin:end] = [True] * (end - begin)
-    return Document(ids=ids, trained=trained)
+    return Document(ids=ids, trained=runs)
 
 
 def _last_role(content: Content) -> Any:

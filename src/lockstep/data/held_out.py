@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from lockstep.config.data import DataConfig
 from lockstep.config.run import GRPORun
 from lockstep.data.lazy import LazyItems
 from lockstep.data.prompts import FixedPrompts, PromptMaker, PromptSet, load_prompts
+from lockstep.data.rows import FIRST_ROWS
 from lockstep.data.sources import Source
 from lockstep.errors import ConfigError, DataError
 
 _SEED_STEP = 1_000_003
+WINDOW = 20
+"""Rows for each one that is held out: it is chosen among the first ones, so that no more are read at a start,
+and rows that are appended to a file later change nothing."""
+
+HoldOut = Literal["hash", "first"]
+"""Which rows of a file without `data.size` are held out: those of the smallest hashes, or, as in runs of
+earlier versions, the first ones."""
 
 
 def held_out_config(run: GRPORun) -> DataConfig:
     """Return the config of a run's held-out prompts.
 
     `eval_data` when it is set. Else, generated data: the same task under another seed. Files with
-    `data.size`: the rows after the training rows. Files without: the first `eval.num_prompts` rows, which
-    training then leaves out; fewer of a small file, see `held_out_size`.
+    `data.size`: the rows after the training rows. Files without: `eval.num_prompts` of the first rows, which
+    training then leaves out, see `HoldOut`; fewer of a small file, see `held_out_size`.
     """
     if run.eval_data is not None:
         config = run.eval_data
@@ -32,7 +43,7 @@ def held_out_config(run: GRPORun) -> DataConfig:
 
 
 def held_out_size(run: GRPORun, rows: int) -> int:
-    """Return how many of the first `rows` rows of a file or set without `data.size` are held out:
+    """Return how many of the `rows` rows of a file or set without `data.size` are held out:
     `eval.num_prompts`; where that is more than half of them a fifth, so that most are trained on.
 
     Args:
@@ -66,7 +77,8 @@ def needed_rows(run: GRPORun) -> int:
 
 
 def holds_out_rows(run: GRPORun) -> bool:
-    """Return whether the held-out prompts are the first rows of the training set's own source."""
+    """Return whether the held-out prompts are rows of the training set's own source, without a `data.size`
+    that tells them apart."""
     return run.eval_data is None and not run.data.generated and run.data.size is None
 
 
@@ -75,19 +87,29 @@ def evaluates(run: GRPORun) -> bool:
     return run.eval.before or run.eval.after or run.eval.every > 0
 
 
+def holds_out(run: GRPORun, manifest: Mapping[str, Any]) -> HoldOut | None:
+    """Return how prompts are held out of training; None: not at all. This is decided when the run is started:
+    evaluations may be turned on and off on resume, and the training data must stay the same."""
+    # Runs of earlier versions held the first rows out, at first always; one that failed early has not
+    # decided.
+    new: HoldOut | None = "hash" if evaluates(run) else None
+    found = manifest.get("held_out", "first" if "axes" in manifest else new)
+    return "first" if found is True else found or None
+
+
 def load_train_and_held_out(
-    run: GRPORun, *, tokenizer: Any, vocab_size: int | None = None, hold_out: bool = True
+    run: GRPORun, *, tokenizer: Any, vocab_size: int | None = None, hold_out: HoldOut | None = "hash"
 ) -> tuple[PromptSet, FixedPrompts]:
     """Load (training prompts, held-out prompts); no held-out text, rendered or not, occurs in training.
 
     Args:
-        hold_out: False: nothing is left out of training, and the second set is empty.
+        hold_out: None: nothing is left out of training, and the second set is empty.
 
     Raises:
         DataError: as load_prompts; also when no rows are left to hold out, or training has too few prompts
             for a rollout batch.
     """
-    held_out = _held_out(run, tokenizer=tokenizer, vocab_size=vocab_size) if hold_out else None
+    held_out = _held_out(run, hold_out, tokenizer=tokenizer, vocab_size=vocab_size) if hold_out else None
     exclude = frozenset() if held_out is None else held_out.texts
     train = load_prompts(run.data, tokenizer=tokenizer, exclude=exclude, vocab_size=vocab_size)
     if train.size is not None and train.size < run.rollout.prompts_per_step:
@@ -101,19 +123,37 @@ def load_train_and_held_out(
     return train, held_out
 
 
-def _held_out(run: GRPORun, *, tokenizer: Any, vocab_size: int | None) -> FixedPrompts:
-    config = held_out_config(run)
+def _held_out(run: GRPORun, hold_out: HoldOut, *, tokenizer: Any, vocab_size: int | None) -> FixedPrompts:
+    config, rows = held_out_config(run), None
     if holds_out_rows(run):
-        rows = len(Source(_with(run.data, size=needed_rows(run))).head(needed_rows(run)))
-        config = _with(config, size=held_out_size(run, rows))
+        source = Source(run.data)
+        size = held_out_size(run, len(source.head(needed_rows(run))))
+        if hold_out == "hash":
+            config, rows = _with(config, size=None), _of_smallest_hash(source, size)
+        else:
+            config = _with(config, size=size)
     try:
-        held_out = load_prompts(config, tokenizer=tokenizer, vocab_size=vocab_size)
+        held_out = load_prompts(config, tokenizer=tokenizer, vocab_size=vocab_size, rows=rows)
         held_out.make_all()  # each evaluation is on all of them
     except DataError as error:
         raise error.with_message(f"held-out prompts (eval_data): {error}") from error
     if not isinstance(held_out, FixedPrompts):
         raise ConfigError(f"endless: eval_data.source = {config.source!r} is endless; set eval_data.size")
     return held_out
+
+
+def _of_smallest_hash(source: Source, count: int) -> list[int]:
+    """The numbers of the held-out rows, in the order of the source. A row at fault is none of them."""
+    rows = source.head(max(WINDOW * count, FIRST_ROWS))
+    hashes = [
+        (_content_hash(row), number) for number, row in enumerate(rows) if not isinstance(row, DataError)
+    ]
+    return sorted(number for _, number in sorted(hashes)[:count])
+
+
+def _content_hash(row: Mapping[str, Any]) -> bytes:
+    text = json.dumps(row, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _with(config: DataConfig, **changes: Any) -> DataConfig:

@@ -446,7 +446,12 @@ def text_hash(text: str) -> bytes:
 
 
 def load_prompts(
-    config: DataConfig, *, tokenizer: Any, exclude: Collection[bytes] = (), vocab_size: int | None = None
+    config: DataConfig,
+    *,
+    tokenizer: Any,
+    exclude: Collection[bytes] = (),
+    vocab_size: int | None = None,
+    rows: Sequence[int] | None = None,
 ) -> PromptSet:
     """Open the prompt set of a DataConfig. Of a file the first 1,000 rows are rendered and tokenised here,
     the others when they come near; streams on demand.
@@ -455,6 +460,7 @@ def load_prompts(
         exclude: `text_hash` of texts (of questions or of rendered prompts) that must not occur.
         vocab_size: entries of the model's embedding, which source `ids` needs; None: not compared with the
             token ids of texts.
+        rows: numbers of the rows of the source that are made, all at once; None: all rows.
 
     Raises:
         DataError: missing or malformed data, nothing left after exclusion, or a task with fewer distinct
@@ -465,18 +471,24 @@ def load_prompts(
         exclude = frozenset(exclude) | _texts_of_source(config, config.exclude, tokenizer)
     maker = PromptMaker(config, tokenizer, exclude, vocab_size=vocab_size)
     if config.generated:
-        rows = IdRows(config, vocab_size=vocab_size) if config.source == "ids" else ReasoningGymRows(config)
+        ids = config.source == "ids"
+        generator = IdRows(config, vocab_size=vocab_size) if ids else ReasoningGymRows(config)
         if config.size is None:
-            return PromptStream(rows, maker)
-        generated = _distinct(rows, maker, config)
+            return PromptStream(generator, maker)
+        generated = _distinct(generator, maker, config)
         return FixedPrompts(LazyItems.of(generated, shuffle=config.shuffle), maker=maker)
     source = Source(config)
     source.check_columns()
 
     def make(numbers: Sequence[int]) -> list[Outcome[Prompt]]:
+        numbers = numbers if rows is None else [rows[number] for number in numbers]
         return maker.outcomes(source.read(numbers), [config.skip + number for number in numbers])
 
-    items = source.items(make, selective=maker.selective)
+    if rows is None:
+        items = source.items(make, selective=maker.selective)
+    else:
+        count = len(rows)
+        items = LazyItems(count, make, config=config, selective=maker.selective, first=count)
     loaded = FixedPrompts(items, maker=maker, source=source)
     if not items.sampled:
         raise DataError(

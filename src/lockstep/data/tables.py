@@ -15,8 +15,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -27,6 +25,7 @@ import numpy as np
 
 from lockstep.common_errors import missing_package
 from lockstep.config.data import DataConfig
+from lockstep.data.cache import cached, new_cache_file, one_maker, touch
 from lockstep.data.readers import (
     check_surrogates,
     foreign_errors,
@@ -37,13 +36,9 @@ from lockstep.data.readers import (
 )
 from lockstep.data.rows import PlacedRow
 from lockstep.errors import DataError
-from lockstep.observe.files import cache_root, file_errors
+from lockstep.observe.files import file_errors
 from lockstep.observe.text import printable
 
-CACHE_VERSION = 1
-"""Part of every name in the cache: another version reads none of the files of this one."""
-CACHE_DAYS = 30
-"""Files of the cache that were not used for so long are removed when another one is written."""
 SMALL_BYTES = 2**24
 """A file of at most so many bytes is indexed, or loaded, each time: that takes milliseconds."""
 WHOLE_BYTES = 2**26
@@ -197,15 +192,28 @@ def _line_index(file: UnchangedFile) -> tuple[np.ndarray, tuple[str, ...]]:
     if file.size <= SMALL_BYTES:
         return _scanned(file), ()
     name = f"{file.digest}-{file.modified}.npy"
-    with contextlib.suppress(OSError, ValueError, EOFError):  # none there, or not a whole one
-        index = np.load(_cached(name), allow_pickle=False)
-        if _fits(index, file.size):
-            touch(_cached(name))
+    if (index := _kept_index(name, file.size)) is not None:
+        return index, ()
+    with one_maker(name, file.path):
+        if (index := _kept_index(name, file.size)) is not None:
             return index, ()
+        return _new_index(name, file)
+
+
+def _kept_index(name: str, size: int) -> np.ndarray | None:
+    with contextlib.suppress(OSError, ValueError, EOFError):  # none there, or not a whole one
+        index: np.ndarray = np.load(cached(name), allow_pickle=False)
+        if _fits(index, size):
+            touch(cached(name))
+            return index
+    return None
+
+
+def _new_index(name: str, file: UnchangedFile) -> tuple[np.ndarray, tuple[str, ...]]:
     index = _scanned(file)
     file.check_unchanged()
     try:
-        with _new_cache_file(name) as path, path.open("wb") as target:
+        with new_cache_file(name) as path, path.open("wb") as target:
             np.save(target, index, allow_pickle=False)
     except OSError as error:
         note = f"the index of {file.path} is not kept, and made again by the next run: {error}"
@@ -352,16 +360,22 @@ class ParquetTable(Table):
     def _copied(self) -> Path:
         """The Arrow file with the same rows, made if it is not there."""
         name = f"{self._file.digest}-{self._file.modified}.arrow"
-        if (path := _cached(name)).is_file():
-            touch(path)
-            return path
+        path = cached(name)
+        if not path.is_file():
+            with one_maker(name, self._file.path):
+                if not path.is_file():
+                    self._copy(name)
+        touch(path)
+        return path
+
+    def _copy(self, name: str) -> None:
         import pyarrow as pa
 
         advice = (
             f"free some space there ({self._file.path} takes more than {self._file.size:,} bytes unpacked), "
             "or set LOCKSTEP_CACHE to a folder on another disk"
         )
-        with file_errors(path, DataError, "write", advice=advice), _new_cache_file(name) as new:
+        with file_errors(cached(name), DataError, "write", advice=advice), new_cache_file(name) as new:
             batches = _batches(self._file.path)
             first = next(batches)
             with pa.OSFile(str(new), "wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
@@ -369,7 +383,6 @@ class ParquetTable(Table):
                     writer.write_batch(batch)
             self._file.check_unchanged()
         pa.default_memory_pool().release_unused()
-        return path
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -500,43 +513,3 @@ def column_names(row: Mapping[str, Any]) -> str:
     """Return the names of a row's columns for a message: on one line, 40 at most."""
     names = [printable(name[:80]) for name in itertools.islice(row, 40)]
     return ", ".join([*names, *(["..."] if len(row) > len(names) else [])])
-
-
-# What is kept of a source between runs.
-
-
-def touch(path: Path) -> None:
-    """Note that a file of the cache is used."""
-    with contextlib.suppress(OSError):  # another's cache, which is read only
-        os.utime(path)
-
-
-def _cached(name: str) -> Path:
-    return cache_root() / "data" / f"v{CACHE_VERSION}-{name}"
-
-
-@contextlib.contextmanager
-def _new_cache_file(name: str) -> Iterator[Path]:
-    """The path to write a file of the cache to, which gets its name once it is whole; nothing of it stays
-    otherwise."""
-    path = _cached(name)
-    clean_cache()
-    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(descriptor)
-    try:
-        yield Path(new)
-        Path(new).replace(path)
-    except BaseException:
-        Path(new).unlink(missing_ok=True)
-        raise
-
-
-def clean_cache() -> None:
-    """Make the folder of the cache if it is not there, and remove from it what was not used for long."""
-    folder = _cached("").parent
-    folder.mkdir(parents=True, exist_ok=True)
-    for other in folder.iterdir():
-        days = 1 if other.name.startswith(".") else CACHE_DAYS  # what a killed process was writing
-        with contextlib.suppress(FileNotFoundError):  # another process removes it, too
-            if other.stat().st_mtime < time.time() - days * 86_400:
-                other.unlink()

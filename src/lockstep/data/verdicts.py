@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from lockstep.config.data import DataConfig
+from lockstep.data.cache import CACHE_VERSION, cached, clean_cache, touch
 from lockstep.data.lazy import LAST_KEPT, STATES, LazyItems
 from lockstep.data.sources import Source
-from lockstep.data.tables import CACHE_VERSION, clean_cache, touch
 from lockstep.errors import DataError
-from lockstep.observe.files import cache_root, read_json, write_json
+from lockstep.observe.files import read_json, write_json
 from lockstep.version import __version__
 
 _NOT_OF_ROWS = {"workers", "prefetch", "shuffle", "on_bad_row"}
@@ -62,7 +62,7 @@ def key(kind: str, config: DataConfig, tokenizer: Any, source: Source, **more: A
 
 
 def _path(name: str, suffix: str) -> Path:
-    return cache_root() / "data" / f"v{CACHE_VERSION}-{name}{suffix}"
+    return cached(name + suffix)
 
 
 def read(name: str) -> Verdict | None:

@@ -6,23 +6,28 @@ training pack, in a prefill, or one token at a time.
 """
 
 from lockstep.invariant.converter import Report, convert, is_converted, kernels_of
+from lockstep.invariant.few_rows import MOST_ROWS, MergeProducts
 from lockstep.invariant.modules import head_kernels
 from lockstep.invariant.selftest import (
     Verdict,
     configure_cuda,
     configured,
     dependence,
+    few_rows_test,
     inductor_options,
     self_test,
 )
 
 __all__ = [
+    "MOST_ROWS",
+    "MergeProducts",
     "Report",
     "Verdict",
     "configure_cuda",
     "configured",
     "convert",
     "dependence",
+    "few_rows_test",
     "head_kernels",
     "inductor_options",
     "is_converted",

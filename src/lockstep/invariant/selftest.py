@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
+from lockstep.invariant import few_rows, row_ops
 from lockstep.invariant import modules as parts
-from lockstep.invariant import row_ops
 from lockstep.invariant import row_ops as linear_ops
 from lockstep.observe.files import cache_root
 from lockstep.ops.logprobs import merged_stats
@@ -200,7 +200,8 @@ class Verdict:
     """The result of the test of one op at one shape."""
 
     choice: str
-    """"stock", "triton", "cpu-row", or the tiles as "tiles 128 64 32 16 8"."""
+    """"stock", "triton", "cpu-row", or the tiles as "tiles 128 64 32 16 8"; of few rows "few-rows" or
+    "padded"."""
     rejected: tuple[str, ...] = ()
     """The choices that failed before it, and how."""
 
@@ -269,6 +270,66 @@ def _verdict(case: _Case, device: torch.device) -> Verdict:
         f"not-batch-invariant: no form of {case.name} is row-invariant on this {_hardware(device)}: "
         f"{'; '.join(rejected)}. Set train.batch_invariant = false"
     )
+
+
+def few_rows_test(module: nn.Module, *, cache: bool = True) -> dict[str, Verdict]:
+    """Test whether products of few rows by `lockstep.invariant.few_rows` equal those that the linears of a
+    converted and tested module use for many, for each of its weight shapes, and let an engine's linears use
+    it where they do; the others pad their rows. On CUDA; elsewhere nothing is tested or changed.
+
+    Returns:
+        Verdicts by shape, such as "few rows 1536x576".
+    """
+    first = next(module.parameters())
+    if first.device.type != "cuda":
+        return {}
+    store, make = _Store(first.device, first.dtype, enabled=cache), _Inputs(first.device, first.dtype)
+    verdicts: dict[str, Verdict] = {}
+    for _, part in parts.linears(module):
+        name = _linear_name(part).replace("linear", "few rows")
+        if name not in verdicts:
+            verdicts[name] = store.get(name) or store.put(name, _few_rows_verdict(part, make))
+            if verdicts[name].rejected:
+                log.warning(
+                    "decoding pads rows for weights of this shape, which is slower: %s: %s",
+                    name,
+                    verdicts[name].rejected[0],
+                )
+        choice = verdicts[name].choice
+        part.few_rows = choice if choice == parts.FEW_ROWS or part.stock else None
+    store.save()
+    return verdicts
+
+
+@torch.no_grad()
+def _few_rows_verdict(part: parts.InvariantLinear, make: _Inputs) -> Verdict:
+    """Alone, thrice in one launch (other blocks), and with a residual, against rows among many."""
+    from triton.runtime.errors import OutOfResources
+
+    wide, narrow = part.out_features, part.in_features
+    weight, x = make.normal(wide, narrow, std=narrow**-0.5), make.normal(make.rows(wide), narrow)
+    bias, residual = (
+        None if part.product_bias is None else make.normal(wide),
+        make.normal(few_rows.MOST_ROWS, wide),
+    )
+    biases = [] if bias is None else [bias]
+    tiles = linear_ops.TILES
+    whole = F.linear(x, weight, bias) if part.stock else linear_ops.linear(x, weight, bias, tiles)
+    for count in (1, 8, 16, 17, 32, 33, 64):
+        rows, expected = x[-count:].contiguous(), whole[-count:]
+        added = residual[:count]
+        try:
+            outs = [
+                *few_rows.few_rows(rows, [weight], biases, None),
+                *few_rows.few_rows(rows, [weight] * 3, biases * 3, None),
+                *few_rows.few_rows(rows, [weight], biases, added),
+            ]
+        except OutOfResources as error:
+            return Verdict(choice=parts.PADDED, rejected=(f"{parts.FEW_ROWS} ({error})",))
+        difference = _difference(outs, [*[expected] * 4, added + expected])
+        if difference is not None:
+            return Verdict(choice=parts.PADDED, rejected=(f"{parts.FEW_ROWS} ({count} rows: {difference})",))
+    return Verdict(choice=parts.FEW_ROWS)
 
 
 # --- the cases of a module ---
@@ -490,7 +551,7 @@ class _Store:
 def _known(choice: Any) -> str:
     """Return a choice that `self_test` can make. Raises ValueError: others, such as other tiles, were never
     tested."""
-    if choice in (parts.STOCK, "triton", "cpu-row"):
+    if choice in (parts.STOCK, "triton", "cpu-row", parts.FEW_ROWS, parts.PADDED):
         return str(choice)
     name, _, tiles = str(choice).partition(" ")
     if name == "tiles" and tiles and set(tiles.split()) <= {"1", *map(str, linear_ops.TILES)}:

@@ -17,7 +17,13 @@ import torch
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.engine import kind
 from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
-from lockstep.data.held_out import evaluates, holds_out_rows, load_train_and_held_out
+from lockstep.data.held_out import (
+    HoldOut,
+    evaluates,
+    holds_out,
+    holds_out_rows,
+    load_train_and_held_out,
+)
 from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError, together
@@ -25,12 +31,11 @@ from lockstep.loop.determinism import (
     batch_invariance_lines,
     batch_invariance_manifest,
     contract_change,
-    convert_copy,
     make_invariant,
     prepare_kernels,
 )
 from lockstep.loop.distributed import mesh_coordinates
-from lockstep.loop.engines import engine_report, external_engine_spec, report_lines
+from lockstep.loop.engines import engine_model, engine_report, external_engine_spec, report_lines
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, Trained
@@ -44,13 +49,11 @@ from lockstep.models.architectures import text_config
 from lockstep.models.load import (
     LoadedModel,
     OpenedModel,
-    allocated,
     check_positions,
     load_model,
     open_model,
 )
 from lockstep.models.memory import opened_shape
-from lockstep.models.tensor_parallel import apply_tensor_parallel, tensor_parallel_plan
 from lockstep.observe.lock import OwnedFolder
 from lockstep.observe.metrics import Spans
 from lockstep.packing import Planner
@@ -62,7 +65,6 @@ from lockstep.rollout.prompt_kinds import prompt_kinds
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.weights import WeightPart
 from lockstep.train import BACKENDS
 from lockstep.transfer import make_transfer
 from lockstep.transfer.buckets import Verifier
@@ -353,7 +355,7 @@ def describe(
 
 
 def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
-    """A note where fewer prompts are held out than eval.num_prompts: its first rows would be most of them."""
+    """A note where fewer prompts are held out than eval.num_prompts, which would be most of the rows."""
     held_out = len(environment.held_out(config.eval.num_prompts))
     if not held_out or not holds_out_rows(config) or held_out >= config.eval.num_prompts:
         return []
@@ -363,15 +365,8 @@ def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
     ]
 
 
-def holds_out(run: GRPORun, manifest: Mapping[str, Any]) -> bool:
-    """Return whether prompts are held out of training. This is decided when the run is started: evaluations
-    may be turned on and off on resume, and the training data must stay the same."""
-    # Runs of earlier versions always held prompts out; one that failed early has not decided.
-    return bool(manifest.get("held_out", "axes" in manifest or evaluates(run)))
-
-
 def _load_prompts(
-    run: GRPORun, model: OpenedModel, rewards: RewardSet, *, hold_out: bool
+    run: GRPORun, model: OpenedModel, rewards: RewardSet, *, hold_out: HoldOut | None
 ) -> tuple[PromptSet, FixedPrompts]:
     """Load what there is to learn from; whatever of it, the config and the rewards do not fit each other is
     refused before weights are read. All such faults are reported together."""
@@ -556,34 +551,6 @@ def load_policy(
             resolved = resolved.without_batch_invariance()
     model = dataclasses.replace(model, execution=resolved.execution)
     return LoadedPolicy(resolved=resolved, model=model, batch_invariance=batch_invariance)
-
-
-def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: TrainBackend) -> LoadedModel:
-    """Return the model that the engine samples with: the trainer's own module where its Parameters are whole
-    between calls, else a second module, into which every weight push copies. Its weights are not read: the
-    first push comes before the first sample."""
-    update = backend.weights(policy_version=0)
-    if update.shared_module is model.module:
-        return model
-    merged = resolved.run.model.model_copy(
-        update={"lora": None}
-    )  # a backend that sends weights sends them merged
-    device = torch.device(resolved.device)
-    own = load_model(merged, attention=resolved.attention, device=device, materialize=False)
-    own = dataclasses.replace(own, execution=model.execution)
-    if update.part is not None and resolved.engine == "native":
-        own = _rank_part(own, update.part, batch_invariant=resolved.batch_invariant)
-        return allocated(own, device=device)
-    own = allocated(own, device=device)
-    return convert_copy(own) if resolved.batch_invariant else own
-
-
-def _rank_part(model: LoadedModel, part: WeightPart, *, batch_invariant: bool) -> LoadedModel:
-    """Cut a model without weights to this rank's part, as the trainer's is."""
-    if batch_invariant:
-        model = convert_copy(model)
-    plan = tensor_parallel_plan(model.module, size=part.group.size(), plan=part.plan)
-    return dataclasses.replace(model, tp=apply_tensor_parallel(model.module, group=part.group, plan=plan))
 
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:

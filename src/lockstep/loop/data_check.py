@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -20,17 +21,20 @@ from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.data import verdicts
 from lockstep.data.documents import DocumentSet
 from lockstep.data.held_out import evaluates, load_train_and_held_out
-from lockstep.data.lazy import LAST_KEPT, STATES
+from lockstep.data.lazy import LAST_KEPT, MAKE_SECONDS, STATES
 from lockstep.data.prompts import FixedPrompts
 from lockstep.data.verdicts import Verdict
-from lockstep.errors import ConfigError, TrainError
+from lockstep.errors import ConfigError, DataError, TrainError
 from lockstep.loop.documents import offline_task
 from lockstep.models.architectures import silence_transformers
 from lockstep.models.load import OpenedModel, open_model
+from lockstep.processes.child import gc_paused
 from lockstep.processes.supervisor import die_with
 
-_ITEMS = 2048
+_ITEMS = 512
 """Of one task of a worker."""
+_AHEAD = 3
+"""Tasks that each worker is given at once."""
 NAMED = 100
 """Rows at fault that are named."""
 Checked = DocumentSet[Any] | FixedPrompts
@@ -106,7 +110,7 @@ def _open(run: RunConfig, section: str) -> Checked:
         changed,
         tokenizer=opened.tokenizer,
         vocab_size=int(opened.text.vocab_size),
-        hold_out=evaluates(online) or section == "eval_data",
+        hold_out="hash" if evaluates(online) or section == "eval_data" else None,
     )
     found = sets[section == "eval_data"]
     assert isinstance(found, FixedPrompts), "the section is of a file"
@@ -130,13 +134,14 @@ def _checked(run: RunConfig, section: str, workers: int, progress: Progress) -> 
     found = _open(run, section)
     items, source = found.items, getattr(run, section).source
     states, lengths = np.zeros(items.rows, np.uint8), np.zeros(items.rows, np.int32)
-    trained, bad = 0, dict[int, str]()
+    trained, done, bad = 0, 0, dict[int, str]()
     for part in _parts(run, section, found, workers=workers):
         places = slice(part.first, part.first + len(part.states))
         states[places], lengths[places] = part.states, part.lengths
         trained += part.trained
+        done += len(part.states)
         bad |= part.bad
-        progress(places.stop, items.rows)
+        progress(done, items.rows)
     counts = {name: int(np.count_nonzero(states == code)) for code, name in enumerate(STATES)}
     kept = lengths[states <= LAST_KEPT]
     left_out = {int(number): STATES[states[number]] for number in np.flatnonzero(states > LAST_KEPT)}
@@ -186,7 +191,7 @@ class _Part:
 
 
 def _parts(run: RunConfig, section: str, found: Checked, *, workers: int) -> Iterator[_Part]:
-    """In the order of the rows."""
+    """As they are done."""
     places = range(0, found.items.rows, _ITEMS)
     if len(places) == 1 or workers == 1:
         yield from (_part(found, first) for first in places)
@@ -194,10 +199,32 @@ def _parts(run: RunConfig, section: str, found: Checked, *, workers: int) -> Ite
     # Spawned: a fork of a process with threads may find their locks taken.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start, initargs=(run, section, os.getpid())
+        workers - 1, mp_context=context, initializer=_start, initargs=(run, section, os.getpid())
     )
+    left, running = iter(places), set[Future[_Part]]()
     try:
-        yield from pool.map(_part_of_worker, places)
+        with _one_tokenizer_thread():
+            while True:
+                more = itertools.islice(left, _AHEAD * (workers - 1) - len(running))
+                running |= {pool.submit(_part_of_worker, first) for first in more}
+                # This process is one of the workers, and looks at rows while the others import torch.
+                own = next(left, None)
+                if own is not None:
+                    yield _part(found, own)
+                elif not running:
+                    return
+                done, running = wait(
+                    running,
+                    timeout=MAKE_SECONDS if own is None else 0,
+                    return_when=FIRST_COMPLETED,
+                )
+                if own is None and not done:
+                    raise DataError(
+                        f"deadline: {_ITEMS} rows of data.source = {found.items.config.source!r} were not "
+                        f"read, rendered and tokenised within {MAKE_SECONDS:g} s; look for a row that is "
+                        "very long, or for a disk that does not answer"
+                    )
+                yield from (future.result() for future in done)
     except BrokenProcessPool as error:
         raise TrainError(
             f"process-died: a process that looks at the rows of {found.items.config.source!r} ended by "
@@ -205,6 +232,21 @@ def _parts(run: RunConfig, section: str, found: Checked, *, workers: int) -> Ite
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _one_tokenizer_thread() -> Iterator[None]:
+    """The other processors have workers of their own."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 _found: Checked | None = None
@@ -215,7 +257,6 @@ def _start(run: RunConfig, section: str, parent: int) -> None:
     global _found
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     die_with(parent)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other processors have workers of their own
     with silence_transformers():
         _found = _open(run, section)
 
@@ -228,13 +269,14 @@ def _part_of_worker(first: int) -> _Part:
 def _part(found: Checked, first: int) -> _Part:
     items = found.items
     numbers = range(first, min(first + _ITEMS, items.rows))
-    outcomes = items.outcomes(numbers)
-    states = [STATES.index("bad" if each.error else each.state) for each in outcomes]
-    bad = {n: str(each.error) for n, each in zip(numbers, outcomes, strict=True) if each.error is not None}
-    return _Part(
-        first=first,
-        states=np.array(states, np.uint8),
-        lengths=np.array([each.tokens for each in outcomes], np.int32),
-        trained=sum(each.trained for each in outcomes),
-        bad=dict(itertools.islice(bad.items(), NAMED)),
-    )
+    with gc_paused():  # what is made here lives to the end of the part: it took a third of the time
+        outcomes = items.outcomes(numbers)
+        states = [STATES.index("bad" if each.error else each.state) for each in outcomes]
+        bad = {n: str(e.error) for n, e in zip(numbers, outcomes, strict=True) if e.error is not None}
+        return _Part(
+            first=first,
+            states=np.array(states, np.uint8),
+            lengths=np.array([each.tokens for each in outcomes], np.int32),
+            trained=sum(each.trained for each in outcomes),
+            bad=dict(itertools.islice(bad.items(), NAMED)),
+        )

@@ -41,7 +41,7 @@ _OF_ENGINE = (
     "KV cache",
     "logits of one decoding step",
 )
-_CUDA_RUNTIME = "CUDA context, NCCL, fragmentation"
+CUDA_RUNTIME = "CUDA context, NCCL, fragmentation"
 _RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(2.2 * GIB)}
 """On one H100 a process with nothing allocated takes 0.5 GiB; cuBLAS's workspaces and blocks that the
 allocator cannot join come on top."""
@@ -240,7 +240,7 @@ def _scoring_parts(
 
 def _runtime_part(kind: str, *, ranks: int) -> MemoryPart:
     """What a rank's process needs beside tensors."""
-    name = _CUDA_RUNTIME if kind == "cuda" else _RUNTIME
+    name = CUDA_RUNTIME if kind == "cuda" else _RUNTIME
     size = _RUNTIME_BYTES[kind] + _NCCL_BYTES * (kind == "cuda" and ranks > 1)
     return MemoryPart(name=name, bytes=size, phase="always", setting="")
 
@@ -371,12 +371,15 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str, ranks: int =
     """Return the parts of memory that sampling a rank's share of a rollout batch holds beside the weights."""
     gpus = 0 if run.cluster is None or device == "cpu" else run.cluster.engine_gpus
     apart = shards_weights(run.train) or run.engine.process == "separate" or gpus > 0
-    split = run.engine.tp if gpus else 1
-    samples = math.ceil(run.rollout.samples / ranks)
-    batch = min(run.engine.max_batch, samples)
-    length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     # What auto means where the run starts.
     name = run.engine.name if run.engine.name != "auto" else "native" if device == "cuda" else "hf"
+    # The ranks of a tensor parallel group share one native engine.
+    here = run.engine.process != "separate" and not gpus
+    shared = run.train.tp if name == "native" and here else 1
+    split = run.engine.tp if gpus else shared
+    samples = math.ceil(run.rollout.samples * shared / ranks)
+    batch = min(run.engine.max_batch, samples)
+    length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     keeps = name in engines() and engines()[name].keeps_cache
     sizes = "data.max_prompt_tokens or rollout.sampling.max_tokens"
     return [

@@ -213,11 +213,12 @@ def setting(run: RunConfig, path: str) -> Any:
 
 
 def with_settings(run: Run, settings: Mapping[str, Any]) -> Run:
-    """Return `run` with other settings, unchecked. Keys are dotted paths of one or two names."""
+    """Return `run` with other settings, unchecked. Keys are dotted paths of one or two names; lists, as in a
+    manifest, become tuples."""
     tables: dict[str, dict[str, Any]] = {}
     for path, value in settings.items():
         table, _, name = path.rpartition(".")
-        tables.setdefault(table, {})[name] = value
+        tables.setdefault(table, {})[name] = tuple(value) if isinstance(value, list) else value
     own = tables.pop("", {})
     return run.model_copy(
         update=own | {table: getattr(run, table).model_copy(update=new) for table, new in tables.items()}
@@ -315,7 +316,7 @@ class Planned(Generic[Run]):
     def record(self) -> dict[str, Any]:
         """The plan as the manifest keeps it."""
         return {
-            "settings": dict(self.settings),
+            "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in self.settings.items()},
             "line": self.line,
             "peak_bytes": self.plan.peak_bytes,
             "total_bytes": self.place.total_bytes,

@@ -16,7 +16,7 @@ import torch
 from lockstep.config.cluster import ClusterConfig, NodeLayout
 from lockstep.config.load import override
 from lockstep.config.ppo import POLICY
-from lockstep.config.run import RunConfig
+from lockstep.config.run import RunConfig, on_ranks
 from lockstep.config.support import (
     check_backend,
     check_device_support,
@@ -191,6 +191,8 @@ def resolve(
             with the engine that "auto" became, or the manifest holds a value that a setting cannot have.
         ModelError: as `shape`.
     """
+    if run.train.backend == "auto":
+        run = on_ranks(run, machine.ranks)
     given, device = run, torch.device(machine.device)
     run = _as_started(run, manifest)
     run = run.with_auto_engine(native=bool(run.train.batch_invariant) or is_native(run.model.dtype, device))
@@ -314,7 +316,8 @@ def _with_sizes(
     kept = _kept_plan(run, place, manifest)
     if kept:
         return _Sized(run=with_settings(run, kept["settings"]), execution=why, memory=kept)
-    if not (machine.total_bytes and open_settings(run)):
+    older = "token_budget" in _axes_of(manifest) and not _axes_of(manifest).get("memory")
+    if older or not (machine.total_bytes and open_settings(run)):
         return _Sized(run=without_plan(run), execution=why)
     value = None
     if run.critic is not None:

@@ -112,7 +112,7 @@ def build_online(
         hold_out: whether to hold prompts out for evaluations; None: if the run has an evaluation.
     """
     hooks = LoopHooks(on_progress=on_progress)
-    manifest = None if hold_out is None else {"held_out": hold_out}
+    manifest = None if hold_out is None else {"held_out": "hash" if hold_out else None}
     build = Builder(run, ranks=ranks, work_dir=work_dir, manifest=manifest, hooks=hooks)
     try:
         environment = build.environment(rewards=rewards)

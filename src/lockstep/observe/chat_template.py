@@ -66,7 +66,7 @@ class ChatTemplate:
             template=self.text,
             messages=[self._prepared(message) for message in messages],
             generate=generate,
-            options=options or {},
+            options={} if options is None else options,
             turns=turns,
             where=where,
         )

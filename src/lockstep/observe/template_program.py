@@ -194,6 +194,8 @@ class Program:
         self.generation = next(e for e in environment.extensions.values() if isinstance(e, Generation))
         self.source = text
         self._template = environment.from_string(text)
+        # One dict: jinja's own is a chain of two, which is copied for each rendering.
+        self._template.globals = dict(self._template.globals)
         tree = environment.parse(text)
         self.watchable = _is_watchable(tree)
         """Whether a Watch can tell how much text precedes each message, and whether the template looked

@@ -7,6 +7,7 @@ here; `main` is the process, which loads no torch. What it does with a template 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -117,11 +118,16 @@ class _Item:
 def _batches(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[list[_Item]]:
     """Yield the jobs in batches of at most _BATCH_CHARACTERS."""
     shared: dict[str, str] = {}
+    known: dict[tuple[int, int], str] = {}
     batch: list[_Item] = []
     size = 0
     for job in jobs:
         try:
-            item = _item(tokenizer, job, shared)
+            # Most jobs have the same objects, whose text would take longer to compare than to render.
+            same = id(job.template), id(job.options)
+            if same not in known:
+                known[same] = _shared(tokenizer, job, shared)
+            item = _item(job, known[same])
         except DataError as error:
             item = _Item(where=job.where, error=error)
         characters = len(item.content.get("messages", ""))
@@ -134,19 +140,33 @@ def _batches(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[list[_Item]]
         yield batch
 
 
-def _item(tokenizer: Any, job: RenderJob, shared: dict[str, str]) -> _Item:
-    try:
-        messages = json.dumps(job.messages, ensure_ascii=False)
-        key = json.dumps([job.template, job.options], ensure_ascii=False)
+def _shared(tokenizer: Any, job: RenderJob, shared: dict[str, str]) -> str:
+    """Template and variables of a job, see _Item. shared: those of the jobs before, by their content."""
+    with _passable(job):
+        key = _json([job.template, job.options])
         if key not in shared:
-            variables = _variables(tokenizer, job.options)
-            shared[key] = json.dumps([job.template, variables], ensure_ascii=False)
+            shared[key] = _json([job.template, _variables(tokenizer, job.options)])
+        return shared[key]
+
+
+def _item(job: RenderJob, shared: str) -> _Item:
+    with _passable(job):
+        messages = _json(job.messages)
+    content = {"messages": messages, "generate": job.generate, "turns": list(job.turns)}
+    return _Item(where=job.where, shared=shared, content=content)
+
+
+_json = json.JSONEncoder(ensure_ascii=False).encode
+
+
+@contextlib.contextmanager
+def _passable(job: RenderJob) -> Iterator[None]:
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise DataError(
             f"wrong-row: {job.where}: these messages cannot be passed to a chat template: {error}"
         ) from error
-    content = {"messages": messages, "generate": job.generate, "turns": list(job.turns)}
-    return _Item(where=job.where, shared=shared[key], content=content)
 
 
 def _variables(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +15,12 @@ from functools import partial
 from typing import Any
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
+from lockstep.data.prompts import FixedPrompts
 from lockstep.errors import DataError, RewardError
 from lockstep.observe.metrics import Spans
 from lockstep.protocols.engine import InferenceEngine, runs_on_ranks
 from lockstep.ranks.context import RankContext
-from lockstep.rollout.environment import Environment, Trajectories, run_episodes
+from lockstep.rollout.environment import Environment, SingleTurn, Trajectories, run_episodes
 from lockstep.rollout.rewards import Scored, check_total
 from lockstep.schema.rollout import (
     Prompt,
@@ -196,7 +198,7 @@ class GroupSampler:
     environment: Environment
     on_progress: OnProgress | None = None
     spans: Spans | None = None
-    """Times the rewards under the name "reward"."""
+    """Times the rewards under the name "reward", and the tasks of a step under "data"."""
     cancelled: Callable[[], bool] | None = None
     """Called before every generation: True counts as aborted. An engine's `abort` ends only what is running,
     so it alone would have no effect while rewards are computed between the rounds of dynamic sampling."""
@@ -296,11 +298,34 @@ class GroupSampler:
             scores.stop()
             return _Share(aborted=True)
         groups = list(zip(tasks, trajectories, strict=True))
-        with self.spans("reward") if self.spans is not None else contextlib.nullcontext():
+        with self._span("reward"):
             by_group = scores.results()
             named = [[_named(score) for score in by_group[i]] for i in range(len(groups))]
             scored = self.environment.score_together(groups, named)
         return _scored(groups, scored, key=key, counts=self.environment.pop_counts())
+
+    def _tasks(self, n: int, key: SampleKey, tried: set[tuple[int, ...]]) -> list[Prompt]:
+        """See _round_tasks. The rows of a large set are read by rank 0 alone, which sends the prompts to the
+        others, unless a row holds what JSON does not (times, bytes): then each rank reads them."""
+
+        def made() -> list[Prompt]:
+            return _round_tasks(self.environment, n, key, tried)
+
+        prompts: list[Prompt] = []
+
+        def sendable() -> list[Prompt] | None:
+            prompts[:] = made()
+            return prompts if all(_is_json(prompt.row) for prompt in prompts) else None
+
+        with self._span("data"):
+            if self.ranks.world_size == 1 or not _reads_rows(self.environment):
+                return made()
+            what = "the prompts of the step"
+            sent = self.ranks.on_rank_zero(sendable, list[Prompt] | None, what=what)
+            return sent or prompts or made()  # rank 0 has read them
+
+    def _span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.spans is None else self.spans(name)
 
     def step(
         self,
@@ -327,7 +352,7 @@ class GroupSampler:
         rejected = 0
         for sampling_round in range(1 if resampling is None else resampling.max_rounds):
             key = replace(key, sampling_round=sampling_round)
-            batch = _round_tasks(self.environment, num_groups, key, tried)[: num_groups - len(kept)]
+            batch = self._tasks(num_groups, key, tried)[: num_groups - len(kept)]
             tried.update(prompt.token_ids for prompt in batch)
             sampled = self.groups(batch, key, sampling=rollout.sampling, group_size=rollout.group_size)
             if sampled.aborted or resampling is None:
@@ -373,6 +398,20 @@ def _round_tasks(
     order = sample_seed(key.run_seed, key.step, _ROUND_PROMPTS, key.sampling_round)
     batch = environment.tasks(key.step, n, order)
     return sorted(batch, key=lambda prompt: prompt.token_ids in tried)
+
+
+def _reads_rows(environment: Environment) -> bool:
+    """Whether the tasks are made of rows of a source when they come near."""
+    prompts = environment.prompts if isinstance(environment, SingleTurn) else None
+    return isinstance(prompts, FixedPrompts) and not prompts.items.whole
+
+
+def _is_json(row: Mapping[str, Any]) -> bool:
+    """Whether a row that is sent as JSON arrives as it is."""
+    try:
+        return bool(json.loads(json.dumps(row, allow_nan=False)) == row)
+    except (TypeError, ValueError):
+        return False
 
 
 def _named(score: Scored | float | None) -> Scored | None:

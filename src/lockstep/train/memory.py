@@ -237,7 +237,6 @@ def _fsdp2_rank(shape: ModelShape, train: TrainConfig, step: StepSize) -> Sizes:
     joint = train.execution == "joint"
     kept = shape.layers * shape.layer_parameters if joint or not train.reshard_after_forward else 0
     gathered = shape.dtype_bytes * (shape.outer_parameters + max(kept, 2 * shape.layer_parameters))
-    reduced = shape.trained if joint else _reduced_at_once(shape)
     adds_whole = step.turns > 1 and train.reduce_gradients != "per_micro_batch"
     return [
         ("parameters, this rank's", stored, weights, to_host),
@@ -268,20 +267,27 @@ def _fsdp2_rank(shape: ModelShape, train: TrainConfig, step: StepSize) -> Sizes:
         ),
         (
             "gradients that are reduced at once",
-            4 * reduced * (not adds_whole),
+            _reduced_at_once(shape, train, step) * (not adds_whole),
             "train",
             "train.tp",
         ),
-        ("gradients", 4 * trained, "train", MORE_RANKS),
+        # Where whole ones are added up, they are freed as these are made.
+        ("gradients", 4 * trained * (not adds_whole), "train", MORE_RANKS),
         ("gradients in the update", 4 * trained, "update", MORE_RANKS),
     ]
 
 
-def _reduced_at_once(shape: ModelShape) -> int:
-    """Trained Parameters of a layer and of embedding and head together."""
+def _reduced_at_once(shape: ModelShape, train: TrainConfig, step: StepSize) -> float:
+    """Bytes beside activations and reduced gradients: a layer's gradients in float32 at the start of a
+    backward; or, if that is more, those of embedding and head at its end, when the activations are gone, in
+    both dtypes. A joint graph returns all."""
+    if train.execution == "joint":
+        return 4 * shape.trained
     if shape.lora:  # as good as all of them are in the layers
-        return shape.trained // shape.layers
-    return shape.layer_parameters + shape.outer_parameters
+        return 4 * shape.trained // shape.layers
+    tokens = math.ceil(step.tokens / step.parallelism.ring)
+    freed = sum(size for _, size, *_ in forward_sizes(shape, train, tokens=tokens, device=step.device))
+    return max(4 * shape.layer_parameters, (4 + shape.dtype_bytes) * shape.outer_parameters - freed)
 
 
 # How much memory one rank of deepspeed needs.

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.engine.native import runner as chosen
-from lockstep.engine.native.runner import block_mass, choose, scaled
+from lockstep.engine.native import draw as chosen
+from lockstep.engine.native.draw import block_mass, choose, scaled
 from lockstep.engine.sampling import BLOCK, ENTRY_COUNTER, noise_keys, sample_blocks, uniform
 from lockstep.execution import CompileWatch
 from lockstep.invariant import dependence, selftest
@@ -93,6 +93,18 @@ def test_compiled_noise_is_the_noise_to_the_bit():
             for counters in (torch.arange(501), torch.arange(rows * BLOCK).view(rows, BLOCK) + ENTRY_COUNTER):
                 compiled = chosen._compiled(uniform, dynamic=True)(keys, counters)
                 assert torch.equal(compiled, uniform(keys, counters)), rows
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, as nothing else compiles the draw")
+@pytest.mark.parametrize("head", HEADS[:4], ids=str)
+def test_the_compiled_draw_is_the_draw(head):
+    torch._dynamo.reset()
+    with torch.device("cuda"):
+        for rows in (1, 16, 100):
+            logits, (seeds, positions) = (torch.randn(rows, 32_001) * 4).bfloat16(), places(rows)
+            how = {"head": head, "invariant": True}
+            compiled = choose(logits, seeds, positions, compiled=True, **how)
+            assert torch.equal(compiled, choose(logits, seeds, positions, **how)), rows
 
 
 def test_what_is_forbidden_is_never_drawn_even_where_whole_blocks_are():

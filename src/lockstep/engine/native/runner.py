@@ -11,7 +11,6 @@ this one left them; the host may launch it before it has read them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,11 +23,11 @@ from torch import Tensor, nn
 from lockstep import invariant
 from lockstep.attention.cached import store_and_attend
 from lockstep.attention.varlen import enable_cpu_reference
+from lockstep.engine.native.draw import choose, scaled
 from lockstep.engine.native.kv_cache import SCRATCH, KVCache, KVShape, upload
 from lockstep.engine.native.peers import Chunk, Columns, Op, Peers, gather_logits, temperature_word
-from lockstep.engine.sampling import BLOCK, ENTRY_COUNTER, SampleState, draw_logits, noise_keys, uniform
+from lockstep.engine.sampling import SampleState, draw_logits
 from lockstep.execution import compile_blocks, decoder_layers
-from lockstep.invariant import row_ops
 from lockstep.models.architectures import causal_lm, text_config
 from lockstep.models.heads import head_of, head_options
 from lockstep.models.load import share_parameters
@@ -44,9 +43,11 @@ _COLUMNS = 7
 _PAD = np.array([-1, 0, 0, SCRATCH, SCRATCH, 1, 0])
 _IN_FLIGHT = 3
 """Pinned buffers, used in turn by the step that is read, the one that runs and the one that is prepared."""
-_FEWEST_ROWS = 128
-"""Of a batch-invariant decode step on CUDA. For fewer rows cuBLASLt without split-K has poor kernels: on one
-H200 in bfloat16, 8192 to 2048 features take 184 us for 4 rows and 16 us for 128; 4096 to 1024 90 and 9 us."""
+_FEW_ROWS = (16, invariant.MOST_ROWS)
+"""Numbers of rows of a batch-invariant decode step on CUDA, below those for which cuBLASLt is fast. A step of
+one row takes hardly less time than one of 16."""
+_MANY_ROWS = 128
+"""The fewest rows, besides these, for which cuBLASLt without split-K has good kernels."""
 _PREFILL_DOCUMENTS = 64
 """Documents of one compiled prefill forward."""
 _TEMPERATURES = 4
@@ -93,7 +94,7 @@ class Runner:
         static = compiled or graphs
         self.row_sizes = _sizes(max_rows, (64, 16, 4, 2, 1) if graphs else (8, 1)) if static else None
         if self.row_sizes is not None and layers.invariant and device.type == "cuda":
-            self.row_sizes = tuple(sorted({max(size, _FEWEST_ROWS) for size in self.row_sizes}))
+            self.row_sizes = invariant_sizes(self.row_sizes)
             max_rows = self.row_sizes[-1]
         self.chunk_sizes = _sizes(chunk, (16, 4, 1)) if static else None
         self._device, self.chunk = device, chunk
@@ -352,6 +353,12 @@ def _sizes(most: int, parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({-(-most // part) for part in parts}))
 
 
+def invariant_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of rows of batch-invariant steps on CUDA that serve for `sizes`."""
+    few = [next((few for few in _FEW_ROWS if few >= size), max(size, _MANY_ROWS)) for size in sizes]
+    return tuple(sorted(set(few)))
+
+
 def _fitting(sizes: Sequence[int], count: int) -> int:
     return next(size for size in sizes if size >= count)
 
@@ -406,6 +413,8 @@ class Layers:
             tp.install(self.module)
             if self.invariant:
                 invariant.self_test(self.module, split=True)
+        if self.invariant:
+            invariant.few_rows_test(self.module)
         self.layers = decoder_layers(self.module)
         self._decoder: Any = causal_lm(self.module).get_decoder()
         config = text_config(self.module)
@@ -426,14 +435,22 @@ class Layers:
         if self.shape.device.type == "cpu":
             enable_cpu_reference()  # before any layer is traced: a compiled layer cannot register ops
         if compiled:
-            options = invariant.inductor_options() if self.invariant else None
+            options = None
+            if self.invariant:
+                options = invariant.inductor_options()
+                options["post_grad_custom_pre_pass"] = invariant.MergeProducts()
             compile_blocks(self.module, options=options)
 
     def run(
         self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
         """[1, T, C] of [T] tokens, before the final norm; writes their keys and values into the cache."""
-        hidden: Tensor = self._decoder.embed_tokens(token_ids[None])
+        embedding = self._decoder.embed_tokens
+        if type(embedding) is nn.Embedding and self.peers is None:  # else it has a part of the rows
+            # The same copy; F.embedding's kernel for at most 16 rows takes 14 us on an H100.
+            hidden: Tensor = embedding.weight[token_ids[None]]
+        else:
+            hidden = embedding(token_ids[None])
         rotation = self._rotations(hidden, positions[None])
         for index, layer in enumerate(self.layers):
             # Not the decoder's forward: its keyword arguments are the same for all layers, and each layer has
@@ -499,92 +516,3 @@ def _attention(  # signature: transformers' AttentionInterface
         q, k, v, keys, values, slots, cu_q, starts, used, max_q, max_k, scaling, sliding_window, decode
     )
     return out[None], None
-
-
-# The next token of each row, as tensor operations: what a CUDA graph can hold.
-#
-# The draw is `lockstep.engine.sampling`'s: Gumbel-max over blocks of the vocabulary, then inside of the
-# block. Here a block's mass stays a logarithm, so that the logits are read once and no copy of them in
-# float32 is written.
-#
-# R rows, V vocabulary, BLOCK entries of a block.
-
-
-def choose(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    head: HeadOptions,
-    *,
-    invariant: bool = False,
-    compiled: bool = False,
-) -> Tensor:
-    """Tokens [R] int64, drawn from softmax(scaled(logits)).
-
-    Args:
-        logits: [R, V], any floating dtype.
-        seeds: [R] int64, as of `noise_keys`.
-        positions: [R] int64, as of `noise_keys`.
-        invariant: the mass of blocks is bitwise that of a row alone, as logprobs are; on CUDA neither
-            ATen's sums nor a compiler's promise it.
-        compiled: the noise is made by one kernel and not by eighty; without `invariant`, the pass over the
-            logits goes through torch.compile as well.
-    """
-    mass = block_mass(logits, head, invariant=invariant, compiled=compiled)
-    hashed, noise = (_compiled(f, dynamic=True) if compiled else f for f in (noise_keys, uniform))
-    keys = hashed(seeds, positions)
-
-    def exponential(counters: Tensor) -> Tensor:
-        return noise(keys, counters).log_().neg_()
-
-    block = (mass - exponential(torch.arange(mass.shape[1], device=keys.device)).log()).argmax(
-        -1, keepdim=True
-    )
-    entries = block * BLOCK + torch.arange(BLOCK, device=keys.device)
-    last = logits.shape[1] - 1
-    # The last block may reach beyond the vocabulary; such entries are masked in the next line.
-    inner = scaled(logits.gather(-1, entries.clamp(max=last)), head)
-    inner = inner.masked_fill(entries > last, float("-inf"))
-    within = (inner - exponential(entries + ENTRY_COUNTER).log()).argmax(-1, keepdim=True)
-    return (block * BLOCK + within).squeeze(-1).clamp(max=last)  # NaN anywhere: still a token
-
-
-def block_mass(
-    logits: Tensor, head: HeadOptions, *, invariant: bool = False, compiled: bool = False
-) -> Tensor:
-    """[R, M] float32: the logarithm of each block's mass, before normalisation."""
-    if invariant:
-        mass: Tensor = row_ops.block_mass(logits, head.scale, head.cap, BLOCK)
-        return mass
-    if not compiled:
-        return _block_mass(logits, *_factors(head))
-    # tensors, as a compiler makes a graph for each number; filled, as a CUDA graph cannot copy from a host
-    factor, limit = (
-        None if x is None else torch.full((), x, dtype=torch.float32, device=logits.device)
-        for x in _factors(head)
-    )
-    return _compiled(_block_mass, dynamic=False)(logits, factor, limit)
-
-
-def scaled(logits: Tensor, head: HeadOptions) -> Tensor:
-    """The float32 argument of softmax, bitwise the trainer's."""
-    return _scaled(logits, *_factors(head))
-
-
-def _factors(head: HeadOptions) -> tuple[float, float | None]:
-    """The factor of the logits, and the soft cap of the product."""
-    return (head.scale, None) if head.cap is None else (head.scale / head.cap, head.cap)
-
-
-def _block_mass(logits: Tensor, factor: float | Tensor, cap: float | Tensor | None) -> Tensor:
-    return row_ops.log_mass(_scaled(logits, factor, cap), BLOCK)
-
-
-def _scaled(logits: Tensor, factor: float | Tensor, cap: float | Tensor | None) -> Tensor:
-    x = logits.float() * factor
-    return x if cap is None else torch.tanh(x) * cap
-
-
-@functools.cache
-def _compiled(function: Callable[..., Tensor], *, dynamic: bool) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=dynamic, fullgraph=True)
