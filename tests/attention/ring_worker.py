@@ -51,7 +51,9 @@ def whole(inputs: list[Tensor], lengths: list[int], scale: float | None) -> Tens
     )
 
 
-def attention_case(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
+def attention_case(
+    lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, *, gather: bool
+) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     generator = torch.Generator().manual_seed(sum(lengths))
@@ -67,13 +69,22 @@ def attention_case(lengths: list[int], heads: tuple[int, int], dtype: torch.dtyp
     expected = whole(reference, lengths, scale)
     expected_grads = torch.autograd.grad(expected, reference, grad.to(exact))
 
-    shard = ring_shard(lengths, rank=dist.get_rank(), size=dist.get_world_size())
+    shard = ring_shard(lengths, rank=dist.get_rank(), size=dist.get_world_size(), gather=gather)
     local = [x.detach()[shard.index].requires_grad_() for x in (q, k, v)]
     out = ring_attention(*local, shard=shard, group=group, scale=scale)
     assert out.dtype == dtype and out.shape == local[0].shape
     rows = grad[shard.index].transpose(0, 1).contiguous().transpose(0, 1)
     grads = torch.autograd.grad(out, local, rows)
     assert [g.dtype for g in grads] == [dtype] * 3
+    if gather:
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        options: Any = {"max_seqlen": max(lengths), "lengths": None, "scale": scale, "window": None}
+        alone = KERNELS["varlen"](q, k, v, cu_seqlens=cu_seqlens, **options)
+        assert torch.equal(out, alone[shard.index]), "other bits than one rank's"
+        again = torch.autograd.grad(
+            ring_attention(*local, shard=shard, group=group, scale=scale), local, rows
+        )
+        assert all(map(torch.equal, grads, again)), "other bits the second time"
     found: dict[str, Any] = {"lengths": lengths, "heads": heads, "dtype": str(dtype), "sizes": shard.sizes}
     largest = float(expected.detach().abs().max())
     found["out"] = max_gap(out.detach(), expected.detach()[shard.index]) / largest
@@ -91,7 +102,12 @@ def documents(lengths: list[int], bucket: Bucket | None) -> PackedBatch:
 
 
 def model_case(
-    lengths: list[int], *, bucket: Bucket | None = None, kernel: str = "varlen", checkpointing: bool = False
+    lengths: list[int],
+    *,
+    bucket: Bucket | None = None,
+    kernel: str = "varlen",
+    checkpointing: bool = False,
+    gather: bool = False,
 ) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
@@ -108,7 +124,9 @@ def model_case(
     if checkpointing:
         checkpoint_activations(module)
     size = dist.get_world_size()
-    shard = ring_shard(batch.lengths, rank=dist.get_rank(), size=size, num_documents=len(lengths))
+    shard = ring_shard(
+        batch.lengths, rank=dist.get_rank(), size=size, num_documents=len(lengths), gather=gather
+    )
     hidden = run_decoder(module, decoder_inputs(module, batch, ring=Ring(shard=shard, group=group)))
     assert hidden.shape == (shard.num_rows, expected.shape[1]) and bool(hidden.isfinite().all())
     mine = shard.index[shard.index < real]
@@ -139,11 +157,15 @@ def main(out: Path) -> None:
         for lengths in PACKS:
             for heads in HEADS:
                 for dtype in (torch.float32, torch.float64, torch.bfloat16):
-                    found["attention"].append(attention_case(lengths, heads, dtype))
+                    for gather in (False, True):
+                        found["attention"].append(attention_case(lengths, heads, dtype, gather=gather))
         found["model"] = [
             model_case([37, 5, 1, 64, 13]),
             model_case([37, 5, 1, 64, 13], kernel="sdpa", checkpointing=True),
+            model_case([37, 5, 1, 64, 13], checkpointing=True, gather=True),
             model_case([3]),
+            model_case([3], gather=True),
+            model_case([30, 20], bucket=Bucket(tokens=128, documents=8, max_seqlen=64), gather=True),
             model_case([30, 20], bucket=Bucket(tokens=128, documents=8, max_seqlen=64)),
         ]
         (out / f"rank-{ranks.rank}.json").write_text(json.dumps(found))

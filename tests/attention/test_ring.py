@@ -64,14 +64,14 @@ def test_equals_one_process(ranks: int, tmp_path: Path) -> None:
     with pads, and with ranks that own nothing."""
     found = measured(ranks, tmp_path)
     for of_rank in found:
-        assert len(of_rank["attention"]) == 45 and len(of_rank["model"]) == 4
+        assert len(of_rank["attention"]) == 90 and len(of_rank["model"]) == 7
         for case in of_rank["attention"]:
             limit = LIMITS[case["dtype"]]
             assert max(case[name] for name in ("out", "dq", "dk", "dv")) <= limit, case
         for case in of_rank["model"]:
             assert case["parameters"] > 10 and case["hidden"] <= 5e-6 and case["gradient"] <= 1e-5, case
     nothing = [case["sizes"] for case in found[0]["model"] if case["lengths"] == [3]]
-    assert nothing == [[3] + [0] * (ranks - 1)]
+    assert nothing == [[3] + [0] * (ranks - 1)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

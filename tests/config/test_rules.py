@@ -156,7 +156,14 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
         ValueConfig,
         [{"loss": "squared", "huber_delta": 2.0}, {"name": "policy", "revision": "main"}],
     ),
-    "train": (train, [{"backend": "fsdp2", "tp_plan": "hf"}, {"cuda_graph": True}]),
+    "train": (
+        train,
+        [
+            {"backend": "fsdp2", "tp_plan": "hf"},
+            {"backend": "fsdp2", "ring_comm": "p2p"},
+            {"cuda_graph": True},
+        ],
+    ),
     "train (deepspeed)": (
         deepspeed,
         [
@@ -175,8 +182,7 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
     "train (batch-invariant)": (
         train,
         [
-            {"backend": "fsdp2", "batch_invariant": True, "tp": 2},
-            {"backend": "fsdp2", "batch_invariant": True, "ring": 2},
+            {"backend": "fsdp2", "batch_invariant": True, "ring": 2, "ring_comm": "p2p"},
             {"reuse_rollout_logprobs": True, "batch_invariant": False},
         ],
     ),

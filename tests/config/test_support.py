@@ -97,8 +97,10 @@ def test_impossible_runs_die_at_construction(setting, message):
             {"train": {"backend": "deepspeed", "execution": "deepcompile", "device": "cuda"}},
             "unsupported-combination: train.batch_invariant, deepcompile",
         ),
-        ({"train": {"backend": "fsdp2", "tp": 2}}, "unsupported-combination: train.tp"),
-        ({"train": {"backend": "fsdp2", "ring": 2}}, "unsupported-combination: train.ring"),
+        (
+            {"train": {"backend": "fsdp2", "ring": 2, "ring_comm": "p2p"}},
+            "unsupported-combination: train.ring_comm",
+        ),
     ],
 )
 def test_what_batch_invariance_cannot_be_combined_with_is_refused_by_name(setting, message):

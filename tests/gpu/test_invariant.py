@@ -6,6 +6,7 @@ LOCKSTEP_GPU_INVARIANT=1 python -m pytest tests/gpu/test_invariant.py
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,17 @@ from lockstep.execution import compile_blocks
 from lockstep.invariant import dependence
 from lockstep.invariant.few_rows import few_rows
 from lockstep.invariant.modules import InvariantLinear, head_kernels
-from lockstep.invariant.row_ops import TILES, bmm, linear, mean, rms_norm, token_stats
+from lockstep.invariant.row_ops import (
+    TILES,
+    bmm,
+    linear,
+    mean,
+    partial_token_stats,
+    rms_norm,
+    token_stats,
+)
 from lockstep.models.shapes import random_model
+from lockstep.ops.logprobs import merged_stats
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("LOCKSTEP_GPU_INVARIANT") != "1", reason="LOCKSTEP_GPU_INVARIANT is not 1"
@@ -148,6 +158,20 @@ def test_token_stats(vocab, cap):
     expected = (logp.gather(1, labels[:64, None])[:, 0], -(logp.exp() * logp).sum(-1), x.logsumexp(-1))
     for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left, right.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", [130, 64128, 37984])
+def test_figures_of_a_part_of_the_vocabulary(part):
+    logits, labels = normal(1100, part, std=3.0), torch.arange(1100, device="cuda") * 7919 % (2 * part)
+    op = partial(partial_token_stats, scale=1 / 0.7, cap=None, start=part)
+    assert dependence(lambda x, y: op(x, y).T, logits, labels) is None
+    both = [partial_token_stats(logits, labels, 1 / 0.7, None, start) for start in (0, part)]
+    found = merged_stats(torch.stack(both), labels)
+    x = torch.cat([logits, logits], 1)[:64].double() / 0.7
+    logp = torch.log_softmax(x, -1)
+    expected = (logp.gather(1, labels[:64, None])[:, 0], -(logp.exp() * logp).sum(-1), x.logsumexp(-1))
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left[:64], right.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_mean():

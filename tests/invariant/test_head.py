@@ -1,20 +1,21 @@
 """Row-invariant logits and figures through lockstep.ops.logprobs."""
 
+import itertools
+
 import pytest
 import torch
 from invariant_models import normal, tiny
-from raising import raises
 
 from lockstep import invariant
-from lockstep.errors import ModelError
+from lockstep.invariant import row_ops
 from lockstep.models.heads import head_options
 from lockstep.ops.logprobs import (
     HeadKernels,
     HeadOptions,
-    VocabShard,
     head_logits,
     linear_logprob_loss,
     linear_logprobs,
+    merged_stats,
     row_stats,
 )
 
@@ -44,13 +45,25 @@ def test_options_of_a_converted_module():
     assert head.kernels is not None and head.temperature == 0.7
 
 
-def test_a_split_vocabulary_is_refused():
-    shard = VocabShard(group=None, start=0, stop=128, whole=256)
-    with raises(ModelError, "unsupported-combination: train.tp"):
-        head_of(converted(), vocab=shard)
-    kernels = head_of(converted()).kernels
-    with pytest.raises(ValueError, match="whole vocabulary"):
-        HeadOptions(kernels=kernels, vocab=shard)
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_figures_of_parts_are_merged_in_order(cap):
+    """Of three parts, any of which may have the label: the figures of the whole, whatever the rows."""
+    logits, labels = normal(251, 256) * 3, torch.arange(251) * 7 % 256
+    labels[3] = -100
+    cuts = [0, 85, 171, 256]
+
+    def merged(rows):
+        parts = [
+            row_ops.partial_token_stats(logits[rows, a:b].contiguous(), labels[rows], 1.4, cap, a)
+            for a, b in itertools.pairwise(cuts)
+        ]
+        return merged_stats(torch.stack(parts), labels[rows])
+
+    whole = merged(slice(None))
+    for found, expected in zip(whole, row_ops.token_stats(logits, labels, 1.4, cap), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for rows in (slice(0, 1), slice(3, 4), slice(7, 24), slice(250, 251)):
+        assert all(torch.equal(a, b[rows]) for a, b in zip(merged(rows), whole, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -85,7 +98,9 @@ def test_the_kernels_are_what_computes():
         assert logits.eq(2.0).all() and (scale, cap) == (1 / 0.7, 30.0 / 0.7)
         return tuple(labels + each for each in (0.25, 0.5, 0.75))
 
-    head = HeadOptions(temperature=0.7, softcap=30.0, kernels=HeadKernels(logits=logits, stats=stats))
+    head = HeadOptions(
+        temperature=0.7, softcap=30.0, kernels=HeadKernels(logits=logits, stats=stats, partial=stats)
+    )
     labels = torch.tensor([1, 2])
     with torch.no_grad():
         logprobs, entropy = linear_logprobs(normal(2, 4), normal(8, 4), labels, head=head)

@@ -64,6 +64,11 @@ for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2**-6)):
             lambda x, y: row_ops.token_stats(x, y, 1.4, cap),
             logits, labels, rtol=1e-5, atol=1e-5,
         )
+        check(
+            lambda x, y: kernels.partial_token_stats(x, y, scale=1.4, cap=cap, start=2000).T,
+            lambda x, y: row_ops.partial_token_stats(x, y, 1.4, cap, 2000).T,
+            logits, labels, rtol=1e-5, atol=1e-5,
+        )
     logits[:, 300:600], logits[5, :] = float("-inf"), float("-inf")
     for width in (5000, 100):
         for cap in (None, 5.0):

@@ -225,6 +225,34 @@ def test_every_visible_pair_is_computed_once(lengths: list[int], size: int):
         assert all(rows >= 2 for rows in shard.divided) or not any(shard.divided)
 
 
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(2, 5))
+def test_gathered_segments_are_what_their_queries_see(lengths: list[int], size: int):
+    """Segment by segment: the keys are the document's slots from its first to the last query's."""
+    found = [ring_shard(lengths, rank=r, size=size, gather=True) for r in range(size)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    if not any(found[0].divided):
+        assert all(shard.keys is None for shard in found)
+        return
+    most, gathered = max(found[0].divided), []
+    for shard in found:
+        rows = shard.index[: shard.divided[shard.rank]].tolist()
+        gathered += rows + [-1] * (most - len(rows))
+    for shard in found:
+        keys, index = shard.keys, shard.index.tolist()
+        source = torch.tensor(gathered + index[shard.divided[shard.rank] :])
+        slots = source[keys.index].tolist()
+        cu_q, cu_k = keys.step.cu_q.tolist(), keys.step.cu_k.tolist()
+        assert cu_q[-1] == len(index) and cu_k[-1] == len(slots)
+        for (a, b), (c, d) in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True):
+            start = max(s for s in starts if s <= index[a])
+            assert index[a:b] == [*range(index[a], index[b - 1] + 1)]
+            assert slots[c:d] == [*range(start, index[b - 1] + 1)]
+        late = keys.index[keys.late].tolist()
+        assert len(set(late)) == len(late) and {*keys.index[keys.early].tolist()} <= {*late}
+        assert sorted([*keys.late.tolist(), *keys.early.tolist()]) == [*range(len(slots))]
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_step_costs_every_rank_the_same(size: int):
     """Chunks of c tokens: 2 c * c pairs in each step after the first, c * c + c * (c + 1) in the first."""

@@ -118,14 +118,28 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
         pytest.param("tiny-llama", "float32", "compile", FSDP2, marks=pytest.mark.exhaustive),
         pytest.param("tiny-llama", "float32", "joint", FSDP2, marks=pytest.mark.exhaustive),
         ("tiny-gemma3", "bfloat16", "eager", FSDP2),
+        ("tiny-llama", "bfloat16", "eager", (*FSDP2, "--train.ring", "2")),
+        ("tiny-qwen3", "bfloat16", "eager", (*FSDP2, "--train.tp", "2")),
+        pytest.param(
+            "tiny-llama", "float32", "compile", (*FSDP2, "--train.tp", "2"), marks=pytest.mark.exhaustive
+        ),
         pytest.param("tiny-gemma3", "bfloat16", "joint", DDP, marks=pytest.mark.exhaustive),
         pytest.param("tiny-qwen3", "bfloat16", "eager", DDP, marks=pytest.mark.exhaustive),
     ],
-    ids=["fsdp2, compile", "fsdp2, joint", "fsdp2, bfloat16", "ddp, joint", "ddp, bfloat16"],
+    ids=[
+        "fsdp2, compile",
+        "fsdp2, joint",
+        "fsdp2, bfloat16",
+        "ring",
+        "tp",
+        "tp, compile",
+        "ddp, joint",
+        "ddp, bfloat16",
+    ],
 )
 def test_two_ranks_without_a_gap(model, dtype, execution, flags, tmp_path):
-    """Each rank samples with an engine of its own; gap and gradients are of all ranks. Twenty steps are
-    those of one process, above."""
+    """Each rank samples with an engine of its own, or both with one (tp); gap and gradients are of all ranks.
+    Twenty steps are those of one process, above."""
     (tmp_path / "run.toml").write_text(config(model, dtype, execution, minibatches=1))
     argv = ("train", "run.toml", "--run-dir", "run", "--ranks", "2", *flags)
     succeeds(*argv, "--train.deterministic", "--steps", "8", cwd=tmp_path, seconds=400)

@@ -71,11 +71,12 @@ def load(
     weights: bool = True,
     head: HeadKind = "logits",
     lora: LoraConfig | None = None,
+    attention: str = "sdpa",
 ) -> LoadedModel:
     """With LoRA, B is not 0: the first step has gradients of A too."""
     config = ModelConfig(name=f"shape:{shape}", dtype=dtype, lora=lora)
     device = torch.device("cpu")
-    model = load_model(config, attention="sdpa", device=device, materialize=weights, head=head)
+    model = load_model(config, attention=attention, device=device, materialize=weights, head=head)
     if lora is None:
         return model
     if model.source is not None:
@@ -126,19 +127,20 @@ def pair(
     lora: LoraConfig | None = None,
     **train: Any,
 ) -> tuple[LocalBackend, FSDP2Backend]:
-    config = settings(**train)
+    config, attention = settings(**train), train.get("attention", "sdpa")
     alone = config.model_copy(
         update={
             "tp": 1,
             "ring": 1,
+            "ring_comm": "auto",
             "execution": "eager",
             "optimizer_device": "model",
             "parameter_device": "model",
         }
     )
-    whole = load(dtype=dtype, shape=shape, head=head, lora=lora)
+    whole = load(dtype=dtype, shape=shape, head=head, lora=lora, attention=attention)
     local = LocalBackend(alone, model=whole, total_steps=total_steps, ref=ref)
-    model = load(dtype=dtype, shape=shape, weights=False, head=head, lora=lora)
+    model = load(dtype=dtype, shape=shape, weights=False, head=head, lora=lora, attention=attention)
     return local, FSDP2Backend(config, model=model, total_steps=total_steps, ref=ref)
 
 

@@ -67,6 +67,21 @@ def check_ring() -> Any:
     return compare_steps(pair(optimizer="sgd", lr=0.1, ring=2), steps=3, tolerance=1e-5)
 
 
+def check_ring_gather() -> Any:
+    """Gathered keys: gradients within 1e-6 of one process's, and the same bits the second time."""
+    local, backend = pair(ring=2, ring_comm="all_gather", attention="varlen")
+    documents = [torch.arange(3, 90).tolist(), *fixtures.random_documents(2, seed=7)]
+    batches, found = [fixtures.build_batch(documents, weight=0.01)], []
+    for each in (local, backend, backend):
+        each.forward_backward(batches, fixtures.NegativeLogprob())
+        found.append(each.gradients())
+        each.drop_gradients()
+    assert all(torch.equal(found[1][name], found[2][name]) for name in found[1])
+    error = gradient_error(found[1], found[0])
+    assert error < 1e-6, error
+    return {"gradient": error}
+
+
 def check_ring_whole() -> Any:
     """A loss that needs all logprobs of a document at once."""
     loss = OfWholeDocuments()

@@ -20,22 +20,26 @@ from conftest import build_batch, random_documents
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from lockstep import invariant
 from lockstep.errors import ModelError
 from lockstep.execution import compile_blocks
+from lockstep.invariant.modules import linears
 from lockstep.models.architectures import causal_lm
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import head_of, hidden_states
+from lockstep.models.heads import head_options
 from lockstep.models.load import attention_implementation
 from lockstep.models.shapes import random_model
 from lockstep.models.source import kept_buffers, random_source
-from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
-from lockstep.processes.child import relax_gc
-from lockstep.ranks.context import RankContext, init_ranks
-from lockstep.train.fsdp2.tensor_parallel import (
+from lockstep.models.tensor_parallel import (
     TensorParallel,
     apply_tensor_parallel,
     tensor_parallel_plan,
 )
+from lockstep.ops import rank_sums
+from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
+from lockstep.processes.child import relax_gc
+from lockstep.ranks.context import RankContext, init_ranks
 
 CPU = torch.device("cpu")
 
@@ -64,11 +68,15 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp(min=1e-300))
 
 
-def split(case: dict[str, Any], config: Any, attention: str) -> tuple[nn.Module, TensorParallel]:
-    """From the meta device, as a backend that shards does it; float64 of the float32 weights."""
+def split(
+    case: dict[str, Any], config: Any, attention: str, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, TensorParallel]:
+    """From the meta device, as a backend that shards does it; `dtype` of the float32 weights."""
     group = dist.new_group()
     module, source = random_source(config, seed=3, dtype=torch.float32, device=CPU, attention=attention)
     plan = tensor_parallel_plan(module, size=group.size(), plan=case.get("plan", "auto"))
+    if case.get("invariant"):
+        invariant.convert(module)
     tp = apply_tensor_parallel(module, group=group, plan=plan)
     assert all(p.is_meta for p in module.parameters())
     with kept_buffers(module):
@@ -83,7 +91,7 @@ def split(case: dict[str, Any], config: Any, attention: str) -> tuple[nn.Module,
                 part = source.read_part(name, dim=dim, start=start, stop=stop, device=CPU)
                 assert part.shape == parameter.shape
                 parameter.copy_(part)
-    return module.double(), tp
+    return module.to(dtype), tp
 
 
 def export(module: nn.Module, tp: TensorParallel) -> None:
@@ -145,9 +153,47 @@ def check(case: dict[str, Any], ranks: RankContext) -> dict[str, Any]:
     }
 
 
+def check_sums() -> None:
+    """Both ways to an ordered sum have its bits, those of float32 sums in rank order, for any rows."""
+    group = dist.group.WORLD
+    assert group is not None
+    size, rank = group.size(), dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float32):
+        parts = torch.randn(size, 37, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+        expected = parts[0].float()
+        for part in parts[1:]:
+            expected = expected + part.float()
+        for add in (rank_sums.gathered_sum, rank_sums.exchanged_sum):
+            for rows in (slice(0, 37), slice(3, 4), slice(30, 37)):
+                assert torch.equal(add(parts[rank, rows], group), expected[rows].to(dtype)), (add, rows)
+
+
+def check_invariant(case: dict[str, Any], ranks: RankContext) -> dict[str, Any]:
+    """A converted module in parts: how many logprobs of a pack differ from those of its documents alone."""
+    check_sums()
+    config = AutoConfig.for_model(**case["config"])
+    module, tp = split(case, config, attention_implementation("varlen"), dtype=getattr(torch, case["dtype"]))
+    tested = invariant.self_test(module, split=True, cache=False)
+    head = head_options(module, temperature=0.7, compiled=False, vocab=tp.vocab)
+    weight, found = head_of(module).weight.detach(), []
+    documents = random_documents(5, seed=1)
+    for together in (documents, *([document] for document in documents)):
+        batch = build_batch(together, weight=0.1)
+        with torch.no_grad():
+            hidden = hidden_states(module, batch)
+            found.append(linear_logprobs(hidden, weight, batch.labels, head=head)[0])
+    alone = torch.cat(found[1:])
+    return {
+        "differ": int((found[0] != alone).sum()),
+        "logprobs": alone.tolist(),
+        "tested": [*tested],
+        "linears": sorted({f"{p.out_features}x{p.in_features}" for _, p in linears(module)}),
+    }
+
+
 def main(cases: list[dict[str, Any]]) -> None:
     with init_ranks(seconds=60) as ranks:
-        results = [check(case, ranks) for case in cases]
+        results = [(check_invariant if c.get("invariant") else check)(c, ranks) for c in cases]
         Path(os.environ["OUT"], f"rank-{ranks.rank}.json").write_text(json.dumps(results))
 
 

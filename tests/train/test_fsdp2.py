@@ -23,7 +23,18 @@ from lockstep.train.fsdp2.sharded_model import mesh_sizes
 WORKER = Path(__file__).with_name("fsdp2_worker.py")
 TIMEOUT = 480
 TWO = (
-    *("sgd", "adamw", "tp", "tp_tied", "ring", "ring_whole", "ring_of_few", "value", "value_tp"),
+    *(
+        "sgd",
+        "adamw",
+        "tp",
+        "tp_tied",
+        "ring",
+        "ring_gather",
+        "ring_whole",
+        "ring_of_few",
+        "value",
+        "value_tp",
+    ),
     *("value_ring", "value_static", "joint", "joint_ref", "joint_ref_alone", "joint_collectives"),
     *("checkpointing", "gathered_between", "static_padded", "offloaded_parameters", "ref"),
     *("reduced_each", "reduced_each_in_steps", "reduced_each_joint", "reduced_each_compiled"),
@@ -40,7 +51,18 @@ FOUR = (
 )
 
 QUICK_ON_TWO = (
-    *("sgd", "tp", "ring", "value", "joint", "static_padded", "ref", "collectives", "not_finite"),
+    *(
+        "sgd",
+        "tp",
+        "ring",
+        "ring_gather",
+        "value",
+        "joint",
+        "static_padded",
+        "ref",
+        "collectives",
+        "not_finite",
+    ),
     *("recovers", "rest", "groups_left_out", "sharded_start", "checkpoint_of_local", "deadlines"),
     *("export", "lora_tp", "lora_state", "reduced_each", "not_finite_reduced_each"),
     "weights_one_at_a_time",

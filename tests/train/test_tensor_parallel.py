@@ -20,8 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.load import meta_module
 from lockstep.models.shape_table import SHAPES
 from lockstep.models.shapes import random_model
-from lockstep.ranks.launch import launch_command
-from lockstep.train.fsdp2.tensor_parallel import (
+from lockstep.models.tensor_parallel import (
     Replicated,
     Split,
     check_tensor_parallel_size,
@@ -30,6 +29,7 @@ from lockstep.train.fsdp2.tensor_parallel import (
     tensor_parallel_plan,
     tensor_parallel_sizes,
 )
+from lockstep.ranks.launch import launch_command
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 # Three query groups, parts of MLP and vocabulary that are not equal, and a pad id (whose embedding row gets
@@ -109,6 +109,20 @@ def test_three_ranks_with_unequal_parts_compute_what_one_computes(run_cases: Any
     results = run_cases(cases, ranks=3)
     check(results, cases)
     assert [of_rank[0]["vocab"] for of_rank in results] == [[0, 85], [85, 171], [171, 257]]
+
+
+@pytest.mark.slow
+def test_rows_of_a_part_do_not_depend_on_other_rows(run_cases: Any) -> None:
+    """Three ranks, whose sums depend on their order; parts of MLP and vocabulary that are not equal."""
+    config = SHAPES["tiny-llama"] | THREE
+    cases = [{"config": config, "invariant": True, "dtype": dtype} for dtype in ("float32", "bfloat16")]
+    results = run_cases(cases, ranks=3)
+    for index in range(len(cases)):
+        found = [of_rank[index] for of_rank in results]
+        assert [result["differ"] for result in found] == [0, 0, 0]
+        assert all(result["logprobs"] == found[0]["logprobs"] for result in found)
+        assert found[2]["linears"] == ["16x60", "32x60", "54x60", "60x32", "60x54", "86x60"]
+        assert {"linear 60x32", "linear 86x60", "partial_token_stats 86"} <= {*found[2]["tested"]}
 
 
 def tiny(name: str, **options: Any) -> nn.Module:

@@ -49,11 +49,12 @@ def kernel_of(name: str | None) -> str:
     return f"hf:{name or 'eager'}"
 
 
-def label(kernel: str, device: torch.device, *, ring: int = 1) -> str:
+def label(kernel: str, device: torch.device, *, ring: int = 1, gathers: bool = False) -> str:
     """Return the kernel's name for reports, which marks reference kernels: their timings are not comparable.
-    A ring runs varlen's kernels under either name that it takes."""
+    A ring runs varlen's kernels under either name that it takes; `gathers`: it gathers keys."""
     if ring > 1:
-        return f"ring of {ring} (cpu reference)" if device.type == "cpu" else f"ring of {ring} {kernel}"
+        name = f"{'all-gather ' if gathers else ''}ring of {ring}"
+        return f"{name} (cpu reference)" if device.type == "cpu" else f"{name} {kernel}"
     return "varlen (cpu reference)" if kernel == "varlen" and device.type == "cpu" else kernel
 
 

@@ -39,7 +39,7 @@ from lockstep.observe.text import printable
 
 _flash = torch.ops.aten._flash_attention_forward
 # torch 2.11 has no such argument, and never splits the keys of packed documents.
-_NO_SPLITS: dict[str, Any] = (
+NO_SPLITS: dict[str, Any] = (
     {"num_splits": 1} if any(a.name == "num_splits" for a in _flash.default._schema.arguments) else {}
 )
 
@@ -167,7 +167,7 @@ def cached_attention(  # signature: the op's
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
         seqused_k=used,
-        **_NO_SPLITS,
+        **NO_SPLITS,
     )[0]
     if as_rows:
         out = out.unflatten(0, (documents, group)).transpose(1, 2).flatten(1, 2)

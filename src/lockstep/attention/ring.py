@@ -14,6 +14,13 @@ step.
 Forward, step i: the keys of rank r - i are here; those of r - i - 1 are on their way while the kernel runs.
 Backward: the same round again; a block's gradients follow from the *final* output and log-sum-exp. dk and dv
 travel in float32, one kernel behind their keys, and reach home after R hops.
+
+With `RingShard.keys` nothing goes round: keys and values of divided documents are gathered from all ranks,
+and in one causal call each chunk of a document is a segment that ends where its keys end. The kernel counts
+its key blocks from the document's first key, as in a pack of one rank, so a row has the bits that it has
+there; a merge of blocks cannot promise that. Backward gathers them again, which is cheaper than keeping them,
+exchanges the gradients and adds them up in rank order, in float32. The price: no message is hidden behind a
+kernel, and a layer holds the keys and values of whole documents while it runs.
 """
 
 from __future__ import annotations
@@ -27,8 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.attention.cached import NO_SPLITS
 from lockstep.attention.varlen import enable_cpu_reference
 from lockstep.errors import ConfigError, ModelError
+from lockstep.ops.rank_sums import add_in_order, exchange, gather_rows
 from lockstep.schema.batch import RingShard, RingStep
 
 # Two apart: a message is two tensors, which take a tag each.
@@ -101,7 +110,10 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float | None) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = _forward(q, k, v, _RingPass(ring), scale)
+        if ring.shard.keys is None:
+            out, lse = _forward(q, k, v, _RingPass(ring), scale)
+        else:
+            out, lse = _attend(q, *_gathered(k, v, ring), ring.shard.keys.step, scale, causal=True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring, ctx.scale = ring, scale
         return out
@@ -112,7 +124,9 @@ class _RingAttention(torch.autograd.Function):
         # .contiguous(): gloo sends dense permuted tensors in memory order, and the kernels want rows.
         q, k, v, out, lse = ctx.saved_tensors
         saved = _Saved(grad=grad.contiguous(), q=q, k=k, v=v, out=out, lse=lse)
-        return (*_backward(saved, _RingPass(ctx.ring), ctx.scale), None, None)
+        if ctx.ring.shard.keys is None:
+            return (*_backward(saved, _RingPass(ctx.ring), ctx.scale), None, None)
+        return (*_backward_of_gathered(saved, ctx.ring, ctx.scale), None, None)
 
 
 _apply: Callable[..., Tensor] = _RingAttention.apply  # torch gives it no type
@@ -191,6 +205,39 @@ def _backward(saved: _Saved, ring: _RingPass, scale: float | None) -> tuple[Tens
     return dq, dk, dv
 
 
+# --- gathered keys ------------------------------------------------------------------------------------------
+
+
+def _gathered(k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+    """Keys and values [S, K, H] of the segments of `RingKeys`."""
+    shard, keys = ring.shard, ring.shard.keys
+    assert keys is not None
+    rows = shard.divided[shard.rank]
+    both = torch.stack([k, v], 1)
+    sent = both.new_zeros(max(shard.divided), *both.shape[1:])
+    sent[:rows] = both[:rows]
+    found = torch.cat([gather_rows(sent, ring.group), both[rows:]]).index_select(0, keys.index)
+    return found[:, 0], found[:, 1]
+
+
+def _backward_of_gathered(saved: _Saved, ring: Ring, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    shard, keys = ring.shard, ring.shard.keys
+    assert keys is not None
+    k, v = _gathered(saved.k, saved.v, ring)
+    dq, dk, dv = _attend_backward(saved, k, v, keys.step, scale, causal=True)
+    shares = torch.stack([dk, dv], 1).to(_sum_dtype(dk))
+    size, most, rows = shard.size, max(shard.divided), shard.divided[shard.rank]
+    total = shares.new_zeros(size * most + len(saved.k) - rows, *shares.shape[1:])
+    # No row comes twice in either, so the order of the additions is fixed.
+    total.index_copy_(0, keys.index[keys.late], shares[keys.late])
+    total.index_add_(0, keys.index[keys.early], shares[keys.early])
+    divided, whole = total[: size * most], total[size * most :]
+    here = add_in_order(exchange(divided.view(size, most, *divided.shape[1:]), ring.group))
+    mine = torch.cat([here[:rows], whole]).to(dk.dtype)
+    return dq, mine[:, 0].contiguous(), mine[:, 1].contiguous()
+
+
 # --- one block ----------------------------------------------------------------------------------------------
 
 
@@ -214,6 +261,7 @@ def _attend(
         scale=scale,
         window_size_left=-1,
         window_size_right=0 if causal else -1,
+        **NO_SPLITS,
     )
     if lse.shape != (q.shape[1], q.shape[0]):
         raise ModelError(

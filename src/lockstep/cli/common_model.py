@@ -196,7 +196,7 @@ def check_heads(run: RunConfig) -> None:
 
     from lockstep.models.architectures import text_config
     from lockstep.models.load import meta_module
-    from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
+    from lockstep.models.tensor_parallel import check_tensor_parallel_size
 
     check_tensor_parallel_size(text_config(meta_module(run.model, dtype=torch.float32)), run.train.tp)
 

@@ -419,6 +419,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave train.tp_plan at 'auto'",
         ),
         Rule(
+            lambda c: c.ring_comm != "auto" and c.ring == 1,
+            "no-effect: train.ring_comm = {0.ring_comm!r} has no effect with train.ring = 1; set "
+            "train.ring, or leave train.ring_comm at 'auto'",
+        ),
+        Rule(
             lambda c: c.cuda_graph and c.execution != "joint",
             "no-effect: train.cuda_graph = true has no effect with train.execution = {0.execution!r}, "
             "because it replays joint graphs; set train.execution = 'joint', or leave train.cuda_graph out",
@@ -440,19 +445,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "train (batch-invariant)": (
         Rule(
-            lambda c: c.batch_invariant and c.tp > 1,
-            "unsupported-combination: train.batch_invariant = true with train.tp = {0.tp}: sums over ranks "
-            "are added in a different order than on one rank, so logprobs would differ in their last bits "
-            "from those of one rank; set train.tp = 1, or train.batch_invariant = false",
-            at="train.tp",
-        ),
-        Rule(
-            lambda c: c.batch_invariant and c.ring > 1,
-            "unsupported-combination: train.batch_invariant = true with train.ring = {0.ring}: each of its "
-            "ranks attends to a part of the keys, and then the results are merged, so logprobs would "
-            "differ in their last bits from those of one rank; set train.ring = 1, or "
-            "train.batch_invariant = false",
-            at="train.ring",
+            lambda c: c.batch_invariant and c.ring > 1 and c.ring_comm == "p2p",
+            "unsupported-combination: train.batch_invariant = true with train.ring = {0.ring} and "
+            "train.ring_comm = 'p2p': a rank attends to one part of the keys after the other and merges the "
+            "results, so logprobs would differ in their last bits from those of one rank; set "
+            "train.ring_comm = 'all_gather', or train.batch_invariant = false",
+            at="train.ring_comm",
         ),
         Rule(
             lambda c: c.reuse_rollout_logprobs and c.batch_invariant is False,

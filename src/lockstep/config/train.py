@@ -28,6 +28,11 @@ class TrainConfig(Config):
     ring: PositiveInt = 1
     """Ring attention size: number of ranks that share the tokens of each pack. Only for backend fsdp2. The
     data parallel size is ranks / (tp * ring)."""
+    ring_comm: Literal["auto", "p2p", "all_gather"] = "auto"
+    """How ring attention brings keys and values to a rank's queries. p2p: they go round the ring while
+    attention runs. all_gather: each layer first gathers those of divided documents from all ranks, so every
+    logprob has the bits it has on one rank; this takes more memory and hides no communication. auto:
+    all_gather with batch invariance, else p2p."""
     tp_plan: Literal["auto", "hf", "lockstep"] = "auto"
     """How tensor parallelism splits matrices: by transformers' plan (hf) or by Lockstep's. auto: lockstep."""
     zero_stage: int = Field(2, ge=0, le=3)
@@ -127,6 +132,13 @@ class TrainConfig(Config):
     num_threads: PositiveInt | None = Field(None, le=4096)
     """Number of CPU threads that torch uses. If unset, OMP_NUM_THREADS applies, or else torch's own
     default."""
+
+    @property
+    def gathers_keys(self) -> bool:
+        """What ring_comm means, once batch_invariant is resolved: whether ring attention gathers keys."""
+        if self.ring_comm == "auto":
+            return self.ring > 1 and bool(self.batch_invariant)
+        return self.ring_comm == "all_gather"
 
     @field_validator("device")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -133,14 +134,8 @@ class EmbeddedEngine(ModelEngine):
         """Nothing is kept by default."""
 
     def _advance(self) -> list[Ended]:
-        try:
+        with self._explaining_memory():
             ended = self._run()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            setting, text = self._out_of_memory()
-            self._give_back()
-            raise EngineError(text, code="out-of-memory", setting=setting) from error
         return [
             (
                 sample.turn,
@@ -156,6 +151,17 @@ class EmbeddedEngine(ModelEngine):
             )
             for sample, ending in ended
         ]
+
+    @contextlib.contextmanager
+    def _explaining_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            setting, text = self._out_of_memory()
+            self._give_back()
+            raise EngineError(text, code="out-of-memory", setting=setting) from error
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Sample from this version from now on. Tensors are copied one at a time, so that there is never a

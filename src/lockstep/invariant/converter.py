@@ -118,7 +118,7 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
     cuda = (device or next(module.parameters()).device).type == "cuda"
     shapes: dict[str, set[str]] = {}
     for _, part in parts.linears(module):
-        shape = f"{part.out_features}x{part.in_features}{'' if part.bias is None else ' with bias'}"
+        shape = f"{part.out_features}x{part.in_features}{'' if part.product_bias is None else ' with bias'}"
         shapes.setdefault(_plan(part, cuda=cuda), set()).add(shape)
     plans = [
         plan + (f" ({', '.join(sorted(names))})" if len(shapes) > 1 else "") for plan, names in shapes.items()

@@ -19,6 +19,7 @@ from lockstep.invariant.row_ops import (
     TILES,
     gelu_and_mul,
     linear,
+    partial_token_stats,
     rms_norm,
     rotary,
     silu_and_mul,
@@ -74,16 +75,25 @@ class InvariantLinear(Invariant, nn.Linear):
     """How products of at most MOST_ROWS rows are computed: FEW_ROWS: by the op of that name; PADDED: stock,
     with more rows; None: as others. Only an engine sets it."""
 
+    @property
+    def product_bias(self) -> Tensor | None:
+        """The bias that belongs to the product; None: there is none, or it is added elsewhere."""
+        return self.bias
+
     def forward(self, input: Tensor) -> Tensor:
+        return self.product(input)
+
+    def product(self, input: Tensor) -> Tensor:
+        """input @ weight.T + product_bias."""
+        bias = self.product_bias
         if self.few_rows is not None and input.numel() <= MOST_ROWS * self.in_features:
             if self.few_rows == FEW_ROWS:
-                biases = [] if self.bias is None else [self.bias]
-                out: Tensor = few_rows(input, [self.weight], biases, None)[0]
+                out: Tensor = few_rows(input, [self.weight], [] if bias is None else [bias], None)[0]
                 return out
-            return _padded_linear(input, self.weight, self.bias)
+            return _padded_linear(input, self.weight, bias)
         if self.stock:
-            return F.linear(input, self.weight, self.bias)
-        out = linear(input, self.weight, self.bias, self.tiles, self.exact_backward)
+            return F.linear(input, self.weight, bias)
+        out = linear(input, self.weight, bias, self.tiles, self.exact_backward)
         return out
 
 
@@ -234,4 +244,8 @@ def head_kernels(linear: nn.Linear) -> HeadKernels | None:
         figures: tuple[Tensor, Tensor, Tensor] = token_stats(logits, labels, scale, cap)
         return figures
 
-    return HeadKernels(logits=logits, stats=stats)
+    def partial(logits: Tensor, labels: Tensor, scale: float, cap: float | None, start: int) -> Tensor:
+        figures: Tensor = partial_token_stats(logits, labels, scale, cap, start)
+        return figures
+
+    return HeadKernels(logits=logits, stats=stats, partial=partial)

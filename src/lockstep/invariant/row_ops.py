@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.ops.logprobs import partial_stats
+
 _SPLIT_SUM = 2**15
 """ATen splits a sum to a single number over threads from this many elements on."""
 
@@ -283,6 +285,42 @@ def _token_stats_backward(
 
 
 token_stats.register_autograd(_token_stats_backward, setup_context=_token_stats_context)
+
+
+# --- the same of a part of the vocabulary: what lockstep.ops.logprobs merges over the ranks that share it ---
+
+
+@torch.library.custom_op("lockstep::partial_token_stats", mutates_args=(), device_types="cpu")
+def partial_token_stats(
+    logits: Tensor, labels: Tensor, scale: float, cap: float | None, start: int
+) -> Tensor:
+    """[4, R] float32: lockstep.ops.logprobs.partial_stats of logits [R, part], whose first column is id
+    `start`. It makes no gradient."""
+    step = max(1, _TILE_ELEMENTS // logits.shape[1])
+    tiles = [slice(at, at + step) for at in range(0, max(1, logits.shape[0]), step)]
+    return torch.cat(
+        [
+            partial_stats(_scaled(logits[t], scale, cap), labels[t], start=start, row_sums=row_sums)
+            for t in tiles
+        ],
+        1,
+    )
+
+
+@partial_token_stats.register_kernel("cuda")
+def _partial_token_stats_cuda(
+    logits: Tensor, labels: Tensor, scale: float, cap: float | None, start: int
+) -> Tensor:
+    from lockstep.invariant import triton_kernels
+
+    return triton_kernels.partial_token_stats(logits, labels, scale=scale, cap=cap, start=start)
+
+
+@partial_token_stats.register_fake
+def _partial_token_stats_fake(
+    logits: Tensor, labels: Tensor, scale: float, cap: float | None, start: int
+) -> Tensor:
+    return logits.new_empty((4, labels.shape[0]), dtype=torch.float32)
 
 
 # --- mass of vocabulary blocks, for sampling ---

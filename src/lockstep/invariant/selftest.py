@@ -27,6 +27,7 @@ from lockstep.invariant import few_rows, row_ops
 from lockstep.invariant import modules as parts
 from lockstep.invariant import row_ops as linear_ops
 from lockstep.observe.files import cache_root
+from lockstep.ops.logprobs import merged_stats
 
 # Settings under which stock GEMMs and compiled elementwise code are row-invariant.
 
@@ -220,6 +221,7 @@ def self_test(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     cache: bool = True,
+    split: bool = False,
 ) -> dict[str, Verdict]:
     """Test the ops of a converted module, and let its linears use what passed.
 
@@ -228,6 +230,7 @@ def self_test(
         device: where it will run; None: where its parameters are.
         dtype: of weights and activations; None: that of its parameters.
         cache: whether verdicts are kept on disk, and read from there.
+        split: the module is one rank's part of a model (tensor parallel), the head's vocabulary included.
 
     Returns:
         Verdicts by op and shape, such as "linear 1536x576".
@@ -243,7 +246,7 @@ def self_test(
         )
     store = _Store(device, dtype, enabled=cache)
     verdicts = {}
-    for case in _cases(module, device, dtype):
+    for case in _cases(module, _Inputs(device, dtype), split=split):
         if case.name not in verdicts:
             verdicts[case.name] = store.get(case.name) or store.put(case.name, _verdict(case, device))
     for _, part in parts.linears(module):
@@ -305,7 +308,10 @@ def _few_rows_verdict(part: parts.InvariantLinear, make: _Inputs) -> Verdict:
 
     wide, narrow = part.out_features, part.in_features
     weight, x = make.normal(wide, narrow, std=narrow**-0.5), make.normal(make.rows(wide), narrow)
-    bias, residual = None if part.bias is None else make.normal(wide), make.normal(few_rows.MOST_ROWS, wide)
+    bias, residual = (
+        None if part.product_bias is None else make.normal(wide),
+        make.normal(few_rows.MOST_ROWS, wide),
+    )
     biases = [] if bias is None else [bias]
     tiles = linear_ops.TILES
     whole = F.linear(x, weight, bias) if part.stock else linear_ops.linear(x, weight, bias, tiles)
@@ -329,13 +335,12 @@ def _few_rows_verdict(part: parts.InvariantLinear, make: _Inputs) -> Verdict:
 # --- the cases of a module ---
 
 
-def _linear_name(part: nn.Linear) -> str:
-    bias = "" if part.bias is None else " with bias"
+def _linear_name(part: parts.InvariantLinear) -> str:
+    bias = "" if part.product_bias is None else " with bias"
     return f"linear {part.out_features}x{part.in_features}{bias}"
 
 
-def _cases(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
-    make = _Inputs(device, dtype)
+def _cases(module: nn.Module, make: _Inputs, *, split: bool) -> Iterator[_Case]:
     vocab = 0
     for name, part in module.named_modules():
         if isinstance(part, parts.InvariantLinear):
@@ -348,7 +353,7 @@ def _cases(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Itera
         elif isinstance(part, parts.InvariantRotary):
             yield from _rotary_cases(part, make)
     if vocab:
-        yield _stats_case(vocab, make)
+        yield _partial_case(vocab, make) if split else _stats_case(vocab, make)
         yield _mass_case(vocab, make)
 
 
@@ -369,12 +374,12 @@ class _Inputs:
         return limit if self.device.type == "cpu" else max(512, min(limit, _LOGITS_ELEMENTS // width))
 
 
-def _linear_case(part: nn.Linear, make: _Inputs) -> _Case:
+def _linear_case(part: parts.InvariantLinear, make: _Inputs) -> _Case:
     wide, narrow = part.out_features, part.in_features
 
     def choices(inputs: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
         weight = make.normal(wide, narrow, std=narrow**-0.5)
-        bias = None if part.bias is None else make.normal(wide)
+        bias = None if part.product_bias is None else make.normal(wide)
         if make.device.type == "cuda":
             yield parts.STOCK, lambda x: F.linear(x, weight, bias)
             yield "triton", lambda x: linear_ops.linear(x, weight, bias, linear_ops.TILES)
@@ -466,6 +471,24 @@ def _stats_case(vocab: int, make: _Inputs) -> _Case:
         yield _row_choice(make), lambda logits, labels: row_ops.token_stats(logits, labels, 1 / 0.7, None)
 
     return _Case(name=f"token_stats {vocab}", inputs=inputs, choices=choices)
+
+
+def _partial_case(vocab: int, make: _Inputs) -> _Case:
+    """The figures of a part of the vocabulary (tensor parallel), and what they are merged to."""
+
+    def inputs() -> tuple[Tensor, ...]:
+        rows = make.rows(vocab)
+        return make.normal(rows, vocab, std=3.0), torch.arange(rows, device=make.device) * 7919 % (2 * vocab)
+
+    def merged(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        # Of a vocabulary of two equal parts, whose first columns are id 0 and id `vocab`.
+        both = [row_ops.partial_token_stats(logits, labels, 1 / 0.7, None, start) for start in (0, vocab)]
+        return merged_stats(torch.stack(both), labels)
+
+    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
+        yield _row_choice(make), merged
+
+    return _Case(name=f"partial_token_stats {vocab}", inputs=inputs, choices=choices)
 
 
 def _mass_case(vocab: int, make: _Inputs) -> _Case:

@@ -346,22 +346,9 @@ def _scaled(logits, scale, cap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _token_stats_kernel(  # signature: pointers, sizes and constants of a Triton kernel
-    logits_ptr,
-    labels_ptr,
-    logprob_ptr,
-    entropy_ptr,
-    lse_ptr,
-    width,
-    stride,
-    scale,
-    cap,
-    HAS_CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One row, twice over the vocabulary: its maximum, then its sums; by then it is in the L2 cache."""
-    row = tl.program_id(0).to(tl.int64)
-    first = logits_ptr + row * stride
+def _row_figures(first, width, scale, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Maximum m of a row x, and the sums of exp(x - m) and exp(x - m) (x - m). Twice over the vocabulary: the
+    second time it is in the L2 cache."""
     peaks = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     for start in range(0, width, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -376,14 +363,61 @@ def _token_stats_kernel(  # signature: pointers, sizes and constants of a Triton
         e = tl.where(cols < width, tl.exp(x), 0.0)
         totals += e
         weighted += e * x
-    total = tl.sum(totals, 0)
+    return peak, tl.sum(totals, 0), tl.sum(weighted, 0)
+
+
+@triton.jit
+def _token_stats_kernel(  # signature: pointers, sizes and constants of a Triton kernel
+    logits_ptr,
+    labels_ptr,
+    logprob_ptr,
+    entropy_ptr,
+    lse_ptr,
+    width,
+    stride,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    first = logits_ptr + row * stride
+    peak, total, weighted = _row_figures(first, width, scale, cap, HAS_CAP, BLOCK)
     log_total = tl.log(total)
     label = tl.load(labels_ptr + row)
     at_label = _scaled(tl.load(first + tl.maximum(label, 0)), scale, cap, HAS_CAP)
     lse = peak + log_total
     tl.store(logprob_ptr + row, tl.where(label >= 0, at_label - lse, 0.0))
-    tl.store(entropy_ptr + row, tl.where(label >= 0, log_total - tl.sum(weighted, 0) / total, 0.0))
+    tl.store(entropy_ptr + row, tl.where(label >= 0, log_total - weighted / total, 0.0))
     tl.store(lse_ptr + row, lse)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_id"])
+def _partial_stats_kernel(  # signature: pointers, sizes and constants of a Triton kernel
+    logits_ptr,
+    labels_ptr,
+    out_ptr,
+    num_rows,
+    first_id,
+    width,
+    stride,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: see lockstep.invariant.row_ops.partial_token_stats."""
+    row = tl.program_id(0).to(tl.int64)
+    first = logits_ptr + row * stride
+    peak, total, weighted = _row_figures(first, width, scale, cap, HAS_CAP, BLOCK)
+    local = tl.load(labels_ptr + row) - first_id
+    here = (local >= 0) & (local < width)
+    at_label = _scaled(tl.load(first + local, mask=here, other=0.0), scale, cap, HAS_CAP)
+    tl.store(out_ptr + row, peak)
+    tl.store(out_ptr + num_rows + row, total)
+    tl.store(out_ptr + 2 * num_rows + row, weighted)
+    tl.store(out_ptr + 3 * num_rows + row, tl.where(here, at_label, float("-inf")))
 
 
 def token_stats(
@@ -413,6 +447,33 @@ def token_stats(
             num_warps=32,
         )
     return logprob, entropy, lse
+
+
+def partial_token_stats(
+    logits: Tensor, labels: Tensor, *, scale: float, cap: float | None, start: int
+) -> Tensor:
+    """See lockstep.invariant.row_ops.partial_token_stats; one program a row."""
+    rows = logits.shape[0]
+    out = logits.new_empty((4, rows), dtype=torch.float32)
+    if rows == 0:
+        return out
+    logits = _aligned(logits)
+    with _on(logits):
+        _partial_stats_kernel[(rows,)](
+            logits,
+            labels,
+            out,
+            rows,
+            start,
+            logits.shape[1],
+            logits.stride(0),
+            scale,
+            1.0 if cap is None else cap,
+            HAS_CAP=cap is not None,
+            BLOCK=4096,
+            num_warps=8,
+        )
+    return out
 
 
 @triton.jit

@@ -31,12 +31,11 @@ from lockstep.loop.determinism import (
     batch_invariance_lines,
     batch_invariance_manifest,
     contract_change,
-    convert_copy,
     make_invariant,
     prepare_kernels,
 )
 from lockstep.loop.distributed import mesh_coordinates
-from lockstep.loop.engines import engine_report, external_engine_spec, report_lines
+from lockstep.loop.engines import engine_model, engine_report, external_engine_spec, report_lines
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, Trained
@@ -50,7 +49,6 @@ from lockstep.models.architectures import text_config
 from lockstep.models.load import (
     LoadedModel,
     OpenedModel,
-    allocated,
     check_positions,
     load_model,
     open_model,
@@ -553,21 +551,6 @@ def load_policy(
             resolved = resolved.without_batch_invariance()
     model = dataclasses.replace(model, execution=resolved.execution)
     return LoadedPolicy(resolved=resolved, model=model, batch_invariance=batch_invariance)
-
-
-def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: TrainBackend) -> LoadedModel:
-    """Return the model that the engine samples with: the trainer's own module where its Parameters are whole
-    between calls, else a second module, into which every weight push copies. Its weights are not read: the
-    first push comes before the first sample."""
-    if backend.weights(policy_version=0).shared_module is model.module:
-        return model
-    merged = resolved.run.model.model_copy(
-        update={"lora": None}
-    )  # a backend that sends weights sends them merged
-    device = torch.device(resolved.device)
-    own = load_model(merged, attention=resolved.attention, device=device, materialize=False)
-    own = dataclasses.replace(allocated(own, device=device), execution=model.execution)
-    return convert_copy(own) if resolved.batch_invariant else own
 
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,15 @@ from lockstep.config.run import GRPORun
 from lockstep.engine.build import cuda_index, is_external, make_engine
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError
+from lockstep.loop.determinism import convert_copy
 from lockstep.loop.resolve import Resolved, is_native
 from lockstep.models.architectures import causal_lm, hf_config, silence_transformers, text_config
 from lockstep.models.export import export_model, exported_folder
-from lockstep.models.load import LoadedModel, load_model
+from lockstep.models.load import LoadedModel, allocated, load_model
+from lockstep.models.tensor_parallel import apply_tensor_parallel, tensor_parallel_plan
+from lockstep.protocols import TrainBackend
 from lockstep.protocols.engine import InferenceEngine, WeightTransfer, receives_weights
+from lockstep.schema.weights import WeightPart
 
 # The spec of an engine with its own weights: a folder of the run's model without weights, its dtype, lengths
 # and device.
@@ -97,6 +102,37 @@ def _numbered(device: str) -> str:
     if parsed.type == "cuda" and parsed.index is None:
         return f"cuda:{torch.cuda.current_device()}"
     return device
+
+
+# The model of an engine in the trainer's process.
+
+
+def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: TrainBackend) -> LoadedModel:
+    """Return the model that the engine samples with: the trainer's own module where its Parameters are whole
+    between calls, else a second module, into which every weight push copies. Its weights are not read: the
+    first push comes before the first sample."""
+    update = backend.weights(policy_version=0)
+    if update.shared_module is model.module:
+        return model
+    merged = resolved.run.model.model_copy(
+        update={"lora": None}
+    )  # a backend that sends weights sends them merged
+    device = torch.device(resolved.device)
+    own = load_model(merged, attention=resolved.attention, device=device, materialize=False)
+    own = dataclasses.replace(own, execution=model.execution)
+    if update.part is not None and resolved.engine == "native":
+        own = _rank_part(own, update.part, batch_invariant=resolved.batch_invariant)
+        return allocated(own, device=device)
+    own = allocated(own, device=device)
+    return convert_copy(own) if resolved.batch_invariant else own
+
+
+def _rank_part(model: LoadedModel, part: WeightPart, *, batch_invariant: bool) -> LoadedModel:
+    """Cut a model without weights to this rank's part, as the trainer's is."""
+    if batch_invariant:
+        model = convert_copy(model)
+    plan = tensor_parallel_plan(model.module, size=part.group.size(), plan=part.plan)
+    return dataclasses.replace(model, tp=apply_tensor_parallel(model.module, group=part.group, plan=plan))
 
 
 # An engine for a model that is not being trained, for `lockstep generate`.

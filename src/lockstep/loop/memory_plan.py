@@ -372,13 +372,15 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str, ranks: int =
     gpus = 0 if run.cluster is None or device == "cpu" else run.cluster.engine_gpus
     served = run.engine.process == "separate" or gpus > 0  # such an engine keeps its weights asleep
     apart = shards_weights(run.train) or served
-    split = run.engine.tp if gpus else 1
-    # Whole groups: a prompt's samples are of one rank.
-    samples = math.ceil(run.rollout.prompts_per_step / ranks) * run.rollout.group_size
-    batch = min(run.engine.max_batch, samples)
-    length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     # What auto means where the run starts.
     name = run.engine.name if run.engine.name != "auto" else "native" if device == "cuda" else "hf"
+    # The ranks of a tensor parallel group share one native engine.
+    shared = run.train.tp if name == "native" and not served else 1
+    split = run.engine.tp if gpus else shared
+    # Whole groups: a prompt's samples are of one engine.
+    samples = math.ceil(run.rollout.prompts_per_step * shared / ranks) * run.rollout.group_size
+    batch = min(run.engine.max_batch, samples)
+    length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     keeps = name in engines() and engines()[name].keeps_cache
     sizes = "data.max_prompt_tokens or rollout.sampling.max_tokens"
     return [

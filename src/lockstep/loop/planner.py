@@ -12,12 +12,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from lockstep.config.declarations import backends
-from lockstep.config.run import RunConfig, on_ranks
+from lockstep.config.run import GRPORun, RunConfig, on_ranks
 from lockstep.config.support import shards_weights
 from lockstep.config.train import DEFAULT_TOKEN_BUDGET, WITHOUT_PLAN, TrainConfig, token_slots
 from lockstep.errors import ConfigError
@@ -166,8 +166,10 @@ def _state_bytes(train: TrainConfig) -> int:
 
 def kv_tokens(run: RunConfig, width: Parallelism) -> int:
     """Tokens of KV cache with which all samples that a rank can decode together fit at full length."""
-    own = math.ceil(run.rollout.samples / width.ranks)  # type: ignore[attr-defined]
-    return int(min(run.engine.max_batch, own) * run.longest_unit)  # type: ignore[attr-defined]
+    grpo = cast(GRPORun, run)
+    together = width.tp if run.engine_name == "native" else 1  # the ranks of a group share one engine
+    own = math.ceil(grpo.rollout.prompts_per_step * together / width.ranks) * grpo.rollout.group_size
+    return min(grpo.engine.max_batch, own) * run.longest_unit
 
 
 # Candidates: every combination of the settings that are "auto".

@@ -463,7 +463,8 @@ def _keeps_batch_invariance(run: RunConfig, *, attention: str, device: str, dtyp
         and attention == "varlen"
         and dtype == "bfloat16"
         and train.execution != "deepcompile"
-        and train.tp == train.ring == 1
+        and train.ring_comm != "p2p"
+        and (train.tp == 1 or not run.engine_has_own_memory)
         and run.model.lora is None
     )
 

@@ -65,7 +65,13 @@ class RunManifest:
             }
         )
         engine = f", engine {resolved.engine}" if resolved.engine else ""
-        kernel = attention.label(resolved.attention, torch.device(resolved.device), ring=self.run.train.ring)
+        train = resolved.run.train
+        kernel = attention.label(
+            resolved.attention,
+            torch.device(resolved.device),
+            ring=train.ring,
+            gathers=train.gathers_keys,
+        )
         self.say(
             f"{model.name} on {resolved.device} in {resolved.dtype}: {axes['backend']} backend{engine}, "
             f"{kernel} attention, {resolved.execution}, {resolved.layout}"

@@ -391,7 +391,13 @@ _COMPILED = {"eager": "eager", "compile": "inductor", "joint": "inductor"}
 
 
 def kernel_contract(
-    module: nn.Module, *, attention: str, execution: str, dtype: torch.dtype, device: torch.device
+    module: nn.Module,
+    *,
+    attention: str,
+    execution: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: int = 1,
 ) -> KernelContract | None:
     """Return the kernel contract of `module`'s forward; None: it is not batch-invariant, or runs in a mode
     for which this is not known.
@@ -401,6 +407,7 @@ def kernel_contract(
         execution: eager, compile or joint.
         dtype: compute dtype, of weights and activations.
         device: where it runs.
+        tp: ranks that share every matrix; the module is one rank's part then.
     """
     if attention != "varlen" or execution not in _COMPILED or not invariant.is_converted(module):
         return None
@@ -413,10 +420,10 @@ def kernel_contract(
         attention_splits=1,
         norm=kernels["norm"],
         activation=kernels["activation"],
-        logprob=kernels["logprob"],
+        logprob=kernels["logprob"] if tp == 1 else f"partial_{kernels['logprob']}",
         lm_head_dtype=name,
         logits_dtype=name,
-        collectives="none",
+        collectives="none" if tp == 1 else f"sums over {tp} ranks in rank order, float32",
         compile=_COMPILED[execution],
         dtype=name,
         weights_dtype=name,

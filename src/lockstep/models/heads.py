@@ -67,16 +67,11 @@ def head_options(
         vocab: which part of the vocabulary the head has; None: all of it.
 
     Raises:
-        ModelError: the output embedding is no plain linear, or is converted and split over ranks.
+        ModelError: the output embedding is no plain linear.
     """
     head = head_of(module)
     linear = causal_lm(module).get_output_embeddings()
     kernels = head_kernels(linear) if isinstance(linear, nn.Linear) else None
-    if kernels is not None and vocab is not None:
-        raise ModelError(
-            "unsupported-combination: lm_head is split over ranks, but a sum over ranks is not "
-            "batch-invariant; set train.tp = 1, or train.batch_invariant = false"
-        )
     return HeadOptions(
         temperature=temperature,
         softcap=head.softcap,

@@ -46,6 +46,7 @@ from lockstep.models.source import (
     module_without_weights,
     random_source,
 )
+from lockstep.models.tensor_parallel import TensorParallel
 from lockstep.observe.text import printable
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class LoadedModel:
     execution: str = "eager"
     """The train backend's execution mode; an engine that must be bitwise equal runs its layers the same
     way."""
+    tp: TensorParallel | None = None
+    """How the module was cut to one rank's part; None: it is whole."""
     weights_follow: bool = False
     """The Parameters are allocated and have no values yet: weight updates bring them. An engine may free them
     while it sleeps."""

@@ -22,7 +22,7 @@ the ranks at the end. All ranks of the group must make the same calls with the s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,7 +69,9 @@ class VocabShard:
         return -(-self.whole // self.group.size())
 
 
-def partial_stats(x: Tensor, labels: Tensor, *, start: int) -> Tensor:
+def partial_stats(
+    x: Tensor, labels: Tensor, *, start: int, row_sums: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """[4, r]: m, s, w and x at the label (-inf where the label is elsewhere) of x [r, part], in x's dtype.
 
     Overwrites x.
@@ -77,34 +79,46 @@ def partial_stats(x: Tensor, labels: Tensor, *, start: int) -> Tensor:
     Args:
         labels: [r] int64, ids of the whole vocabulary.
         start: id of x's first column.
+        row_sums: [r, part] -> [r], such as a row-invariant sum; None: torch's.
     """
+    sums = row_sums or functools.partial(torch.sum, dim=-1)
     local = labels - start
     here = (local >= 0) & (local < x.shape[1])
     at_label = x.gather(1, local.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
     peak = x.amax(-1, keepdim=True)
     e = x.sub_(peak).exp()
-    total = e.sum(-1)
-    return torch.stack([peak[:, 0], total, e.mul_(x).sum(-1), torch.where(here, at_label, -torch.inf)])
+    total = sums(e)
+    return torch.stack([peak[:, 0], total, sums(e.mul_(x)), torch.where(here, at_label, -torch.inf)])
 
 
-def merged_stats(own: Tensor, labels: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """logprob, entropy and lse, [r] each, of the figures [4, r] of `partial_stats`; collective.
-
-    Rows with a negative label have logprob 0 and entropy 0. A label that no rank holds has logprob -inf.
-    """
+def gathered_stats(own: Tensor, labels: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """`merged_stats` of the figures [4, r] of all ranks; collective."""
     parts = own.new_empty(group.size(), *own.shape)
     dist.all_gather(list(parts.unbind()), own.contiguous(), group=group)
+    return merged_stats(parts, labels)
+
+
+def merged_stats(parts: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """logprob, entropy and lse, [r] each, of the figures [N, 4, r] of `partial_stats` of N parts.
+
+    Rows with a negative label have logprob 0 and entropy 0. A label that is in no part has logprob -inf.
+    """
     peaks, totals, weighted, at_labels = parts.unbind(1)
     peak = peaks.amax(0)
     # At most 0, so that no exponential overflows.
     shift = peaks - peak
     factor = shift.exp()
-    total = (totals * factor).sum(0)
+    total = _in_order(totals * factor)
     log_total = total.log()
-    entropy = log_total - (factor * (weighted + shift * totals)).sum(0) / total
+    entropy = log_total - _in_order(factor * (weighted + shift * totals)) / total
     lse = peak + log_total
     valid = labels >= 0
     return torch.where(valid, at_labels.amax(0) - lse, 0.0), torch.where(valid, entropy, 0.0), lse
+
+
+def _in_order(terms: Tensor) -> Tensor:
+    """[N, r] -> [r]: in rank order, which torch's own sum does not promise for every r."""
+    return functools.reduce(torch.add, terms.unbind())
 
 
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
@@ -124,6 +138,8 @@ class HeadKernels(NamedTuple):
     """(hidden [r, C], weight [V, C], bias [V] or None, out [r, V]) -> out, filled."""
     stats: Callable[[Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
     """(logits [r, V], labels [r], scale, cap) -> logprob, entropy, lse, [r] each."""
+    partial: Callable[[Tensor, Tensor, float, float | None, int], Tensor]
+    """(logits [r, part], labels [r], scale, cap, id of the first column) -> `partial_stats` [4, r]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +147,7 @@ class HeadOptions:
     """The options that turn logits into logprobs.
 
     Raises:
-        ValueError: for a negative temperature, a softcap or chunk_rows that is not positive, or kernels of
-            one's own for a part of the vocabulary.
+        ValueError: for a negative temperature, or a softcap or chunk_rows that is not positive.
     """
 
     temperature: float = 1.0
@@ -171,10 +186,6 @@ class HeadOptions:
             raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
         if self.chunk_rows is not None and self.chunk_rows < 1:
             raise ValueError(f"chunk_rows must be >= 1 or None, got {self.chunk_rows}")
-        if self.kernels is not None and self.vocab is not None:
-            raise ValueError(
-                "row-invariant head kernels need the whole vocabulary on each rank, not a part of it"
-            )
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -447,7 +458,9 @@ def row_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> tuple[Tensor
     """logprob, entropy and lse, [r] each, of the labels [r] under logits [r, V]; no gradient."""
     scale, cap = head.scale, head.cap
     if head.vocab is not None:
-        return merged_stats(_own_stats(logits, labels, head), labels, head.vocab.group)
+        return gathered_stats(
+            own_stats(logits, labels, head, start=head.vocab.start), labels, head.vocab.group
+        )
     if head.kernels is not None:
         return head.kernels.stats(logits, labels, scale, cap)
     if head.compiled:
@@ -458,10 +471,25 @@ def row_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> tuple[Tensor
     return logprobs, entropy, lse
 
 
-def _own_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> Tensor:
-    """`partial_stats` [4, r] of logits [r, V], V one rank's part of the vocabulary."""
-    assert head.vocab is not None
-    options: dict[str, Any] = {"scale": head.scale, "cap": head.cap, "start": head.vocab.start}
+def stats_in_parts(
+    logits: Tensor, labels: Tensor, head: HeadOptions, bounds: Sequence[tuple[int, int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`row_stats` of logits [r, V] of the whole vocabulary, with the bits that ranks which share it compute.
+
+    Args:
+        bounds: start and stop of each rank's part, in rank order.
+    """
+    parts = [
+        own_stats(logits[:, start:stop].contiguous(), labels, head, start=start) for start, stop in bounds
+    ]
+    return merged_stats(torch.stack(parts), labels)
+
+
+def own_stats(logits: Tensor, labels: Tensor, head: HeadOptions, *, start: int) -> Tensor:
+    """`partial_stats` [4, r] of logits [r, part], one rank's part of the vocabulary from id `start` on."""
+    if head.kernels is not None:
+        return head.kernels.partial(logits, labels, head.scale, head.cap, start)
+    options: dict[str, Any] = {"scale": head.scale, "cap": head.cap, "start": start}
     if head.compiled:
         own: Tensor = _compiled(_partial)(logits, labels, **options)
         return own

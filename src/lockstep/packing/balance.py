@@ -8,6 +8,7 @@ leave a gap: Karmarkar and Karp's largest differencing method (1982), MULTIFIT (
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lockstep.errors import DataError
 from lockstep.ops.masks import cu_seqlens
-from lockstep.schema.batch import RingShard, RingStep
+from lockstep.schema.batch import RingKeys, RingShard, RingStep
 
 Packs = list[list[int]]
 
@@ -255,7 +256,7 @@ _PAD_ROWS = 128  # the rows that a flash kernel computes together: smaller piece
 
 
 def ring_shard(
-    lengths: Sequence[int], *, rank: int, size: int, num_documents: int | None = None
+    lengths: Sequence[int], *, rank: int, size: int, num_documents: int | None = None, gather: bool = False
 ) -> RingShard:
     """Return the part of rank `rank` of a ring of `size` ranks. Pure host arithmetic, the same on every rank.
 
@@ -275,6 +276,7 @@ def ring_shard(
             which are not read and not counted in the bounds: their slots fill ranks that have too few rows,
                 in
             pieces so small that their attention costs next to nothing. Results there differ from one process.
+        gather: keys are gathered and do not go round: with `RingShard.keys`.
 
     Raises:
         ValueError: an empty document, or no such rank.
@@ -303,7 +305,10 @@ def ring_shard(
         sizes=tuple(rows[r] + sum(map(len, owned[r])) for r in range(size)),
         divided=tuple(rows),
         own=_step(lengths_here, lengths_here),
-        others=tuple(_other(chunks, rank, (rank - i) % size) for i in range(1, size)) if chunks else (),
+        others=tuple(_other(chunks, rank, (rank - i) % size) for i in range(1, size))
+        if chunks and not gather
+        else (),
+        keys=_gathered(chunks, [len(part) for part in local], rank, rows) if gather and chunks else None,
     )
 
 
@@ -414,6 +419,47 @@ def _other(chunks: Sequence[Sequence[range]], rank: int, source: int) -> RingSte
             q += [early_q, late_q]
             k += [0, early_k + late_k]
     return _step(q, k)
+
+
+def _gathered(
+    chunks: Sequence[Sequence[range]], whole: Sequence[int], rank: int, divided: Sequence[int]
+) -> RingKeys:
+    """See RingKeys.
+
+    Args:
+        whole: lengths of this rank's whole documents.
+        divided: rows of divided documents, by rank.
+    """
+    size, most = len(divided), max(divided)
+    ends = [r * most for r in range(size)]  # of the documents before, among the gathered rows of each rank
+    q: list[int] = []
+    k: list[int] = []
+    segments: list[range] = []  # of the keys' rows
+    late: list[range] = []  # of positions among them
+    count = 0
+    for document in chunks:
+        rows = [range(ends[r], ends[r] + len(document[r])) for r in range(size)]
+        rows += [range(rows[r].stop, rows[r].stop + len(document[-1 - r])) for r in reversed(range(size))]
+        for last in (rank, 2 * size - 1 - rank):
+            seen = rows[: last + 1]
+            q.append(len(document[last]))
+            k.append(sum(map(len, seen)))
+            segments += seen
+            count += k[-1]
+        late.append(range(count - k[-1], count))
+        ends = [rows[-1 - r].stop for r in range(size)]
+    segments.append(range(size * most, size * most + sum(whole)))
+    late.append(range(count, count + sum(whole)))
+    step = _step([*q, *whole], [*k, *whole])
+    others = _index(late)
+    early = torch.ones(count + sum(whole), dtype=torch.bool).index_fill_(0, others, False)
+    return RingKeys(
+        # With one query a segment the kernel would swap heads for rows, and add up keys in another order.
+        step=dataclasses.replace(step, max_q=max(2, step.max_q)),
+        index=_index(segments),
+        early=early.nonzero()[:, 0],
+        late=others,
+    )
 
 
 def _step(q: Sequence[int], k: Sequence[int]) -> RingStep:

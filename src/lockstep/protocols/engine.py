@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -168,6 +169,27 @@ class SharesWeights(InferenceEngine, Protocol):
         """Switch to this version of the weights and drop every cache made with an older one. Raises
         EngineError, before anything changes, while samples are running."""
         ...
+
+
+class RunsOnRanks(InferenceEngine, Protocol):
+    """An engine that neighbouring ranks run together, each with a part of every matrix. The first of them
+    samples; meanwhile the others follow."""
+
+    ranks: int
+    """That run it together, 2 at least."""
+
+    def leading(self) -> AbstractContextManager[None]:
+        """Around what the first rank samples: at the end the others return from `follow`."""
+        ...
+
+    def follow(self) -> None:
+        """On the other ranks: take part until the first rank is done."""
+        ...
+
+
+def runs_on_ranks(engine: InferenceEngine) -> TypeGuard[RunsOnRanks]:
+    """Return whether the engine is one that several ranks run together."""
+    return getattr(engine, "ranks", 1) > 1
 
 
 class ReceivesWeights(InferenceEngine, Protocol):

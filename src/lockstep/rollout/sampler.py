@@ -18,7 +18,7 @@ from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.data.prompts import FixedPrompts
 from lockstep.errors import DataError, RewardError
 from lockstep.observe.metrics import Spans
-from lockstep.protocols.engine import InferenceEngine
+from lockstep.protocols.engine import InferenceEngine, runs_on_ranks
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.environment import Environment, SingleTurn, Trajectories, run_episodes
 from lockstep.rollout.rewards import Scored, check_total
@@ -190,7 +190,8 @@ class GroupSampler:
     """Samples the tasks of an environment with `engine`.
 
     With several ranks, all of which make the same calls, each samples and scores a share of the tasks, and
-    every rank gets all groups. A sample's seed does not depend on the rank.
+    every rank gets all groups; where several ranks run one engine together, the first of them does. A
+    sample's seed does not depend on the rank.
     """
 
     engine: InferenceEngine
@@ -217,17 +218,26 @@ class GroupSampler:
             EngineError: from the engine, or when it returns other samples than requested.
             RewardError: from a reward, or when no group is left.
         """
-        rank, size = self.ranks.rank, self.ranks.world_size
+        together = self.engine.ranks if runs_on_ranks(self.engine) else 1
+        number, size = self.ranks.rank // together, self.ranks.world_size // together
 
         def own_share() -> _Share:
-            return self._share(prompts[rank::size], key, sampling=sampling, group_size=group_size)
+            share = partial(self._share, prompts[number::size], key, sampling=sampling, group_size=group_size)
+            if not runs_on_ranks(self.engine):
+                return share()
+            if self.ranks.rank % together:
+                self.engine.follow()
+                return _Share()
+            with self.engine.leading():
+                return share()
 
         shares = self.ranks.gather_results(
             own_share if self.around is None else partial(self.around, own_share), _Share, what="sampling"
         )
         if any(share.aborted for share in shares):
             return SampledStep(groups=(), counts={}, aborted=True)
-        pairs = ((prompt, shares[i % size].rollouts[i // size]) for i, prompt in enumerate(prompts))
+        of_engines = shares[::together]
+        pairs = ((prompt, of_engines[i % size].rollouts[i // size]) for i, prompt in enumerate(prompts))
         groups = tuple(RolloutGroup(prompt=p, rollouts=r) for p, r in pairs if r is not None)
         if not groups:
             raise RewardError(

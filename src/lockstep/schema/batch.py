@@ -412,6 +412,23 @@ class RingStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RingKeys:
+    """The keys of a rank's rows where those of divided documents are gathered from all ranks: a chunk of such
+    a document sees the document's keys up to the chunk's end, as one segment of one kernel call."""
+
+    step: RingStep
+    """Segments of q: the two chunks of each divided document, then whole documents: all t rows."""
+    index: Tensor
+    """[S] int64: the segments' keys, one after the other, as rows of [divided rows of rank 0, of rank 1, ...,
+    each filled up to the most of any rank | this rank's whole documents]."""
+    early: Tensor
+    """[E] int64: positions in `index` of the earlier chunks' keys. All of these are also keys of the later
+    chunks."""
+    late: Tensor
+    """[S - E] int64: the others; each row is there once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RingShard:
     """One rank's share of a pack, and the keys that it attends to in each step of the ring.
 
@@ -438,6 +455,8 @@ class RingShard:
     others: tuple[RingStep, ...]
     """Step i = 1 .. R - 1, at index i - 1: keys of rank (rank - i) mod R, not causal, over the divided rows
     of both. Empty if no document is divided."""
+    keys: RingKeys | None = None
+    """Instead of `own` and `others`, where keys are gathered; None: they go round, or nothing is divided."""
 
     @property
     def num_rows(self) -> int:
@@ -448,12 +467,18 @@ class RingShard:
         """Return the shard with every tensor on `device`, in two copies however many steps there are."""
         if self.index.device == torch.device(device):
             return self
-        steps = (self.own, *self.others)
+        keys = self.keys
+        steps = (self.own, *self.others, *(() if keys is None else (keys.step,)))
         tables = [table for step in steps for table in (step.cu_q, step.cu_k)]
         moved = torch.cat(tables).to(device, non_blocking=True).split([len(table) for table in tables])
         placed = [
             dataclasses.replace(step, cu_q=moved[2 * i], cu_k=moved[2 * i + 1])
             for i, step in enumerate(steps)
         ]
-        index = self.index.to(device, non_blocking=True)
-        return dataclasses.replace(self, index=index, own=placed[0], others=tuple(placed[1:]))
+        if keys is None:
+            index = self.index.to(device, non_blocking=True)
+        else:
+            parts = (self.index, keys.index, keys.early, keys.late)
+            index, *rows = torch.cat(parts).to(device, non_blocking=True).split([len(x) for x in parts])
+            keys = RingKeys(step=placed.pop(), index=rows[0], early=rows[1], late=rows[2])
+        return dataclasses.replace(self, index=index, own=placed[0], others=tuple(placed[1:]), keys=keys)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.wire.buckets import TensorSpec as TensorSpec
@@ -41,6 +42,20 @@ class WeightUpdate:
     shapes: Mapping[str, Sequence[int]] | None = None
     """Shape of each tensor that `tensors` yields, by name, so that an engine can refuse the update before it
     has changed anything. None: not known."""
+    part: WeightPart | None = None
+    """This rank's part of every tensor, where ranks share matrices: for an engine that they share, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightPart:
+    """One tensor parallel rank's part of the weights."""
+
+    group: dist.ProcessGroup
+    """The ranks that share every matrix."""
+    plan: str
+    """How matrices are split: lockstep or hf."""
+    tensors: TensorSource
+    shapes: Mapping[str, Sequence[int]]
 
 
 class TensorSource(Protocol):

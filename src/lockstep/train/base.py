@@ -350,6 +350,7 @@ def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -
         execution=config.execution,
         dtype=model.dtype,
         device=device,
+        tp=config.tp,
     )
     if contract is None:
         raise ConfigError(

@@ -206,7 +206,7 @@ def _sizes(model: ModelConfig) -> tuple[list[Finding], Any]:
 
     from lockstep.models.architectures import text_config
     from lockstep.models.load import meta_module
-    from lockstep.train.fsdp2.tensor_parallel import tensor_parallel_sizes
+    from lockstep.models.tensor_parallel import tensor_parallel_sizes
 
     try:
         text = text_config(meta_module(model, dtype=torch.bfloat16))
@@ -251,7 +251,7 @@ def check_stack(
             if failure := import_failure(package):
                 raise ConfigError(failure, code="missing-package")
         if stack.tp > 1 and text is not None:
-            from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
+            from lockstep.models.tensor_parallel import check_tensor_parallel_size
 
             check_tensor_parallel_size(text, stack.tp)
         if stack.tp > 1 and text is None:

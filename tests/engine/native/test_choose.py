@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.engine.native import runner as chosen
-from lockstep.engine.native.runner import block_mass, choose, scaled
+from lockstep.engine.native import draw as chosen
+from lockstep.engine.native.draw import block_mass, choose, scaled
 from lockstep.engine.sampling import BLOCK, ENTRY_COUNTER, noise_keys, sample_blocks, uniform
 from lockstep.execution import CompileWatch
 from lockstep.invariant import dependence, selftest

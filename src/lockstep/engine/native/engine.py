@@ -11,10 +11,12 @@ computes for it later: `contract` says what that rests on.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import heapq
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -22,7 +24,8 @@ import torch
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.embedded import EmbeddedEngine, EndedSample, end_of
-from lockstep.engine.native.kv_cache import KVCache, most_tokens
+from lockstep.engine.native.kv_cache import KVCache, Move, most_tokens
+from lockstep.engine.native.peers import Chunk, Columns, Op, temperature_of
 from lockstep.engine.native.runner import Layers, Pending, Runner
 from lockstep.engine.native.scheduler import Admission, Sample, Scheduler
 from lockstep.engine.sampling import is_shaped
@@ -34,6 +37,7 @@ from lockstep.observe.metrics import Spans
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import SamplingParams
+from lockstep.schema.weights import WeightUpdate
 
 NAME = "native"
 
@@ -48,7 +52,8 @@ class NativeEngine(EmbeddedEngine):
         _check_device(device, model.dtype)
         as_trainer = model.execution != "eager"
         compiled = not config.eager and as_trainer
-        self._layers = Layers(model.module, dtype=model.dtype, compiled=compiled)
+        self._layers = Layers(model.module, dtype=model.dtype, compiled=compiled, tp=model.tp)
+        self.ranks = 1 if model.tp is None else model.tp.size
         self._module = self._layers.module
         super().__init__(NAME, config, model=model, vocab_size=self._layers.vocab_size)
         self._compiled, self._graphs = compiled, device.type == "cuda" and not config.eager
@@ -58,6 +63,7 @@ class NativeEngine(EmbeddedEngine):
             execution=model.execution if compiled else "eager",
             dtype=model.dtype,
             device=device,
+            tp=self.ranks,
         )
         self.counts = Counts()
         self.ahead = 1 if device.type == "cuda" else 0
@@ -109,6 +115,63 @@ class NativeEngine(EmbeddedEngine):
             if generation.idle:
                 generation.drain()
             self.counts.preemptions += generation.scheduler.preemptions
+
+    # on several ranks
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """See EmbeddedEngine; of an engine that several ranks run together, each takes its part."""
+        if self.ranks > 1 and update.part is not None:
+            part = update.part
+            update = dataclasses.replace(update, tensors=part.tensors, shapes=part.shapes)
+        super().update_weights(update)
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Around what the first of the engine's ranks samples, while the others are in `follow`."""
+        try:
+            yield
+        finally:
+            if self._layers.peers is not None:
+                self._layers.peers.send(Op.END)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Run the forwards of the engine's first rank until it is done.
+
+        Raises:
+            EngineError: out of memory.
+            RuntimeError: torch's, when the first rank is gone or does not come within the deadline.
+        """
+        peers, pending = self._layers.peers, deque[Pending]()
+        assert peers is not None and not peers.leads, "the first rank samples"
+        self._require_ready()
+        while True:
+            op, words = peers.receive()
+            if op is Op.END:
+                return
+            with self._explaining_memory():
+                self._repeat(op, words, pending)
+
+    def _repeat(self, op: Op, words: Columns, pending: deque[Pending]) -> None:
+        runner = self._made_runner()
+        if op is Op.USE:
+            capacity = int(words[0])
+            if self._kv_cache is None or self._kv_cache.capacity != capacity:
+                runner.forget()
+                self._kv_cache = None  # its memory first
+                self._kv_cache = KVCache(self._layers.shape, capacity)
+                self._kv_bytes = max(self._kv_bytes, self._kv_cache.num_bytes)
+            runner.use(self._kv_cache)
+        elif op is Op.MOVE:
+            moves = words.reshape(-1, 3).tolist()
+            runner.kv_cache.move([Move(source=a, target=b, count=n) for a, b, n in moves])
+        elif op is Op.PREFILL:
+            runner.prefill(Chunk.of_words(words))
+        else:
+            while len(pending) > self.ahead:  # its buffers on the host are about to be used again
+                pending.popleft().wait()
+            columns = words[2:].reshape(-1, int(words[0]))
+            pending.append(runner.step(columns, temperature=temperature_of(int(words[1]))))
 
     def stats(self) -> EngineStats:
         self._kv_use = 0.0 if self._generation is None else self._generation.scheduler.use
@@ -181,6 +244,16 @@ class NativeEngine(EmbeddedEngine):
     def _sized(self, needed: int, samples: Sequence[Sample]) -> tuple[KVCache, Runner]:
         """A KV cache for the needed tokens, as far as memory allows; it is kept between streams, so that CUDA
         graphs stay valid."""
+        runner = self._made_runner()
+        tokens = self._config.kv_cache_limit or needed
+        if self._kv_cache is None or self._kv_cache.capacity < tokens:
+            self._grow_kv_cache(tokens)
+        longest = max(samples, key=lambda sample: sample.end)
+        if self._kv_cache is None or longest.end - 1 > self._kv_cache.capacity:  # memory was taken meanwhile
+            self._refuse(longest.turn, 0 if self._kv_cache is None else self._kv_cache.capacity)
+        return self._kv_cache, runner
+
+    def _made_runner(self) -> Runner:
         if self._runner is None:
             self._runner = Runner(
                 self._layers,
@@ -190,13 +263,7 @@ class NativeEngine(EmbeddedEngine):
                 compiled=self._compiled,
                 graphs=self._graphs,
             )
-        tokens = self._config.kv_cache_limit or needed
-        if self._kv_cache is None or self._kv_cache.capacity < tokens:
-            self._grow_kv_cache(tokens)
-        longest = max(samples, key=lambda sample: sample.end)
-        if self._kv_cache is None or longest.end - 1 > self._kv_cache.capacity:  # memory was taken meanwhile
-            self._refuse(longest.turn, 0 if self._kv_cache is None else self._kv_cache.capacity)
-        return self._kv_cache, self._runner
+        return self._runner
 
     def _grow_kv_cache(self, tokens: int) -> None:
         before = 0 if self._kv_cache is None else self._kv_cache.capacity
@@ -210,7 +277,7 @@ class NativeEngine(EmbeddedEngine):
             if self._runner is not None:
                 self._runner.forget()
             self._kv_cache = None  # its memory first
-            self._kv_cache = KVCache(shape, tokens)
+            self._kv_cache = KVCache(shape, tokens, peers=self._layers.peers)
             self._kv_bytes = max(self._kv_bytes, self._kv_cache.num_bytes)
 
     def _refuse(self, turn: Turn, capacity: int) -> NoReturn:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lockstep.engine.native.peers import Op, Peers
 from lockstep.models.memory import available_bytes, total_bytes
 
 SCRATCH = 0
@@ -46,9 +47,13 @@ class Move:
 
 
 class KVCache:
-    """keys[layer] and values[layer] are [P, K, H]; P - 1 tokens of samples and the scratch row."""
+    """keys[layer] and values[layer] are [P, K, H]; P - 1 tokens of samples and the scratch row.
 
-    def __init__(self, shape: KVShape, capacity: int) -> None:
+    Args:
+        peers: the ranks that hold the other heads, which are told of moves.
+    """
+
+    def __init__(self, shape: KVShape, capacity: int, *, peers: Peers | None = None) -> None:
         def rows() -> Tensor:  # a tensor each: views of one storage would be aliased inputs of a graph
             size = (capacity + 1, shape.heads, shape.head_dim)
             tensor = torch.zeros(size, dtype=shape.dtype, device=shape.device)
@@ -59,12 +64,14 @@ class KVCache:
         self.num_bytes = (capacity + 1) * shape.token_bytes
         self.keys = [rows() for _ in range(shape.layers)]
         self.values = [rows() for _ in range(shape.layers)]
-        self._device = shape.device
+        self._device, self._peers = shape.device, peers
 
     def move(self, moves: Sequence[Move]) -> None:
         """Do all moves at once: a source may overlap any target."""
         if not moves:
             return
+        if self._peers is not None:
+            self._peers.send(Op.MOVE, [n for move in moves for n in (move.source, move.target, move.count)])
         sources = [np.arange(move.source, move.source + move.count) for move in moves]
         targets = [np.arange(move.target, move.target + move.count) for move in moves]
         rows = np.concatenate([*sources, *targets])

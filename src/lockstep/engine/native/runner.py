@@ -11,27 +11,28 @@ this one left them; the host may launch it before it has read them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import invariant
 from lockstep.attention.cached import store_and_attend
 from lockstep.attention.varlen import enable_cpu_reference
+from lockstep.engine.native.draw import choose, scaled
 from lockstep.engine.native.kv_cache import SCRATCH, KVCache, KVShape, upload
-from lockstep.engine.sampling import BLOCK, ENTRY_COUNTER, SampleState, draw_logits, noise_keys, uniform
+from lockstep.engine.native.peers import Chunk, Columns, Op, Peers, gather_logits, temperature_word
+from lockstep.engine.sampling import SampleState, draw_logits
 from lockstep.execution import compile_blocks, decoder_layers
-from lockstep.invariant import row_ops
 from lockstep.models.architectures import causal_lm, text_config
 from lockstep.models.heads import head_of, head_options
 from lockstep.models.load import share_parameters
-from lockstep.ops.logprobs import HeadOptions, head_logits, row_stats
+from lockstep.models.tensor_parallel import TensorParallel
+from lockstep.ops.logprobs import HeadOptions, head_logits, row_stats, stats_in_parts
 
 SOURCE, TOKEN, POSITION, SLOT, START, USED, SEED = range(7)
 """Columns of a step, [7, R] int64. SOURCE: the row of the last step that this row's token comes from; -1: it
@@ -52,23 +53,8 @@ _PREFILL_DOCUMENTS = 64
 _TEMPERATURES = 4
 """Temperatures whose graphs are kept: training's, evaluation's and two more."""
 
-Columns = npt.NDArray[np.int64]
 _Key = tuple[str, int] | tuple[str, int, float]
 """Key of a graph: what it does, its size, the temperature."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """Tokens of one prefill forward: parts of documents, end to end."""
-
-    token_ids: Columns
-    positions: Columns
-    slots: Columns
-    lengths: Columns
-    """[D]: new tokens of each document."""
-    starts: Columns
-    used: Columns
-    """[D]: keys of each document, those of its new tokens included."""
 
 
 class Pending:
@@ -77,10 +63,14 @@ class Pending:
     def __init__(self, tokens: Tensor, logprobs: Tensor, event: torch.cuda.Event | None) -> None:
         self._tokens, self._logprobs, self._event = tokens, logprobs, event
 
-    def read(self) -> tuple[list[int], list[float]]:
-        """Read the results; waits for the device. Call it before two more steps are launched."""
+    def wait(self) -> None:
+        """Wait for the device. Call it before two more steps are launched."""
         if self._event is not None:
             self._event.synchronize()
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Wait, and read the results."""
+        self.wait()
         return self._tokens.tolist(), self._logprobs.tolist()
 
 
@@ -132,6 +122,7 @@ class Runner:
 
     def use(self, kv_cache: KVCache) -> None:
         """Store keys and values in this cache from now on."""
+        self._tell(Op.USE, [kv_cache.capacity])
         if kv_cache is not self._kv_cache:
             self.forget()
             self._kv_cache = kv_cache
@@ -142,6 +133,11 @@ class Runner:
         self._temperatures.clear()
         self._memory = None  # it went with the last of its graphs: its handle must not be used again
         self._kv_cache = None
+
+    def _tell(self, op: Op, *parts: Sequence[int] | Columns) -> None:
+        """Let the ranks that share the engine do what this one is about to do."""
+        if self._layers.peers is not None:
+            self._layers.peers.send(op, *parts)
 
     @property
     def kv_cache(self) -> KVCache:
@@ -161,6 +157,7 @@ class Runner:
 
     def prefill(self, chunk: Chunk) -> None:
         """Compute keys and values of the chunk's tokens; its logits are not needed."""
+        self._tell(Op.PREFILL, *chunk.as_words())
         tokens, documents = len(chunk.token_ids), len(chunk.lengths)
         size, rows = tokens, documents
         if self.chunk_sizes is not None:
@@ -202,9 +199,11 @@ class Runner:
         Args:
             columns: [7, n].
             temperature: of all rows; None: `states` say how each row is sampled.
-            states: the rows' samples, all their tokens included.
+            states: the rows' samples, all their tokens included; of ranks that share the engine the first one
+                has them.
         """
         count = columns.shape[1]
+        self._tell(Op.STEP, [count, temperature_word(temperature)], columns)
         size = count if self.row_sizes is None else _fitting(self.row_sizes, count)
         host_inputs, host_tokens, host_logprobs = self._host[self._turn]
         self._turn = (self._turn + 1) % _IN_FLIGHT
@@ -214,8 +213,10 @@ class Runner:
         self._inputs[: _COLUMNS * size].copy_(filled, non_blocking=True)
         self._replayed(("step", size), lambda: self._forward(size))
         if temperature is None:
-            assert states is not None
-            self._draw_one_by_one(size, states)
+            if states is not None:
+                self._draw_one_by_one(size, states)
+            if self._layers.peers is not None:
+                dist.broadcast(self._tokens[:size], group=self._layers.peers.group, group_src=0)
         else:
             self._use_temperature(temperature)
             self._replayed(("draw", size, temperature), lambda: self._draw(size, temperature))
@@ -250,7 +251,14 @@ class Runner:
         hidden = self._layers.norm(self._layers.run(token_ids, columns[POSITION], self.kv_cache, metadata))
         # Logits without temperature: the forward's graph serves all temperatures, and only the draw has one
         # for each.
-        head_logits(hidden, self._layers.weight, self._plain, self._logits[:size])
+        logits = self._logits[:size]
+        if not self._layers.vocab_bounds:
+            head_logits(hidden, self._layers.weight, self._plain, logits)
+            return
+        assert self._layers.peers is not None
+        part = logits.new_empty(size, self._layers.weight.shape[0])
+        head_logits(hidden, self._layers.weight, self._plain, part)
+        gather_logits(part, logits, self._layers.vocab_bounds, self._layers.peers.group)
 
     def _draw(self, size: int, temperature: float) -> None:
         """Sample from the static logits into the static tokens and logprobs."""
@@ -268,7 +276,7 @@ class Runner:
                 compiled=self._compiled and logits.is_cuda,
             )
         self._tokens[:size] = tokens
-        self._logprobs[:size] = row_stats(logits, tokens, head)[0]
+        self._logprobs[:size] = self._stats(logits, tokens, head)
 
     def _draw_one_by_one(self, size: int, states: Sequence[SampleState]) -> None:
         """Like `_draw`, for rows that differ in temperature or in what may be drawn. An unshaped row is drawn
@@ -290,7 +298,13 @@ class Runner:
         self._tokens[:size] = tokens
         for temperature in set(temperatures):
             same = [i for i, t in enumerate(temperatures) if t == temperature]
-            self._logprobs[same] = row_stats(logits, tokens, self._head(temperature))[0][same]
+            self._logprobs[same] = self._stats(logits, tokens, self._head(temperature))[same]
+
+    def _stats(self, logits: Tensor, tokens: Tensor, head: HeadOptions) -> Tensor:
+        """Logprobs [R] of the tokens, with the trainer's bits."""
+        bounds = self._layers.vocab_bounds
+        stats = stats_in_parts(logits, tokens, head, bounds) if bounds else row_stats(logits, tokens, head)
+        return stats[0]
 
     def _head(self, temperature: float) -> HeadOptions:
         """The trainer's head options at this temperature."""
@@ -326,8 +340,10 @@ class Runner:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog, a thread of its own, may look at events of earlier collectives meanwhile.
+        mode = "global" if self._layers.peers is None else "thread_local"
         # one memory for all: they run one after the other, and what they leave is in the static buffers
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode=mode):
             work()
         return graph
 
@@ -376,14 +392,28 @@ class AttentionMetadata:
 
 
 class Layers:
-    """Embedding, decoder layers and final norm of a causal LM."""
+    """Embedding, decoder layers and final norm of a causal LM.
 
-    def __init__(self, module: nn.Module, *, dtype: torch.dtype, compiled: bool) -> None:
+    Args:
+        tp: the module is this rank's part.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, dtype: torch.dtype, compiled: bool, tp: TensorParallel | None = None
+    ) -> None:
         _register()
         self.module = share_parameters(module, attention=f"hf:{IMPLEMENTATION}")
         self.invariant = invariant.is_converted(module)
         if self.invariant:
-            invariant.convert(self.module)
+            # Before the sums are inserted the linears have the sizes of whole matrices: tested afterwards.
+            invariant.convert(self.module, device=None if tp is None else torch.device("meta"))
+        self.peers = None if tp is None else Peers(tp.group)
+        self.vocab_bounds = [] if tp is None else tp.vocab_bounds
+        if tp is not None:
+            tp.install(self.module)
+            if self.invariant:
+                invariant.self_test(self.module, split=True)
+        if self.invariant:
             invariant.few_rows_test(self.module)
         self.layers = decoder_layers(self.module)
         self._decoder: Any = causal_lm(self.module).get_decoder()
@@ -393,11 +423,11 @@ class Layers:
             tuple(config.layer_types) if config.model_type == "gemma3_text" else None
         )
         self.weight = head_of(self.module).weight
-        self.vocab_size = self.weight.shape[0]
+        self.vocab_size = self.vocab_bounds[-1][1] if self.vocab_bounds else self.weight.shape[0]
         attention: Any = self.layers[0].self_attn
         self.shape = KVShape(
             layers=len(self.layers),
-            heads=config.num_key_value_heads,
+            heads=config.num_key_value_heads // (1 if tp is None else tp.size),
             head_dim=attention.head_dim,
             dtype=dtype,
             device=self.weight.device,
@@ -418,7 +448,7 @@ class Layers:
     ) -> Tensor:
         """[1, T, C] of [T] tokens, before the final norm; writes their keys and values into the cache."""
         embedding = self._decoder.embed_tokens
-        if type(embedding) is nn.Embedding:
+        if type(embedding) is nn.Embedding and self.peers is None:  # else it has a part of the rows
             # The same copy; F.embedding's kernel for at most 16 rows takes 14 us on an H100.
             hidden: Tensor = embedding.weight[token_ids[None]]
         else:
@@ -488,109 +518,3 @@ def _attention(  # signature: transformers' AttentionInterface
         q, k, v, keys, values, slots, cu_q, starts, used, max_q, max_k, scaling, sliding_window, decode
     )
     return out[None], None
-
-
-# The next token of each row, as tensor operations: what a CUDA graph can hold.
-#
-# The draw is `lockstep.engine.sampling`'s: Gumbel-max over blocks of the vocabulary, then inside of the
-# block. Here a block's mass stays a logarithm, so that the logits are read once and no copy of them in
-# float32 is written.
-#
-# R rows, V vocabulary, BLOCK entries of a block.
-
-
-def choose(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    head: HeadOptions,
-    *,
-    invariant: bool = False,
-    compiled: bool = False,
-) -> Tensor:
-    """Tokens [R] int64, drawn from softmax(scaled(logits)).
-
-    Args:
-        logits: [R, V], any floating dtype.
-        seeds: [R] int64, as of `noise_keys`.
-        positions: [R] int64, as of `noise_keys`.
-        invariant: the mass of blocks is bitwise that of a row alone, as logprobs are; on CUDA neither
-            ATen's sums nor a compiler's promise it.
-        compiled: the draw is a few kernels and not a hundred; without `invariant`, the pass over the logits
-            goes through torch.compile as well.
-    """
-    mass = block_mass(logits, head, invariant=invariant, compiled=compiled)
-    keys = (_compiled(noise_keys, dynamic=True) if compiled else noise_keys)(seeds, positions)
-    # From outside of what is compiled: inductor would fold a constant of 64 bits into an index of 32.
-    counting = torch.arange(max(mass.shape[1], BLOCK), device=logits.device)
-    if not compiled:
-        return _drawn(mass, logits, keys, counting, *_factors(head))
-    return _compiled(_drawn, dynamic=True)(mass, logits, keys, counting, *_tensors(head, logits))
-
-
-def _drawn(  # what a compiler sees of a draw
-    mass: Tensor,
-    logits: Tensor,
-    keys: Tensor,
-    counting: Tensor,
-    factor: float | Tensor,
-    cap: float | Tensor | None,
-) -> Tensor:
-    """The tokens of `choose`, of the logarithms of the blocks' masses; `counting` is 0, 1, 2, ..."""
-
-    def exponential(counters: Tensor) -> Tensor:
-        return uniform(keys, counters).log().neg()
-
-    block = (mass - exponential(counting[: mass.shape[1]]).log()).argmax(-1, keepdim=True)
-    entries = block * BLOCK + counting[:BLOCK]
-    last = logits.shape[1] - 1
-    # The last block may reach beyond the vocabulary; such entries are masked in the next line.
-    inner = _scaled(logits.gather(-1, entries.clamp(max=last)), factor, cap)
-    inner = inner.masked_fill(entries > last, float("-inf"))
-    within = (inner - exponential(entries + ENTRY_COUNTER).log()).argmax(-1, keepdim=True)
-    return (block * BLOCK + within).squeeze(-1).clamp(max=last)  # NaN anywhere: still a token
-
-
-def block_mass(
-    logits: Tensor, head: HeadOptions, *, invariant: bool = False, compiled: bool = False
-) -> Tensor:
-    """[R, M] float32: the logarithm of each block's mass, before normalisation."""
-    if invariant:
-        mass: Tensor = row_ops.block_mass(logits, head.scale, head.cap, BLOCK)
-        return mass
-    if not compiled:
-        return _block_mass(logits, *_factors(head))
-    return _compiled(_block_mass, dynamic=False)(logits, *_tensors(head, logits))
-
-
-def _tensors(head: HeadOptions, logits: Tensor) -> list[Tensor | None]:
-    """`_factors` as tensors, as a compiler makes a graph for each number; filled, as a CUDA graph cannot copy
-    from a host."""
-    return [
-        None if x is None else torch.full((), x, dtype=torch.float32, device=logits.device)
-        for x in _factors(head)
-    ]
-
-
-def scaled(logits: Tensor, head: HeadOptions) -> Tensor:
-    """The float32 argument of softmax, bitwise the trainer's."""
-    return _scaled(logits, *_factors(head))
-
-
-def _factors(head: HeadOptions) -> tuple[float, float | None]:
-    """The factor of the logits, and the soft cap of the product."""
-    return (head.scale, None) if head.cap is None else (head.scale / head.cap, head.cap)
-
-
-def _block_mass(logits: Tensor, factor: float | Tensor, cap: float | Tensor | None) -> Tensor:
-    return row_ops.log_mass(_scaled(logits, factor, cap), BLOCK)
-
-
-def _scaled(logits: Tensor, factor: float | Tensor, cap: float | Tensor | None) -> Tensor:
-    x = logits.float() * factor
-    return x if cap is None else torch.tanh(x) * cap
-
-
-@functools.cache
-def _compiled(function: Callable[..., Tensor], *, dynamic: bool) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=dynamic, fullgraph=True)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from lockstep.engine import embedded
 from lockstep.engine.native.kv_cache import SCRATCH, KVBlock, KVBlockAllocator, KVCache, Move
+from lockstep.engine.native.peers import Chunk, Columns
 from lockstep.engine.native.runner import (
     POSITION,
     SEED,
@@ -29,8 +30,6 @@ from lockstep.engine.native.runner import (
     START,
     TOKEN,
     USED,
-    Chunk,
-    Columns,
 )
 
 _ROOM, _LAST = 7, 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,11 +30,12 @@ from lockstep.observe.metrics import Spans
 from lockstep.packing import ring_shard
 from lockstep.protocols.train import FinishSave, OffloadPart, Reference, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
-from lockstep.schema.weights import WeightUpdate
+from lockstep.schema.weights import WeightPart, WeightUpdate
 from lockstep.train.base import (
     MasterBackend,
     assign_batches,
     compile_module,
+    contract_of,
     require_same_batches,
     share_logprobs,
     share_stats,
@@ -118,6 +119,8 @@ class FSDP2Backend(MasterBackend):
         masters_here = total_steps > 0 and config.optimizer_device == "model"
         self._compile_watch = compile_module(self.module, config)
         self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
+        if config.tp > 1:  # the parts of matrices have kernels of their own
+            self.contract = contract_of(config, model, self.device)
         self.ref = Reference(self._score_base) if ref else None
         self._frozen: ShardedModel | None = None
         if frozen is not None:
@@ -230,6 +233,7 @@ class FSDP2Backend(MasterBackend):
             rank=self.mesh.ring_rank,
             size=self.mesh.ring,
             num_documents=len(batch.sample_ids),
+            gather=self.config.gathers_keys,
         )
         mine, labels, local = ring_rows(batch, shard.index, static=self._static_head, device=self.device)
         every, _ = head_rows(batch, static=self._static_head, device=self.device)
@@ -327,15 +331,26 @@ class FSDP2Backend(MasterBackend):
     def weights(self, *, policy_version: int) -> WeightUpdate:
         """The current weights in the compute dtype, LoRA merged. Its `tensors` are gathered one at a time, by
         all ranks together; each rank gets all of them."""
-        shapes = {
-            base_name(name): self._policy.whole_shape(own)
-            for own, names in self._weight_names().items()
-            for name in names
-        }
-        buffers = {name: tuple(b.shape) for name, b in self._policy.persistent_buffers().items()}
+        part = None
+        if self.mesh.tp > 1:
+            part = WeightPart(
+                group=self.mesh.tp_group,
+                plan=self._policy.tp_plan,
+                tensors=functools.partial(self._weights, self._policy.rows),
+                shapes=self._weight_shapes(self._policy.part_shape),
+            )
         return WeightUpdate(
-            policy_version=policy_version, tensors=self._whole_weights, shapes=shapes | buffers
+            policy_version=policy_version,
+            tensors=self._whole_weights,
+            shapes=self._weight_shapes(self._policy.whole_shape),
+            part=part,
         )
+
+    def _weight_shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        names = self._weight_names().items()
+        shapes = {base_name(name): shape_of(own) for own, aliases in names for name in aliases}
+        buffers = {name: tuple(b.shape) for name, b in self._policy.persistent_buffers().items()}
+        return shapes | buffers
 
     def _weight_names(self) -> dict[str, list[str]]:
         """Name of each Parameter that is no adapter -> all its names: a tied one has several."""
@@ -347,26 +362,39 @@ class FSDP2Backend(MasterBackend):
         return names
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights(self._policy.whole)
+
+    def _weights(self, gather: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """In the compute dtype, LoRA merged. gather: from the shards of a Parameter, given its name and this
+        rank's shard; collective."""
         # No decorator around it, such as no_grad: that would hold a weight while the next is gathered.
         adapted = adapted_weights(self.module)
         for own, names in self._weight_names().items():  # a tied weight is gathered once
-            whole = self._merged(own, *adapted[own]) if own in adapted else self._whole_weight(own)
+            weight = self._gathered(gather, own, adapted.get(own))
             for name in names:
-                yield base_name(name), whole
-            del whole
+                yield base_name(name), weight
+            del weight
         yield from self._policy.persistent_buffers().items()
 
     @torch.no_grad()
-    def _merged(self, name: str, a: str, b: str, scaling: float) -> Tensor:
-        """An adapted weight on every rank; collective."""
-        base, down, up = (self._whole_weight(each) for each in (name, a, b))
-        return merged_weight(base, down, up, scaling=scaling)
+    def _gathered(
+        self,
+        gather: Callable[[str, Tensor], Tensor],
+        name: str,
+        adapter: tuple[str, str, float] | None,
+    ) -> Tensor:
+        """One weight; collective."""
 
-    @torch.no_grad()
-    def _whole_weight(self, name: str) -> Tensor:
-        """In the compute dtype, on every rank; collective."""
-        # Cast before the gather: less travels, and the bits are those of the cast that every forward makes.
-        return self._policy.whole(name, self._policy.local(name).to(self.model.dtype))
+        def of(name: str) -> Tensor:
+            # Cast before: less travels, and the bits are those of the cast that every forward makes.
+            return gather(name, self._policy.local(name).to(self.model.dtype))
+
+        weight = of(name)
+        if adapter is None:
+            return weight
+        a, b, scaling = adapter
+        # Parts fit each other: B A is split as the matrix that it is added to.
+        return merged_weight(weight, of(a), of(b), scaling=scaling)
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """See Backend. The first gather's buffers are NCCL's, and torch keeps what it freed."""

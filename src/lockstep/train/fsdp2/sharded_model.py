@@ -20,19 +20,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep import invariant
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel
-from lockstep.ranks import process_group
-from lockstep.ranks.process_group import ensure_process_group, group_timeout
-from lockstep.train.fsdp2.tensor_parallel import (
+from lockstep.models.tensor_parallel import (
     Replicated,
     TensorParallel,
     apply_tensor_parallel,
     resolve_tp_plan,
     tensor_parallel_plan,
 )
+from lockstep.ranks import process_group
+from lockstep.ranks.process_group import ensure_process_group, group_timeout
 from lockstep.train.loss_module import LossModule
 
 # torch 2.13 has it under a new name and warns of the old one.
@@ -72,10 +73,12 @@ class ShardedModel:
     ) -> None:
         self.module, self.mesh, self.dtype = module, mesh, model.dtype
         self.tp: TensorParallel | None = None
+        self.tp_plan = resolve_tp_plan(config.tp_plan, tp=mesh.tp, others=mesh.shards)
         if mesh.tp > 1:
-            kind = resolve_tp_plan(config.tp_plan, tp=mesh.tp, others=mesh.shards)
-            plan = tensor_parallel_plan(module, size=mesh.tp, plan=kind)
+            plan = tensor_parallel_plan(module, size=mesh.tp, plan=self.tp_plan)
             self.tp = apply_tensor_parallel(module, group=mesh.tp_group, plan=plan)
+            if invariant.is_converted(module):  # whole matrices were tested, not these parts
+                invariant.self_test(module, device=device_of(module), dtype=model.dtype, split=True)
         self.outer = LossModule(
             module,
             config=config,
@@ -193,6 +196,10 @@ class ShardedModel:
         """Shape of the whole Parameter."""
         return tuple(self.parameters[name].shape) if self.tp is None else self.tp.whole_shape(name)
 
+    def part_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this tensor parallel rank's part of the Parameter."""
+        return tuple(self.parameters[name].shape)
+
     def local(self, name: str) -> Tensor:
         """This rank's shard: the stored memory itself."""
         # Not to_local(), which is an op of autograd.
@@ -204,8 +211,12 @@ class ShardedModel:
         Args:
             local: shaped as `self.local(name)`, any dtype.
         """
-        rows = self._gather_rows(local, self.parameters[name].shape)
+        rows = self.rows(name, local)
         return rows if self.tp is None else self.tp.gather(name, rows)
+
+    def rows(self, name: str, local: Tensor) -> Tensor:
+        """Like `whole`, of this tensor parallel rank's part: collective over the shard group alone."""
+        return self._gather_rows(local, self.parameters[name].shape)
 
     def whole_on(self, name: str, local: Tensor, *, owner: int) -> Tensor | None:
         """Like `whole`, on rank `owner` of all ranks only, None on the others; collective."""

@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 
 from lockstep.errors import ConfigError
+from lockstep.invariant.modules import InvariantLinear, converted_class
 from lockstep.models.architectures import causal_lm, text_config
 from lockstep.models.lora import adapter_place, is_adapter
 from lockstep.models.source import aliases
 from lockstep.ops.logprobs import VocabShard
+from lockstep.ops.rank_sums import sum_in_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +264,16 @@ class TensorParallel:
         rank = self.rank if rank is None else rank
         return how.dim, *part_bounds(self._shapes[name][how.dim], rank=rank, size=self.size)
 
+    @property
+    def vocab_bounds(self) -> list[tuple[int, int]]:
+        """start, stop of each rank's part of the vocabulary; empty: every rank has all of it."""
+        whole = 0 if self.vocab is None else self.vocab.whole
+        return [part_bounds(whole, rank=rank, size=self.size) for rank in range(self.size)] if whole else []
+
+    def install(self, twin: nn.Module) -> None:
+        """Insert the sums of forward into a second skeleton over the module's Parameters, for an engine."""
+        _install(twin, self, aliases(twin), trains=False)
+
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Of all ranks' parts together."""
         return self._shapes[name]
@@ -336,12 +347,15 @@ def apply_tensor_parallel(module: nn.Module, *, group: dist.ProcessGroup, plan: 
         if name in cut:
             path, _, kind = alias.rpartition(".")
             module.get_submodule(path)._parameters[kind] = cut[name]
-    tp.vocab = _install(module, tp, known)
+    tp.vocab = _install(module, tp, known, trains=True)
     return tp
 
 
-def _install(module: nn.Module, tp: TensorParallel, known: Mapping[str, str]) -> VocabShard | None:
-    """Hooks, lookups and row-parallel linears; returns the head's part of the vocabulary, if it is split."""
+def _install(
+    module: nn.Module, tp: TensorParallel, known: Mapping[str, str], *, trains: bool
+) -> VocabShard | None:
+    """Lookups, row-parallel linears and, for backward, hooks; returns the head's part of the vocabulary, if
+    it is split."""
     group_name = str(tp.group.group_name)
     model = causal_lm(module)
     embedding: Any
@@ -362,11 +376,12 @@ def _install(module: nn.Module, tp: TensorParallel, known: Mapping[str, str]) ->
                 whole = tp.whole_shape(known[f"{path}.weight"])[0]
                 vocab = VocabShard(group=tp.group, start=start, stop=stop, whole=whole)
         elif how == _BY_INPUTS:
-            parent, _, name = path.rpartition(".")
-            setattr(module.get_submodule(parent), name, RowParallelLinear(part, group_name))
-        else:
-            part.out_features = part.weight.shape[0]
-    for parent in _parents(split, model):
+            original: type = type(part)
+            part.__class__ = converted_class(RowParallelLinear, original)
+            part.group_name = group_name
+        if isinstance(part, nn.Linear):
+            part.out_features, part.in_features = part.weight.shape
+    for parent in _parents(split, model) if trains else ():
         share_input(module.get_submodule(parent), group_name)
     return vocab
 
@@ -383,73 +398,30 @@ def _parents(split: Mapping[str, Split], model: Any) -> Sequence[str]:
     return list(dict.fromkeys(parents))
 
 
-# The sums over ranks that tensor parallel inserts into a transformers module, forward or backward.
-#
-# Names of Parameters stay as they are. Inside a compiled layer the collectives are one opaque op, so a layer
-# stays one graph.
-
-
-@torch.library.custom_op("lockstep::tp_all_reduce", mutates_args=())
-def tp_all_reduce(x: Tensor, group_name: str) -> Tensor:
-    """The sum of x over the ranks of the group; backward: identity, since every rank uses the same sum."""
-    # A custom op may neither change its input nor return it.
-    total = x.clone(memory_format=torch.contiguous_format)
-    # The group travels by name because arguments of a custom op are tensors, numbers and strings. Private, in
-    # torch 2.11 to 2.13; torch's own functional collectives look groups up by it.
-    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    dist.all_reduce(total, group=resolve(group_name))
-    return total
-
-
-@tp_all_reduce.register_fake
-def _(x: Tensor, group_name: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _identity_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return gradient, None
-
-
-tp_all_reduce.register_autograd(_identity_backward)
-
-
-class _SumBackward(torch.autograd.Function):
-    """Identity; backward: the gradient's sum over the ranks, each of which used x for a part of the work."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
-        ctx.group_name = group_name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.lockstep.tp_all_reduce(gradient, ctx.group_name), None
-
-
-def sum_in_backward(x: Tensor, group_name: str) -> Tensor:
-    """Return x; its gradient is added up over the group."""
-    total: Tensor = _SumBackward.apply(x, group_name)  # type: ignore[no-untyped-call]
-    return total
+# The modules that tensor parallel puts in place of transformers'. Names of Parameters stay as they are.
 
 
 class RowParallelLinear(nn.Linear):
     """A linear of which each rank has some input columns: the products are added up, then the bias once.
 
-    Takes over the Parameters of `whole`, whose weight is cut already.
+    It is swapped in as the class of a linear whose weight is cut already, row-invariant or not: of a
+    row-invariant one the sum is, too.
     """
 
-    def __init__(self, whole: nn.Linear, group_name: str) -> None:
-        # Not Linear's own, which would allocate and fill a weight that is replaced at once.
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = whole.weight.shape[1], whole.weight.shape[0]
-        self.weight = whole.weight
-        self.register_parameter("bias", whole.bias)
-        self.group_name = group_name
-        self.training = whole.training
+    group_name: str
+
+    @property
+    def product_bias(self) -> None:
+        """See InvariantLinear."""
+        return None
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., this rank's part of the inputs] -> [..., all outputs], the same on all ranks."""
-        total: Tensor = torch.ops.lockstep.tp_all_reduce(F.linear(input, self.weight), self.group_name)
+        ops: Any = torch.ops.lockstep
+        if isinstance(self, InvariantLinear):
+            total: Tensor = ops.tp_ordered_sum(self.product(input), self.group_name)
+        else:
+            total = ops.tp_all_reduce(F.linear(input, self.weight), self.group_name)
         return total if self.bias is None else total + self.bias
 
 
