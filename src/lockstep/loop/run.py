@@ -458,12 +458,13 @@ class Run:
         return True
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Begin to write the rollouts that a step is trained on: in a thread, since a GPU leaves the
-        processor idle in forward and backward. `log` waits for it, and calls it for a loop that did not."""
+        """Begin to write the rollouts that a step is trained on, in a thread. `log` waits for it, and calls
+        it for a loop that did not."""
         config = self.config
         assert config.sampling is not None and self._sampled is not None, "documents are no rollouts"
         skip, requested = config.sampling.skip_special_tokens, self._sampled.requested
         save = config.keeps_rollouts
+        groups = groups if self.ranks.is_first else groups[: config.log.samples_per_step]  # shown, not saved
         self._rollouts.begin(step, groups, requested=requested, save=save, skip_special_tokens=skip)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

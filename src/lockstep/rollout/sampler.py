@@ -20,6 +20,7 @@ from lockstep.protocols.engine import InferenceEngine
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.environment import Environment, Trajectories, run_episodes
 from lockstep.rollout.rewards import Scored, check_total
+from lockstep.rollout.shares import SentShare, Share
 from lockstep.schema.rollout import (
     Prompt,
     Rollout,
@@ -173,17 +174,6 @@ class ScoreStream:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Share:
-    """One rank's share of the prompts of a call."""
-
-    rollouts: tuple[tuple[Rollout, ...] | None, ...] = ()
-    """By prompt of the share; None: the group was dropped."""
-    requested: tuple[SampleRecord, ...] = ()
-    counts: dict[str, float] = field(default_factory=dict)
-    aborted: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSampler:
     """Samples the tasks of an environment with `engine`.
 
@@ -216,16 +206,21 @@ class GroupSampler:
             RewardError: from a reward, or when no group is left.
         """
         rank, size = self.ranks.rank, self.ranks.world_size
+        numbers = range(rank, len(prompts), size)
 
-        def own_share() -> _Share:
-            return self._share(prompts[rank::size], key, sampling=sampling, group_size=group_size)
+        def own_share() -> Share:
+            return self._share(prompts, numbers, key, sampling=sampling, group_size=group_size)
 
-        shares = self.ranks.gather_results(
-            own_share if self.around is None else partial(self.around, own_share), _Share, what="sampling"
-        )
+        call = own_share if self.around is None else partial(self.around, own_share)
+        if size == 1:
+            shares = [call()]
+        else:
+            sent = self.ranks.gather_results(lambda: SentShare.of(call()), SentShare, what="sampling")
+            shares = [share.received(prompts) for share in sent]
         if any(share.aborted for share in shares):
             return SampledStep(groups=(), counts={}, aborted=True)
-        pairs = ((prompt, shares[i % size].rollouts[i // size]) for i, prompt in enumerate(prompts))
+        found = {n: r for share in shares for n, r in zip(share.numbers, share.rollouts, strict=True)}
+        pairs = ((prompt, found[number]) for number, prompt in enumerate(prompts))
         groups = tuple(RolloutGroup(prompt=p, rollouts=r) for p, r in pairs if r is not None)
         if not groups:
             raise RewardError(
@@ -244,13 +239,20 @@ class GroupSampler:
         return SampledStep(groups=groups, counts=counts, requested=tuple(requested))
 
     def _share(
-        self, tasks: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
-    ) -> _Share:
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        key: SampleKey,
+        *,
+        sampling: SamplingConfig,
+        group_size: int,
+    ) -> Share:
         """This rank's share of `groups`; it may have no task."""
         if self.cancelled is not None and self.cancelled():
-            return _Share(aborted=True)
-        if not tasks:
-            return _Share()
+            return Share(aborted=True)
+        if not numbers:
+            return Share()
+        tasks = [prompts[number] for number in numbers]
         for task in tasks:
             if self.max_prompt_tokens is not None and len(task.token_ids) > self.max_prompt_tokens:
                 raise DataError(
@@ -284,13 +286,14 @@ class GroupSampler:
             raise
         if any(one.finish_reason == "abort" for group in trajectories for one in group) and not scores.failed:
             scores.stop()
-            return _Share(aborted=True)
+            return Share(aborted=True)
         groups = list(zip(tasks, trajectories, strict=True))
         with self.spans("reward") if self.spans is not None else contextlib.nullcontext():
             by_group = scores.results()
             named = [[_named(score) for score in by_group[i]] for i in range(len(groups))]
             scored = self.environment.score_together(groups, named)
-        return _scored(groups, scored, key=key, counts=self.environment.pop_counts())
+        share = _scored(groups, scored, key=key, counts=self.environment.pop_counts())
+        return replace(share, numbers=tuple(numbers))
 
     def step(
         self,
@@ -380,7 +383,7 @@ def _scored(
     *,
     key: SampleKey,
     counts: Mapping[str, float],
-) -> _Share:
+) -> Share:
     """Rollouts with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
     kept: list[tuple[Rollout, ...] | None] = []
     requested: list[SampleRecord] = []
@@ -419,4 +422,4 @@ def _scored(
         "rollout/dropped_groups": float(dropped_groups),
         "rollout/cached_tokens": float(cached),
     }
-    return _Share(rollouts=tuple(kept), requested=tuple(requested), counts={**dropped, **counts})
+    return Share(rollouts=tuple(kept), requested=tuple(requested), counts={**dropped, **counts})
