@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from raising import raises
 from lockstep.protocols.engine import EngineStats
 from lockstep.ranks import process_group
 from lockstep.ranks.process_group import RankError, decode_object, encode_object
-from lockstep.rollout.sampler import _Share
-from lockstep.schema.rollout import Completion, Rollout, Trajectory
+from lockstep.rollout.shares import SentShare, Share
+from lockstep.schema.rollout import Completion, Prompt, Rollout, Trajectory
 
 COMPLETION = Completion(
     prompt_token_ids=(1, 2),
@@ -36,8 +37,11 @@ STATS = EngineStats(
     generate_seconds=0.1 + 0.2,
     kv_cache_bytes=2**40,
 )
-SHARE = _Share(
-    rollouts=(None, (Rollout(trajectory=Trajectory.of(COMPLETION), reward=1 / 3, rewards={"math": 1.0}),)),
+LATER = replace(COMPLETION, prompt_token_ids=(1, 2, 3, 2**31, 6), token_ids=(), logprobs=())
+TURNS = (Trajectory.of(COMPLETION), Trajectory.of(COMPLETION).continued((6,), LATER))
+SHARE = Share(
+    numbers=(0, 1),
+    rollouts=(None, tuple(Rollout(trajectory=t, reward=1 / 3, rewards={"math": 1.0}) for t in TURNS)),
     counts={"rewards/dropped": 2.0},
 )
 
@@ -45,7 +49,7 @@ SHARE = _Share(
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (SHARE, _Share),
+        (SentShare.of(SHARE), SentShare),
         ((STATS, STATS), tuple[EngineStats, EngineStats]),
         ([COMPLETION], list[Completion]),
         ({"a": 5e-324, "b": -0.0, "c": 1.7976931348623157e308}, dict[str, float]),
@@ -58,6 +62,12 @@ SHARE = _Share(
 def test_an_object_comes_back_as_it_was(value: Any, kind: Any) -> None:
     received = decode_object(encode_object(value, kind), kind, sender=1)
     assert received == value and repr(received) == repr(value)
+
+
+def test_a_share_gets_its_tokens_and_prompts_back() -> None:
+    prompts = [Prompt(index=7, token_ids=(9,), text=""), Prompt(index=8, token_ids=(1, 2), text="")]
+    assert SentShare.of(SHARE).share.rollouts[1][0].trajectory.token_ids == ()
+    assert repr(SentShare.of(SHARE).received(prompts)) == repr(SHARE)
 
 
 def test_what_is_not_a_number_comes_back() -> None:

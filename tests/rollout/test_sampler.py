@@ -1,4 +1,6 @@
+import contextlib
 import dataclasses
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,6 +8,7 @@ import pytest
 from raising import raises
 from sampled import FakeEngine
 from starting import until
+from torch._C._distributed_c10d import HashStore
 
 from lockstep.config.data import DataConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
@@ -14,6 +17,7 @@ from lockstep.data.prompts import FixedPrompts
 from lockstep.errors import EngineError, RewardError
 from lockstep.observe.metrics import Spans
 from lockstep.ranks.process_group import decode_object, encode_object
+from lockstep.ranks.shared_queue import SharedQueue
 from lockstep.rollout.environment import SingleTurn
 from lockstep.rollout.rewards import Scored
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampleKey, sample_seed, sampling_params
@@ -339,8 +343,9 @@ def test_a_cancelled_step_does_not_start_another_round():
 class ThreadRanks:
     """One of several ranks that are threads: what GroupSampler asks of a RankContext."""
 
-    def __init__(self, rank, shared, barrier):
+    def __init__(self, rank, shared, barrier, store):
         self.rank, self.world_size, self.shared, self.barrier = rank, len(shared), shared, barrier
+        self.store, self.calls = store, itertools.count()
 
     def gather_results(self, make, kind, *, what):
         self.shared[self.rank] = decode_object(encode_object(make(), kind), kind, sender=self.rank)
@@ -355,9 +360,9 @@ class ThreadRanks:
 
 def on_ranks(size, call):
     """call(ranks) on every one of `size` ranks; their results."""
-    shared, barrier = [None] * size, threading.Barrier(size)
+    shared, barrier, store = [None] * size, threading.Barrier(size), HashStore()
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(call, [ThreadRanks(rank, shared, barrier) for rank in range(size)]))
+        return list(pool.map(call, [ThreadRanks(rank, shared, barrier, store) for rank in range(size)]))
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
@@ -411,6 +416,66 @@ def test_one_rank_reads_the_rows_of_a_large_set(more):
     assert sorted(first[1][1:]) == sorted(prompt.index for prompt in first[0])
     assert second[1][1:] == (first[1][1:] if "tuple" in more else [])
     assert first[2]["time/data"] > 0
+
+
+@pytest.mark.parametrize(("contract", "taken"), [(None, [3, 2]), ("bits", [4, 1])])
+def test_ranks_take_groups_from_one_queue_where_bits_do_not_depend_on_it(contract, taken):
+    """Rank 1 stays at its first group until rank 0 has ended."""
+    begun, ended = threading.Event(), threading.Event()
+
+    class Paced(FakeEngine):
+        def __init__(self, rank):
+            super().__init__()
+            self.rank, self.contract = rank, contract
+
+        def finished(self):
+            if self.rank == 0:
+                assert begun.wait(timeout=30)
+            begun.set()
+            if self.rank == 1 and contract is not None:
+                assert ended.wait(timeout=30)
+            yield from super().finished()
+            ended.set()
+
+    def samples(ranks):
+        engine = Paced(ranks.rank)
+        sampler = GroupSampler(engine=engine, environment=Numbers(), ranks=ranks, room=1)
+        key, sampling = SampleKey(run_seed=5, step=2), SamplingConfig(max_tokens=4)
+        found = sampler.groups(
+            [make_prompt(i) for i in (3, 1, 8, 5, 2)], key, sampling=sampling, group_size=3
+        )
+        return found, len(engine.requests)
+
+    alone, found = sample(prompts=(3, 1, 8, 5, 2)), on_ranks(2, samples)
+    for together, _ in found:
+        assert together.groups == alone.groups and together.requested == alone.requested
+    assert [count for _, count in found] == taken
+
+
+@pytest.mark.parametrize("finish_reason", ["abort", "error"])
+def test_a_rank_that_fails_leaves_nothing_in_the_queue(finish_reason):
+    class Broken(FakeEngine):
+        contract = "bits"
+
+        def finished(self):
+            if finish_reason == "error":
+                raise EngineError("wrong-state: broken")
+            yield from super().finished()
+
+    class OneOfTwo(ThreadRanks):
+        def gather_results(self, make, kind, *, what):
+            return [make()]
+
+    ranks = OneOfTwo(1, [None] * 2, None, HashStore())
+    sampler = GroupSampler(engine=Broken(finish_reason), environment=Numbers(), ranks=ranks, room=1)
+    with raises(EngineError, "wrong-state") if finish_reason == "error" else contextlib.nullcontext():
+        sampler.groups(
+            [make_prompt(i) for i in range(5)],
+            SampleKey(run_seed=5, step=2),
+            sampling=SamplingConfig(max_tokens=4),
+            group_size=3,
+        )
+    assert SharedQueue(ranks=ranks, name="prompts/0", length=5).take() is None
 
 
 def test_dynamic_sampling_on_ranks_takes_the_same_rounds():

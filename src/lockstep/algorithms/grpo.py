@@ -79,19 +79,20 @@ class PolicyAlgorithm:
                 returned something else than one finite advantage per rollout.
         """
         groups, penalties = self.shaped(groups, samples, ref_logprobs)
+        if not samples:
+            return groups, []
         rewards, present = _reward_matrix(groups)
         if self._per_group is None:
             if self.config.advantage == "group_mean_batch_std":
                 rewards = group_mean(rewards, present)
-            per_token = _whitened_returns(rewards[present], penalties)
+            per_token = torch.cat(_whitened_returns(rewards[present], penalties))
         else:
-            values = self._group_advantages(groups, rewards, present)
-            per_token = list(values[present])
-        advantages = []
-        for value, sample in zip(per_token, samples, strict=True):
-            advantages.append(torch.zeros(len(sample)))
-            advantages[-1][sample.loss_mask] = value.float()
-        return groups, advantages
+            values = self._group_advantages(groups, rewards, present)[present]
+            per_token = values.repeat_interleave(torch.tensor([len(penalty) for penalty in penalties]))
+        mask = torch.cat([sample.loss_mask for sample in samples])
+        advantages = torch.zeros(len(mask))
+        advantages[mask] = per_token.float()
+        return groups, list(advantages.split([len(sample) for sample in samples]))
 
     def _group_advantages(self, groups: Sequence[RolloutGroup], rewards: Tensor, present: Tensor) -> Tensor:
         """Return [G, n] advantages of an estimator that compares rewards within a group; arbitrary where

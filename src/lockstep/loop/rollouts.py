@@ -108,6 +108,7 @@ class RolloutEngine:
             environment=environment,
             ranks=self.ranks,
             around=around,
+            room=self._config.max_batch,
             **how,  # type: ignore[arg-type]
         )
 

@@ -105,8 +105,7 @@ class Start(TypedDict, total=False):
     restart: bool
     """Begin the run in its folder again; what it has written is kept beside."""
     ranks: RankContext | None
-    """Every one of them makes the same call; None: those of the launcher that started this process, if one
-    did."""
+    """Every one of them makes the same call; None: those of this process's launcher, if it has one."""
 
 
 class Run:
@@ -121,8 +120,7 @@ class Run:
         ranks: None: this process alone.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or does not agree with the rest of the
-            run: raised before a model is loaded.
+        CheckpointError: there is no such checkpoint, or it is damaged or of another run; no model is loaded.
     """
 
     def __init__(
@@ -173,9 +171,8 @@ class Run:
         self._restart = recovery()
         try:
             self._recorders = RunRecorders(self.dir.path, self.ranks, folders=self._folders, spans=self.spans)
-            self._manifest = RunManifest(
-                run=self.config, dir=self.dir, ranks=self.ranks, say=self.display.note
-            )
+            say = self.display.note
+            self._manifest = RunManifest(run=self.config, dir=self.dir, ranks=self.ranks, say=say)
             self._saving = Saving(
                 self._manifest,
                 folders=self._folders,
@@ -458,12 +455,13 @@ class Run:
         return True
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Begin to write the rollouts that a step is trained on: in a thread, since a GPU leaves the
-        processor idle in forward and backward. `log` waits for it, and calls it for a loop that did not."""
+        """Begin to write the rollouts that a step is trained on, in a thread. `log` waits for it, and calls
+        it for a loop that did not."""
         config = self.config
         assert config.sampling is not None and self._sampled is not None, "documents are no rollouts"
         skip, requested = config.sampling.skip_special_tokens, self._sampled.requested
         save = config.keeps_rollouts
+        groups = groups if self.ranks.is_first else groups[: config.log.samples_per_step]  # shown, not saved
         self._rollouts.begin(step, groups, requested=requested, save=save, skip_special_tokens=skip)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -180,7 +180,11 @@ def loss_weights(
     Returns:
         [L_i] float32 each, 0 where the mask is False.
     """
-    counts = [int(mask.sum()) for mask in masks]
+    if not masks:
+        return []
+    lengths = torch.tensor([len(mask) for mask in masks])
+    flat = torch.cat(list(masks))
+    counts = [int(mask.count_nonzero()) for mask in masks]
     if aggregation == "token_mean":
         shares = [1.0 / max(sum(counts), 1)] * len(masks)
     elif aggregation == "sequence_mean":
@@ -191,7 +195,8 @@ def loss_weights(
         if max_tokens is None:
             raise ValueError("aggregation = 'constant' divides by max_tokens, which is None; pass it")
         shares = [1.0 / (len(masks) * max_tokens)] * len(masks)
-    return [mask.to(torch.float32) * share for mask, share in zip(masks, shares, strict=True)]
+    weights = flat * torch.tensor(shares, dtype=torch.float32).repeat_interleave(lengths)
+    return list(weights.split(lengths.tolist()))
 
 
 # Losses of preference pairs, elementwise over pairs [P].

@@ -2,9 +2,9 @@
 tensors."""
 
 from lockstep.packing.balance import balance, ring_shard
+from lockstep.packing.groups import PackLimits
 from lockstep.packing.packs import (
     Bucket,
-    PackLimits,
     Planner,
     buckets_for,
     empty_batch,

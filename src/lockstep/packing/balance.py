@@ -98,21 +98,28 @@ def _heaviest(lengths: Sequence[int], packs: Packs) -> int:
 def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> Packs | None:
     """Merge the two partial splits with the largest spread, heavy parts onto light ones, until one
     remains."""
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for index, length in enumerate(lengths):
-        parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_packs - 1)]
-        heap.append((-length, index, [*parts, (length, [index])]))
+    # A partial split has its parts in order of their weight. Empty ones, which come first, are left out: with
+    # many packs nearly all parts are empty for most of the time.
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
+        (-length, index, [(length, [index])]) for index, length in enumerate(lengths)
+    ]
     heapq.heapify(heap)
     # The number breaks ties by age: the result is a pure function of the lengths, and parts are never
     # compared.
     serial = itertools.count(len(lengths))
     while len(heap) > 1:
         (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = sorted(
-            ((a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)), key=lambda p: p[0]
-        )
-        heapq.heappush(heap, (merged[0][0] - merged[-1][0], next(serial), merged))
-    return [documents for _, documents in heap[0][2]]
+        other.reverse()
+        both = max(0, len(one) + len(other) - num_packs)
+        alone = len(other) - both
+        merged = other[:alone]
+        merged += [(a + b, x + y) for (a, x), (b, y) in zip(one[:both], other[alone:], strict=True)]
+        merged += one[both:]
+        merged.sort(key=lambda part: part[0])
+        lightest = merged[0][0] if len(merged) == num_packs else 0
+        heapq.heappush(heap, (lightest - merged[-1][0], next(serial), merged))
+    packs = [documents for _, documents in heap[0][2]]
+    return [[] for _ in range(num_packs - len(packs))] + packs
 
 
 def _multifit(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> Packs | None:
@@ -134,13 +141,18 @@ def _multifit(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -
 def _first_fit(lengths: Sequence[int], num_packs: int, capacity: int, limit: int) -> Packs | None:
     packs: Packs = [[] for _ in range(num_packs)]
     room = [capacity] * num_packs
+    first, before = 0, None
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = (p for p in range(num_packs) if lengths[index] <= room[p] and len(packs[p]) < limit)
-        pack = next(fits, None)
-        if pack is None:
+        length = lengths[index]
+        if length != before:
+            first, before = 0, length
+        # What had no room for a document has none for another of its length.
+        while first < num_packs and (room[first] < length or len(packs[first]) >= limit):
+            first += 1
+        if first == num_packs:
             return None
-        packs[pack].append(index)
-        room[pack] -= lengths[index]
+        packs[first].append(index)
+        room[first] -= length
     return packs
 
 
@@ -175,8 +187,14 @@ def _best_step(
         if light == heavy:
             continue
         gap = weights[heavy] - weights[light]
+        if best is not None and weights[heavy] + weights[light] >= 2 * best[0]:
+            continue  # the heavier of the two has at least half of both
         sizes = [lengths[i] for i in packs[light]]
-        for outgoing in packs[heavy]:
+        given = None
+        for outgoing in packs[heavy]:  # by length: of equal ones the first stands for all
+            if lengths[outgoing] == given:
+                continue
+            given = lengths[outgoing]
             options: list[int | None] = []
             if len(packs[light]) < limit and len(packs[heavy]) > 1:
                 options.append(None)

@@ -11,6 +11,7 @@ address of a store in the environment. A single process uses `RankContext.alone(
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -21,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -109,6 +110,8 @@ class RankContext:
     """Deadline of every wait for another rank."""
     description: str
     """One line: ranks, backend, devices."""
+    calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+    """Numbers for what all ranks do in the same order, such as making a queue."""
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> RankContext:

@@ -109,6 +109,12 @@ class Environment:
     With several ranks each has an environment of its own, and runs and scores a share of the tasks.
     """
 
+    @property
+    def scores_together(self) -> bool:
+        """Whether the reward of a trajectory may depend on those of other tasks on its rank: `score_together`
+        is not the default. Then timing does not decide which rank samples what."""
+        return type(self).score_together is not Environment.score_together
+
     report: Mapping[str, int] = {}
     """Counts of rows that were left out or cut, for the start of a run."""
     fingerprint: str | None = None
@@ -187,6 +193,12 @@ class SingleTurn(Environment):
         self.held_out_prompts = held_out
         if prompts is not None:
             self.report, self.fingerprint = prompts.report, prompts.fingerprint
+
+    @property
+    def scores_together(self) -> bool:
+        """With reward models, whose batches they share."""
+        own = type(self).score_together is not SingleTurn.score_together
+        return own or self.reward_models is not None
 
     def tasks(self, step: int, n: int, seed: int) -> Sequence[Prompt]:
         """See Environment."""
@@ -336,7 +348,7 @@ class _Episode:
 def run_episodes(
     engine: InferenceEngine,
     environment: Environment,
-    tasks: Sequence[tuple[Prompt, Sequence[int]]],
+    take: Callable[[int], Sequence[tuple[Prompt, Sequence[int]]]],
     *,
     sampling: SamplingParams,
     on_end: Callable[[int, int, Trajectory], None],
@@ -346,7 +358,8 @@ def run_episodes(
     a task that are alike are one request, so that the engine computes their prompt once.
 
     Args:
-        tasks: each with the seeds of its trajectories.
+        take: returns the tasks to begin, each with the seeds of its trajectories. Called with the number of
+            trajectories that have not ended, at the beginning and after each that ends.
         on_end: called with the number of the task, the index of the seed, and the trajectory when it has
             ended.
         stop: whether no further turn is to begin: the engine's `abort` may come when no turn is running.
@@ -356,17 +369,22 @@ def run_episodes(
         EngineError: from the engine; or it returned other samples than were asked for. And what
             `environment.run` raises. Nothing of the call is left in the engine.
     """
-    episodes: list[list[_Episode]] = [[] for _ in tasks]
-    asked: list[tuple[int, list[_Episode]]] = []
-    requests: list[GenerationRequest] = []
-    stopped = False
-    try:
-        for number, (task, seeds) in enumerate(tasks):
-            group = episodes[number]
+    episodes: list[list[_Episode]] = []
+    handles: dict[Handle, tuple[int, list[_Episode]]] = {}
+    running = 0
+    submitted = stopped = False
+
+    def begin() -> None:
+        nonlocal running, submitted
+        asked: list[tuple[int, list[_Episode]]] = []
+        requests: list[GenerationRequest] = []
+        for task, seeds in take(running):
+            episodes.append([])
             for seed in seeds:
-                group.append(_Episode(environment, Sampler(task, sampling=sampling, seed=seed)))
-            for first, alike in _alike(group):
-                asked.append((number, alike))
+                episodes[-1].append(_Episode(environment, Sampler(task, sampling=sampling, seed=seed)))
+            running += len(seeds)
+            for first, alike in _alike(episodes[-1]):
+                asked.append((len(episodes) - 1, alike))
                 requests.append(
                     GenerationRequest(
                         prompt_token_ids=task.token_ids,
@@ -374,7 +392,11 @@ def run_episodes(
                         seeds=tuple(episode.sampler.seed for episode in alike),
                     )
                 )
-        handles = dict(zip(_submit(engine, requests), asked, strict=True))
+        submitted = submitted or bool(requests)
+        handles.update(zip(_submit(engine, requests), asked, strict=True))
+
+    try:
+        begin()
         with contextlib.closing(engine.finished()) as stream:
             for done in stream:
                 number, alike = handles[done.handle]
@@ -389,9 +411,11 @@ def run_episodes(
                         engine.continue_(done, episode.turn.reply, sampling=episode.turn.sampling)
                         continue
                     episode.cut()
+                running -= 1
                 on_end(number, episodes[number].index(episode), episode.trajectory)
+                begin()
     except BaseException:
-        _drop(engine, [one for group in episodes for one in group], submitted=bool(requests))
+        _drop(engine, [one for group in episodes for one in group], submitted=submitted)
         raise
     if missing := sum(episode.turn is not None for group in episodes for episode in group):
         raise EngineError(f"wrong-result: the engine did not return {missing} of the requested samples")

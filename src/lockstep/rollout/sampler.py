@@ -19,9 +19,11 @@ from lockstep.data.prompts import FixedPrompts
 from lockstep.errors import DataError, RewardError
 from lockstep.observe.metrics import Spans
 from lockstep.protocols.engine import InferenceEngine, runs_on_ranks
-from lockstep.ranks.context import RankContext
+from lockstep.ranks.context import RankContext, RankError
+from lockstep.ranks.shared_queue import SharedQueue
 from lockstep.rollout.environment import Environment, SingleTurn, Trajectories, run_episodes
 from lockstep.rollout.rewards import Scored, check_total
+from lockstep.rollout.shares import SentShare, Share
 from lockstep.schema.rollout import (
     Prompt,
     Rollout,
@@ -174,15 +176,41 @@ class ScoreStream:
             self._scores.update(zip((number for number, _ in groups), scores, strict=True))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Share:
-    """One rank's share of the prompts of a call."""
+@dataclass(slots=True)
+class _Source:
+    """Where a rank gets the numbers of its prompts: its own ones, all at once, or those of a queue of all
+    ranks, as it has room."""
 
-    rollouts: tuple[tuple[Rollout, ...] | None, ...] = ()
-    """By prompt of the share; None: the group was dropped."""
-    requested: tuple[SampleRecord, ...] = ()
-    counts: dict[str, float] = field(default_factory=dict)
-    aborted: bool = False
+    own: range
+    """Without a queue: the rank's prompts. With one: as many as its part."""
+    queue: SharedQueue | None = None
+    room: int = 0
+    """Samples that the rank works on at once, under a queue."""
+    taken: list[int] = field(default_factory=list)
+    stopped: bool = False
+    """Nothing more is taken: there was an abort or an error."""
+    empty: bool = False
+    """The queue had nothing left."""
+
+    def take(self, running: int, group_size: int) -> list[int]:
+        """Return the numbers of the prompts to begin. running: samples that have not ended."""
+        first = len(self.taken)
+        if self.queue is None:
+            self.taken += self.own[first:] if not self.stopped else ()
+        while self.queue is not None and not (self.stopped or self.empty) and running < self.room:
+            number = self.queue.take()
+            if number is None:
+                self.empty = True
+                break
+            self.taken.append(number)
+            running += group_size
+        return self.taken[first:]
+
+    def close(self) -> None:
+        """Leave nothing for other ranks to take: the step has failed, or is aborted."""
+        if self.queue is not None:
+            with contextlib.suppress(RankError):  # what has failed is told by gather_results
+                self.queue.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +219,8 @@ class GroupSampler:
 
     With several ranks, all of which make the same calls, each samples and scores a share of the tasks, and
     every rank gets all groups; where several ranks run one engine together, the first of them does. A
-    sample's seed does not depend on the rank.
+    sample's seed does not depend on the rank. The share is a function of the tasks; with a batch-invariant
+    engine, ranks take groups from one queue as they have room.
     """
 
     engine: InferenceEngine
@@ -205,6 +234,8 @@ class GroupSampler:
     ranks: RankContext = field(default_factory=RankContext.alone)
     max_prompt_tokens: int | None = None
     """Of each task; None: not checked."""
+    room: int | None = None
+    """Samples that the engine runs at once; None: ranks share no queue."""
     around: Callable[[Callable[[], Any]], Any] | None = None
     """Makes each rank's call that samples its share, and has collectives around it
     (BucketTransfer.serve)."""
@@ -218,26 +249,35 @@ class GroupSampler:
             EngineError: from the engine, or when it returns other samples than requested.
             RewardError: from a reward, or when no group is left.
         """
-        together = self.engine.ranks if runs_on_ranks(self.engine) else 1
-        number, size = self.ranks.rank // together, self.ranks.world_size // together
+        for task in prompts:
+            if self.max_prompt_tokens is not None and len(task.token_ids) > self.max_prompt_tokens:
+                raise DataError(
+                    f"too-long: {task.where or f'task {task.index}'} has a prompt of {len(task.token_ids)} "
+                    f"tokens, which exceeds data.max_prompt_tokens = {self.max_prompt_tokens}; raise the "
+                    "setting, or shorten the prompt"
+                )
+        size, source = self.ranks.world_size, self._source(len(prompts), group_size)
 
-        def own_share() -> _Share:
-            share = partial(self._share, prompts[number::size], key, sampling=sampling, group_size=group_size)
+        def own_share() -> Share:
+            share = partial(self._share, prompts, source, key, sampling=sampling, group_size=group_size)
             if not runs_on_ranks(self.engine):
                 return share()
-            if self.ranks.rank % together:
+            if self.ranks.rank % self.engine.ranks:
                 self.engine.follow()
-                return _Share()
+                return Share()
             with self.engine.leading():
                 return share()
 
-        shares = self.ranks.gather_results(
-            own_share if self.around is None else partial(self.around, own_share), _Share, what="sampling"
-        )
+        call = own_share if self.around is None else partial(self.around, own_share)
+        if size == 1:
+            shares = [call()]
+        else:
+            sent = self.ranks.gather_results(lambda: SentShare.of(call()), SentShare, what="sampling")
+            shares = [share.received(prompts) for share in sent]
         if any(share.aborted for share in shares):
             return SampledStep(groups=(), counts={}, aborted=True)
-        of_engines = shares[::together]
-        pairs = ((prompt, of_engines[i % size].rollouts[i // size]) for i, prompt in enumerate(prompts))
+        found = {n: r for share in shares for n, r in zip(share.numbers, share.rollouts, strict=True)}
+        pairs = ((prompt, found[number]) for number, prompt in enumerate(prompts))
         groups = tuple(RolloutGroup(prompt=p, rollouts=r) for p, r in pairs if r is not None)
         if not groups:
             raise RewardError(
@@ -255,30 +295,56 @@ class GroupSampler:
         )
         return SampledStep(groups=groups, counts=counts, requested=tuple(requested))
 
+    def _source(self, count: int, group_size: int) -> _Source:
+        """What this rank takes the numbers of its prompts from.
+
+        Timing may decide which rank samples what only where a sample does not depend on those beside it: the
+        engine is batch-invariant. Elsewhere it is a function of the prompts.
+        """
+        ranks = self.ranks
+        together = self.engine.ranks if runs_on_ranks(self.engine) else 1
+        engines = ranks.world_size // together
+        own = range(ranks.rank // together, count, engines)
+        anywhere = getattr(self.engine, "contract", None) is not None and not self.environment.scores_together
+        if engines == 1 or self.room is None or not anywhere:
+            return _Source(own)
+        # At the beginning no rank takes more than its part, however many samples its engine can run at once.
+        part = -(-count // engines) * group_size
+        queue = SharedQueue(ranks=ranks, name=f"prompts/{next(ranks.calls)}", length=count)
+        return _Source(own, queue=queue, room=min(self.room, part))
+
     def _share(
-        self, tasks: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
-    ) -> _Share:
+        self,
+        prompts: Sequence[Prompt],
+        source: _Source,
+        key: SampleKey,
+        *,
+        sampling: SamplingConfig,
+        group_size: int,
+    ) -> Share:
         """This rank's share of `groups`; it may have no task."""
-        if self.cancelled is not None and self.cancelled():
-            return _Share(aborted=True)
-        if not tasks:
-            return _Share()
-        for task in tasks:
-            if self.max_prompt_tokens is not None and len(task.token_ids) > self.max_prompt_tokens:
-                raise DataError(
-                    f"too-long: {task.where or f'task {task.index}'} has a prompt of {len(task.token_ids)} "
-                    f"tokens, which exceeds data.max_prompt_tokens = {self.max_prompt_tokens}; raise the "
-                    "setting, or shorten the prompt"
-                )
+        if self._is_cancelled():
+            source.close()
+            return Share(aborted=True)
         scores = ScoreStream(self.environment.score, on_failure=self.engine.abort)
-        total, done = len(tasks) * group_size, itertools.count(1)
-        ended: list[dict[int, Trajectory]] = [{} for _ in tasks]
+        done = itertools.count(1)
+        tasks: list[Prompt] = []
+        ended: list[dict[int, Trajectory]] = []
+
+        def take(running: int) -> list[tuple[Prompt, tuple[int, ...]]]:
+            if source.queue is not None and not source.empty:  # else nothing is left that could be stopped
+                source.stopped = source.stopped or scores.failed or self._is_cancelled()
+            taken = [prompts[number] for number in source.take(running, group_size)]
+            tasks.extend(taken)
+            ended.extend({} for _ in taken)
+            return [(task, key.seeds(task.index, group_size)) for task in taken]
 
         def score(number: int, index: int, trajectory: Trajectory) -> None:
             if self.on_progress is not None:
-                self.on_progress(next(done), total)
+                self.on_progress(next(done), max(len(source.own), len(tasks)) * group_size)
             group = ended[number]
             group[index] = trajectory
+            source.stopped = source.stopped or trajectory.finish_reason == "abort"
             if len(group) == group_size and all(one.finish_reason != "abort" for one in group.values()):
                 scores.add(number, (tasks[number], [group[i] for i in range(group_size)]))
 
@@ -286,23 +352,33 @@ class GroupSampler:
             trajectories = run_episodes(
                 self.engine,
                 self.environment,
-                [(task, key.seeds(task.index, group_size)) for task in tasks],
+                take,
                 sampling=sampling_params(sampling),
                 on_end=score,
-                stop=lambda: scores.failed or (self.cancelled is not None and self.cancelled()),
+                stop=lambda: scores.failed or self._is_cancelled(),
             )
         except BaseException:
             scores.stop()
+            source.close()
             raise
-        if any(one.finish_reason == "abort" for group in trajectories for one in group) and not scores.failed:
+        if source.stopped:
+            source.close()
+            if not scores.failed:
+                scores.stop()
+                return Share(aborted=True)
+        if not tasks:
             scores.stop()
-            return _Share(aborted=True)
+            return Share()
         groups = list(zip(tasks, trajectories, strict=True))
         with self._span("reward"):
             by_group = scores.results()
             named = [[_named(score) for score in by_group[i]] for i in range(len(groups))]
             scored = self.environment.score_together(groups, named)
-        return _scored(groups, scored, key=key, counts=self.environment.pop_counts())
+        share = _scored(groups, scored, key=key, counts=self.environment.pop_counts())
+        return replace(share, numbers=tuple(source.taken))
+
+    def _is_cancelled(self) -> bool:
+        return self.cancelled is not None and self.cancelled()
 
     def _tasks(self, n: int, key: SampleKey, tried: set[tuple[int, ...]]) -> list[Prompt]:
         """See _round_tasks. The rows of a large set are read by rank 0 alone, which sends the prompts to the
@@ -429,7 +505,7 @@ def _scored(
     *,
     key: SampleKey,
     counts: Mapping[str, float],
-) -> _Share:
+) -> Share:
     """Rollouts with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
     kept: list[tuple[Rollout, ...] | None] = []
     requested: list[SampleRecord] = []
@@ -468,4 +544,4 @@ def _scored(
         "rollout/dropped_groups": float(dropped_groups),
         "rollout/cached_tokens": float(cached),
     }
-    return _Share(rollouts=tuple(kept), requested=tuple(requested), counts={**dropped, **counts})
+    return Share(rollouts=tuple(kept), requested=tuple(requested), counts={**dropped, **counts})

@@ -386,13 +386,14 @@ class _BatchCall:
         """Sample the batch, and write each row as soon as its sample has ended; returns whether it was
         aborted before all were. Raises DataError, EngineError: what was written before stays."""
         step, seed, batch = self.work.step, self.work.seed, self.prompts_and_samples
+        tasks = [
+            (prompt, [sample_seed(seed, step, prompt.index, i) for i in samples]) for prompt, samples in batch
+        ]
+        at_once = iter([tasks])
         run_episodes(
             self.engine,
             Environment(),
-            [
-                (prompt, [sample_seed(seed, step, prompt.index, i) for i in samples])
-                for prompt, samples in batch
-            ],
+            lambda running: next(at_once, []),
             sampling=self.work.sampling,
             on_end=self._write,
         )

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,7 +75,7 @@ class TrainSample:
     @property
     def num_trained(self) -> int:
         """Tokens that are trained on."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask.numpy()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,9 +164,10 @@ def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
                 f"empty: sample {sample_id} has an empty prompt, so its first sampled token has no context; "
                 "give the prompt at least a beginning-of-sequence token"
             )
-        token_ids = torch.tensor(trajectory.token_ids, dtype=torch.int64)
-        loss_mask = torch.zeros(len(token_ids), dtype=torch.bool)
-        rollout_logprobs = torch.zeros(len(token_ids))
+        # numpy takes numbers out of tuples several times as fast as torch.
+        token_ids = np.array(trajectory.token_ids, dtype=np.int64)
+        loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
+        rollout_logprobs = np.zeros(len(token_ids), dtype=np.float32)
         start = 0
         for span in trajectory.spans:
             stop = start + len(span.token_ids)
@@ -177,14 +179,14 @@ def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
                         "return one per token"
                     )
                 loss_mask[start - 1 : stop - 1] = True
-                rollout_logprobs[start - 1 : stop - 1] = torch.tensor(span.logprobs, dtype=torch.float32)
+                rollout_logprobs[start - 1 : stop - 1] = span.logprobs
             start = stop
         samples.append(
             RolloutSample(
-                token_ids=token_ids,
-                loss_mask=loss_mask,
+                token_ids=torch.from_numpy(token_ids),
+                loss_mask=torch.from_numpy(loss_mask),
                 sample_id=sample_id,
-                rollout_logprobs=rollout_logprobs,
+                rollout_logprobs=torch.from_numpy(rollout_logprobs),
                 policy_version=trajectory.policy_version,
                 truncated=trajectory.finish_reason == "length",
             )

@@ -22,7 +22,7 @@ from lockstep.models.memory import (
     joint_gradients,
     module_shape,
 )
-from lockstep.packing.packs import MAX_BUCKETS
+from lockstep.packing.groups import MAX_BUCKETS
 
 # What the memory plans of train backends share.
 #

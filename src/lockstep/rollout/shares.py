@@ -1,0 +1,97 @@
+"""A rank's share of the rollouts of a step, and the form in which the other ranks get it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from lockstep.schema.rollout import Prompt, Rollout, SampleRecord, Span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """One rank's share of the prompts of a call."""
+
+    numbers: tuple[int, ...] = ()
+    """Of its prompts, among those of the call."""
+    rollouts: tuple[tuple[Rollout, ...] | None, ...] = ()
+    """By prompt of the share; None: the group was dropped."""
+    requested: tuple[SampleRecord, ...] = ()
+    counts: dict[str, float] = field(default_factory=dict)
+    aborted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentShare:
+    """A share on its way: tokens and logprobs are bytes, since reading and writing each as a JSON number
+    would take as long as many steps of decoding. Prompts are not sent, as every rank has them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    share: Share
+    """Without the tokens and logprobs of its spans."""
+    lengths: bytes
+    """uint32: of each span but prompts, in order, the number of its tokens and of its logprobs."""
+    token_ids: bytes
+    """uint32, of all these spans."""
+    logprobs: bytes
+    """float64."""
+
+    @classmethod
+    def of(cls, share: Share) -> SentShare:
+        """Return what to send."""
+        lengths, token_ids, logprobs = array("I"), array("I"), array("d")
+
+        def emptied(span: Span) -> Span:
+            if span.author != "prompt":
+                lengths.extend((len(span.token_ids), len(span.logprobs)))
+                token_ids.extend(span.token_ids)
+                logprobs.extend(span.logprobs)
+            return replace(span, token_ids=(), logprobs=())
+
+        return cls(
+            share=_with_spans(share, lambda _, span: emptied(span)),
+            lengths=lengths.tobytes(),
+            token_ids=token_ids.tobytes(),
+            logprobs=logprobs.tobytes(),
+        )
+
+    def received(self, prompts: Sequence[Prompt]) -> Share:
+        """Return the share that was sent. prompts: of the call."""
+        lengths = iter(array("I", self.lengths))
+        token_ids, logprobs = iter(array("I", self.token_ids)), iter(array("d", self.logprobs))
+
+        def filled(number: int, span: Span) -> Span:
+            if span.author == "prompt":
+                return replace(span, token_ids=prompts[number].token_ids)
+            ids = tuple(islice(token_ids, next(lengths)))
+            return replace(span, token_ids=ids, logprobs=tuple(islice(logprobs, next(lengths))))
+
+        return _with_spans(self.share, filled)
+
+
+def _with_spans(share: Share, change: Callable[[int, Span], Span]) -> Share:
+    """The share with other spans. change: is given the number of the prompt and the span, in order."""
+    changed: list[tuple[Rollout, ...] | None] = []
+    for number, rollouts in zip(share.numbers, share.rollouts, strict=True):
+        if rollouts is None:
+            changed.append(None)
+            continue
+        changed.append(
+            tuple(
+                replace(
+                    rollout,
+                    trajectory=replace(
+                        rollout.trajectory,
+                        spans=tuple(change(number, span) for span in rollout.trajectory.spans),
+                    ),
+                )
+                for rollout in rollouts
+            )
+        )
+    return replace(share, rollouts=tuple(changed))
