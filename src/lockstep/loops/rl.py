@@ -67,8 +67,8 @@ def train(
             ref_logprobs = reference.logprobs(samples) if reference else None
             estimates = estimate(algorithm, sampled.groups, samples, values=values, ref_logprobs=ref_logprobs)
             critic_update = critic.begin_update(samples, estimates) if critic else dict
-            run.write_rollouts(step, estimates.groups)  # in a thread, while the policy is trained
             minibatches = policy.pack(step, samples, estimates, algorithm, ref_logprobs=ref_logprobs)
+            run.write_rollouts(step, estimates.groups)  # in a thread, while the GPU trains the policy
             updates = [policy.update(batches, minibatches.loss) for batches in minibatches]
             metrics = rollout_metrics(estimates.groups) | policy.metrics(minibatches, updates)
             metrics |= {
