@@ -5,9 +5,9 @@ optimizer, by the spans of a run's metrics.jsonl.
     python benchmarks/host_overhead.py --metrics runs/demo/metrics.jsonl      a run that is there already
     python benchmarks/host_overhead.py --parts [--prompts 128 --ranks 4]      each part, of made-up samples
 
---parts times what every rank does on the host in a step, on one thread: of 8 samples a prompt, each of 140 and
-512 tokens. Otherwise the last line says whether the median share is below the target (3 %); the exit status is
-0 when it is.
+--parts times what every rank does on the host in a step, on one thread: of 8 samples a prompt, each of 140
+and 512 tokens. Otherwise the last line says whether the median share is below the target (3 %); the exit
+status is 0 when it is.
 """
 
 from __future__ import annotations
