@@ -3,8 +3,11 @@ optimizer, by the spans of a run's metrics.jsonl.
 
     python benchmarks/host_overhead.py --json results/host_overhead.json      a GRPO run of SmolLM2-135M, then
     python benchmarks/host_overhead.py --metrics runs/demo/metrics.jsonl      a run that is there already
+    python benchmarks/host_overhead.py --parts [--prompts 128 --ranks 4]      each part, of made-up samples
 
-The last line says whether the median share is below the target (3 %); the exit status is 0 when it is.
+--parts times what every rank does on the host in a step, on one thread: of 8 samples a prompt, each of 140
+and 512 tokens. Otherwise the last line says whether the median share is below the target (3 %); the exit
+status is 0 when it is.
 """
 
 from __future__ import annotations
@@ -13,15 +16,20 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 TARGET = 0.03
 """Largest median share of a step's wall time that the loop may take."""
+
+GROUP, PROMPT, COMPLETION = 8, 140, 512
+"""Of --parts: samples of a prompt, and tokens."""
 
 WARM_UP = 1
 """First steps that are left out: caches are cold."""
@@ -36,7 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=8, help="of the run that is made (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of it (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--parts", action="store_true", help="time the parts of made-up samples")
+    parser.add_argument("--prompts", type=int, default=128, help="of --parts (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="of --parts (default: %(default)s)")
     args = parser.parse_args(argv)
+    if args.parts:
+        result = {"milliseconds": parts(args.prompts, ranks=args.ranks), "versions": versions()}
+        if args.json is not None:
+            args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        return 0
     if args.metrics is not None:
         result = measure(args.metrics)
     else:
@@ -90,6 +106,96 @@ def measure(metrics: Path) -> dict[str, Any]:
         "seconds": {n.removeprefix("time/"): statistics.median(r.get(n, 0.0) for r in steps) for n in names},
         "versions": versions(),
     }
+
+
+def parts(prompts: int, *, ranks: int) -> dict[str, float]:
+    """Milliseconds of each part, the best of three; printed as they come."""
+    import torch
+
+    from lockstep.algorithms.grpo import PolicyAlgorithm
+    from lockstep.config.algorithm import GRPOConfig
+    from lockstep.loop.metrics import rollout_metrics
+    from lockstep.loop.policy import estimate
+    from lockstep.loop.rollout_rows import rollout_rows
+    from lockstep.packing import Planner
+    from lockstep.ranks.process_group import decode_object, encode_object
+    from lockstep.rollout.shares import SentShare, Share
+    from lockstep.schema.batch import policy_samples, rollout_samples
+
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        times = []
+        for _ in range(3):
+            started = time.process_time()
+            result = call()
+            times.append(1000 * (time.process_time() - started))
+        found[name] = min(times)
+        print(f"{name:32} {found[name]:9.1f} ms")
+        return result
+
+    groups = made_groups(prompts)
+    shares = [
+        Share(numbers=tuple(range(prompts)[r::ranks]), rollouts=tuple(g.rollouts for g in groups[r::ranks]))
+        for r in range(ranks)
+    ]
+    tasks = [group.prompt for group in groups]
+    timed("send a rank's share", lambda: encode_object(SentShare.of(shares[0]), SentShare))
+    sent = [encode_object(SentShare.of(share), SentShare) for share in shares]
+    timed("receive all", lambda: [decode_object(s, SentShare, sender=0).received(tasks) for s in sent])
+    samples = timed("documents", lambda: rollout_samples(r.trajectory for g in groups for r in g.rollouts))
+    algorithm = PolicyAlgorithm(GRPOConfig(), max_tokens=COMPLETION)
+    estimates = timed("advantages", lambda: estimate(algorithm, groups, samples))
+    trained = timed("policy samples", lambda: policy_samples(samples, estimates.advantages))
+    weights = timed("loss weights", lambda: algorithm.loss_weights(trained))
+    for layout in ("packed", "shared"):
+        for static in (False, True):
+            plan = Planner(
+                token_budget=16_384,
+                static_capacity=static,
+                layout=layout,
+                max_seqlen=PROMPT + COMPLETION,
+                max_documents=len(samples),
+                parts=ranks,
+            )
+            timed(f"pack, {layout}{', static' if static else ''}", lambda plan=plan: plan(trained, weights))
+    timed("metrics of rollouts", lambda: rollout_metrics(groups))
+    timed("rows (rank 0, in a thread)", lambda: rollout_rows(0, groups, skip_special_tokens=False))
+    return found
+
+
+def made_groups(prompts: int) -> list[Any]:
+    """Groups of 8 random samples."""
+    from lockstep.schema.rollout import Prompt, Rollout, RolloutGroup, Span, Trajectory
+
+    rng, groups = random.Random(0), []
+    for index in range(prompts):
+        ids = tuple(rng.choices(range(128_000), k=PROMPT))
+        rollouts = []
+        for sample in range(GROUP):
+            answer = Span(
+                author="policy",
+                token_ids=tuple(rng.choices(range(128_000), k=COMPLETION)),
+                logprobs=tuple(-rng.random() for _ in range(COMPLETION)),
+                policy_version=0,
+            )
+            trajectory = Trajectory(
+                spans=(Span(author="prompt", token_ids=ids), answer),
+                finish_reason="length",
+                stop_reason=None,
+                text=None,
+                seed=rng.getrandbits(63),
+                engine="native",
+            )
+            reward = rng.random()
+            rollouts.append(
+                Rollout(trajectory=trajectory, reward=reward, rewards={"ids": reward}, sample=sample)
+            )
+        groups.append(
+            RolloutGroup(prompt=Prompt(index=index, token_ids=ids, text=""), rollouts=tuple(rollouts))
+        )
+    return groups
 
 
 def versions() -> dict[str, Any]:

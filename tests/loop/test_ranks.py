@@ -149,6 +149,28 @@ def test_ranks_with_other_settings_are_refused_on_every_rank(folder, capfd):
 
 
 @pytest.mark.slow
+def test_a_slow_rank_samples_less_and_changes_no_bit(tmp_path: Path) -> None:
+    settings = "rollout.prompts_per_step=6 engine.name=native engine.max_batch=4 train.backend=fsdp2 steps=2"
+    settings += " train.device=cpu train.batch_invariant=true train.deterministic=true"
+    settings += " eval.every=0 eval.before=false eval.after=false"
+    settings += " checkpoint.every=0 checkpoint.save_at_end=false checkpoint.export_at_end=false"
+    flags = [part for each in settings.split() for part in ("--" + each).split("=")]
+    worker, found = Path(__file__).with_name("slow_rank.py"), []
+    for slow in "01":
+        folder = tmp_path / slow
+        folder.mkdir()
+        (folder / "tiny.toml").write_text(TINY)
+        words = ["env", "-C", str(folder), f"SLOW={slow}", sys.executable, str(worker), *RL, *flags]
+        logs = folder / "logs"
+        code = launch_command([*words, "--run-dir", "run"], ranks=2, timeout=SECONDS, log_dir=logs)
+        assert code == 0, (logs / "rank-0.err.log").read_text()
+        counts = [int((folder / f"sampled-{rank}").read_text()) for rank in "01"]
+        assert sum(counts) == 2 * 6 * 4 and counts[int(slow)] < counts[1 - int(slow)]
+        found.append((metrics_of(folder / "run"), rows(folder / "run")))
+    assert found[0] == found[1] and "weights_hash" in found[0][0][0]
+
+
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder, monkeypatch):
     here(folder, monkeypatch, *RL, "--run-dir", "alone")
     spread = ("--train.backend", "fsdp2", "--ranks", "2", "--record")

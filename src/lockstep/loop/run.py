@@ -455,8 +455,7 @@ class Run:
         return True
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Begin to write the rollouts that a step is trained on, in a thread. `log` waits for it, and calls
-        it for a loop that did not."""
+        """Begin to write the rollouts that a step is trained on, in a thread; `log` waits for it."""
         config = self.config
         assert config.sampling is not None and self._sampled is not None, "documents are no rollouts"
         skip, requested = config.sampling.skip_special_tokens, self._sampled.requested

@@ -270,6 +270,8 @@ def _cut(unit: Sequence[int], pieces: int) -> Units:
 
 def _fitting(prefixes: Prefixes, unit: Sequence[int], budget: int) -> Units:
     """The unit in as few parts as have at most `budget` rows each; a part of one is not cut any more."""
+    if sum(prefixes.lengths[i] for i in unit) <= budget:  # it has no more rows than tokens
+        return [list(unit)]
     pieces = 1
     while True:
         parts = _cut(unit, pieces)

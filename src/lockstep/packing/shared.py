@@ -146,6 +146,8 @@ class Prefixes:
 
     def rows(self, documents: Sequence[int]) -> int:
         """Return how many rows a pack of these documents, by index, has."""
+        if len(documents) == 1:
+            return self.lengths[documents[0]]
         places = sorted(self._place[i] for i in documents)
         # In sorted order, two have in common what all neighbours between them have.
         shared = sum(min(self._adjacent[a:b]) for a, b in pairwise(places))

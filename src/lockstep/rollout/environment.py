@@ -345,10 +345,20 @@ class _Episode:
         return self.sampler.task.where or f"task {self.sampler.task.index}"
 
 
+Tasks = Sequence[tuple[Prompt, Sequence[int]]]
+"""Tasks, each with the seeds of its trajectories."""
+
+
+def at_once(tasks: Tasks) -> Callable[[int], Tasks]:
+    """Return what `run_episodes` takes all of these tasks from at its beginning."""
+    left = [tasks]
+    return lambda running: left.pop() if left else ()
+
+
 def run_episodes(
     engine: InferenceEngine,
     environment: Environment,
-    take: Callable[[int], Sequence[tuple[Prompt, Sequence[int]]]],
+    take: Callable[[int], Tasks],
     *,
     sampling: SamplingParams,
     on_end: Callable[[int, int, Trajectory], None],
@@ -358,8 +368,8 @@ def run_episodes(
     a task that are alike are one request, so that the engine computes their prompt once.
 
     Args:
-        take: returns the tasks to begin, each with the seeds of its trajectories. Called with the number of
-            trajectories that have not ended, at the beginning and after each that ends.
+        take: returns the tasks to begin. Called with the number of trajectories that have not ended, at the
+            beginning and after each that ends.
         on_end: called with the number of the task, the index of the seed, and the trajectory when it has
             ended.
         stop: whether no further turn is to begin: the engine's `abort` may come when no turn is running.

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.models.reward import RewardModel
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout.environment import Environment, run_episodes
+from lockstep.rollout.environment import Environment, at_once, run_episodes
 from lockstep.rollout.reward_functions import decoded, encoded
 from lockstep.rollout.reward_models import MODEL
 from lockstep.rollout.rewards import RewardSet
@@ -386,14 +386,15 @@ class _BatchCall:
         """Sample the batch, and write each row as soon as its sample has ended; returns whether it was
         aborted before all were. Raises DataError, EngineError: what was written before stays."""
         step, seed, batch = self.work.step, self.work.seed, self.prompts_and_samples
-        tasks = [
-            (prompt, [sample_seed(seed, step, prompt.index, i) for i in samples]) for prompt, samples in batch
-        ]
-        at_once = iter([tasks])
         run_episodes(
             self.engine,
             Environment(),
-            lambda running: next(at_once, []),
+            at_once(
+                [
+                    (prompt, [sample_seed(seed, step, prompt.index, i) for i in samples])
+                    for prompt, samples in batch
+                ]
+            ),
             sampling=self.work.sampling,
             on_end=self._write,
         )
