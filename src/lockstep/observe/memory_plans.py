@@ -83,6 +83,8 @@ def take_smaller(run: Path, *, failed: int, copy: str | None = None) -> str | No
     Raises:
         CheckpointError: the manifest is damaged.
     """
+    if not (run / "manifest.json").is_file():  # on another machine
+        return None
     manifest = read_json(run / "manifest.json", CheckpointError, root=run)
     axes = manifest.get("axes") if isinstance(manifest, dict) else None
     memory = axes.get("memory") if isinstance(axes, dict) else None
