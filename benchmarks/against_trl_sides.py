@@ -123,7 +123,8 @@ def lockstep_sft(settings: dict[str, Any], channel: Channel) -> None:
     from lockstep.algorithms import ALGORITHMS
     from lockstep.config.run import SFTRun
     from lockstep.loop.build import build_backend, load_policy
-    from lockstep.loop.resolve import find_machine, resolve
+    from lockstep.loop.machine import find_machine
+    from lockstep.loop.resolve import resolve
     from lockstep.models.memory import planned_shape
     from lockstep.packing import Planner
     from lockstep.schema.batch import TrainSample

@@ -27,8 +27,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lockstep import OnlineTrainer, build_online, load_run
 from lockstep.config.run import GRPORun
+from lockstep.loop.machine import Machine
 from lockstep.loop.memory_plan import plan_memory
-from lockstep.loop.resolve import Machine, resolve
+from lockstep.loop.resolve import resolve
 from lockstep.loops.online import OnlineParts
 from lockstep.models.memory import planned_shape
 from lockstep.models.shapes import random_model, shape_config

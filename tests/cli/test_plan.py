@@ -74,6 +74,11 @@ def test_a_file_and_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         (["run_that_is_not_there.toml"], "no-such-file: run_that_is_not_there.toml"),
         (["grpo", "--train.device", "cuda:7"], "missing-device: train.device"),
+        (["sft", "--gpu", "NVIDIA H100"], "missing-setting: --gpu"),
+        (
+            ["sft", "--gpu", "NVIDIA H100", "--memory-gib", "9", "--train.device", "cpu"],
+            "contradiction: --gpu",
+        ),
         (["--json", "x"], "missing-setting"),
     ],
 )
@@ -100,6 +105,46 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--help"]) == 0
     assert plan.main([]) == 2
     assert "lockstep plan RUN.toml" in capsys.readouterr().out
+
+
+FOR_OTHER_GPUS = [
+    "sft",
+    "--model.name",
+    "shape:llama-3.2-1b",
+    "--model.dtype",
+    "bfloat16",
+    "--gpu",
+    "NVIDIA H100",
+]
+
+
+def test_a_plan_for_gpus_elsewhere_has_its_neighbours_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    assert plan.main([*FOR_OTHER_GPUS, "--memory-gib", "24", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    plans = result["plans"]
+    assert [*plans] == ["chosen", "smaller", "faster"]
+    sizes, seconds = ([plans[name][field] for name in plans] for field in ("peak_bytes", "seconds"))
+    assert sizes[1] < sizes[0] == result["peak_bytes"] < 24 * 2**30 < sizes[2]
+    assert seconds[1] > seconds[0] > seconds[2]
+    lines = capsys.readouterr().out.splitlines()
+    assert all(f"  {name}: {found['line']}" in lines for name, found in plans.items())
+
+
+def test_where_no_plan_fits_the_refusal_is_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    assert plan.main([*FOR_OTHER_GPUS, "--memory-gib", "6", "--json", str(file)]) == 1
+    result = json.loads(file.read_text())
+    assert not result["fits"] and [*result["plans"]] == ["smallest"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"plan: does not fit: {result['refusal']}" and "What would fit: " in last
+    nearly = result["peak_bytes"] * 1.01 / 2**30  # no plan may use that much of a GPU
+    assert plan.main([*FOR_OTHER_GPUS, "--memory-gib", f"{nearly:.3f}", "--json", str(file)]) == 1
+    assert not json.loads(file.read_text())["fits"]
 
 
 def test_it_draws_the_models_that_a_rank_holds() -> None:

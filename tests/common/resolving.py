@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lockstep.config.run import RunConfig
-from lockstep.loop.resolve import Machine, Resolved, resolve
+from lockstep.loop.machine import Machine
+from lockstep.loop.resolve import Resolved, resolve
 from lockstep.models.memory import planned_shape
 
 Run = TypeVar("Run", bound=RunConfig)

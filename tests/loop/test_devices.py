@@ -14,8 +14,8 @@ from resolving import moved, resolved_on
 from lockstep.config.load import build, parse_toml
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
-from lockstep.loop import role_worker
-from lockstep.loop.resolve import find_machine
+from lockstep.loop import machine, role_worker
+from lockstep.loop.machine import find_machine
 from lockstep.loop.role_worker import RoleWorker
 from lockstep.loops.online import build_online
 from lockstep.ranks.context import RankContext
@@ -97,5 +97,6 @@ def test_a_run_that_needs_more_gpus_than_are_seen_is_refused_before_it_loads(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(machine, "_gpu_memory", lambda *_, **__: {})  # there is none to ask
     with raises(ConfigError, "not-enough: cluster.dedicated_gpus, 4 GPUs, only 3 are visible"):
         build_online(run_of(**OWN))

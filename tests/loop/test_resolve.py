@@ -14,7 +14,8 @@ from resolving import resolved_on
 from lockstep.config.load import build, dump_toml, parse_toml
 from lockstep.config.run import DPORun, GRPORun, RunConfig, SFTRun
 from lockstep.errors import ConfigError
-from lockstep.loop.resolve import Machine, Resolved, resolve, resolve_attention
+from lockstep.loop.machine import Machine
+from lockstep.loop.resolve import Resolved, resolve, resolve_attention
 from lockstep.models.memory import GIB, ModelShape, planned_shape
 
 

@@ -3,11 +3,12 @@
 lockstep plan run.toml --train.token-budget 8192
 lockstep plan --recipe demo
 lockstep plan sft --model.name shape:llama-3.1-8b --train.backend fsdp2 --ranks 4
+lockstep plan run.toml --gpu "NVIDIA H100 80GB HBM3" --memory-gib 79 --ranks 4
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -26,16 +27,20 @@ from lockstep.observe.text import echo
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lockstep.loop.machine import Machine
     from lockstep.loop.memory_plan import MemoryPlan
-    from lockstep.models.memory import MemoryPart
+    from lockstep.loop.resolve import Resolved
+    from lockstep.models.memory import MemoryPart, ModelShape
 
+DEFAULT_GPU = "NVIDIA H100 80GB HBM3"
 USAGE = """usage: lockstep plan RUN.toml [OPTIONS]
        lockstep plan grpo|ppo|sft|dpo|rm [OPTIONS]
        lockstep plan --recipe NAME [OPTIONS]
 
 Recipes: {recipes}
 Every setting of the run is also a flag. `lockstep plan grpo --help` lists the flags.
-The exit status is 1 if the run does not fit into the free memory."""
+On a GPU the memory settings that are "auto" are chosen as the run would choose them; the next smaller and
+the next faster plan are shown beside the chosen one. The exit status is 1 if the run does not fit."""
 
 
 class General(TypedDict):
@@ -47,6 +52,14 @@ class General(TypedDict):
         float | None,
         tyro.conf.arg(
             help="Memory per rank to compare with, instead of the free memory here.", metavar="GIB"
+        ),
+    ]
+    gpu: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="With --memory-gib: plan for GPUs of this name, which need not be here. With train.device = "
+            f"'cuda' by default those that are here, else {DEFAULT_GPU}.",
+            metavar="NAME",
         ),
     ]
     ranks: Annotated[
@@ -78,12 +91,13 @@ def main(argv: Sequence[str]) -> int:
     run = on_ranks(run, ranks)
     import torch
 
+    from lockstep.loop.machine import Machine
     from lockstep.loop.memory_plan import plan_memory
-    from lockstep.loop.resolve import Machine, resolve
+    from lockstep.loop.resolve import resolve
     from lockstep.models.memory import GIB, available_bytes, planned_shape
 
     check_heads(run)
-    device = torch.device(_device(run, cuda=torch.cuda.is_available()))
+    device = torch.device(_device(run, general, cuda=torch.cuda.is_available()))
     if (placed := _placed(run, ranks, gpus=device.type == "cuda")) is not None:
         echo("\n".join(placed.draw(run.roles)))
         if device.type == "cuda" and general["memory_gib"] is None:  # else another machine is planned for
@@ -97,19 +111,64 @@ def main(argv: Sequence[str]) -> int:
         if ranks > 1 and device.type == "cpu":
             available, source = available // ranks, f"a rank's share of {source}"
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    machine = Machine(device=str(device), ranks=ranks, total_bytes=total)
+        total = min(total, available) if run.train.plan_for_free else total
+    gpu = general["gpu"] or (torch.cuda.get_device_name() if torch.cuda.is_available() else DEFAULT_GPU)
+    machine = Machine(device=str(device), ranks=ranks, gpu=gpu, total_bytes=total)
     shape = partial(planned_shape, run.model)
     resolved = resolve(run, shape=shape, machine=machine, manifest={}, refuse=False)
     plan = plan_memory(resolved.run, device=device, ranks=ranks)
     for line in resolved.reasons:
         echo(line)
+    beside = _beside(resolved, machine, shape=shape)
+    for name, found in beside.items():
+        echo(f"  {name}: {found['line']}")
     show(plan, available=available, source=source)
-    chosen = {"execution": resolved.execution, "token_budget": resolved.token_budget}
+    chosen = {"execution": resolved.execution, "token_budget": resolved.token_budget, "plans": beside}
     result = chosen | as_dict(plan, available=available)
+    refusal = resolved.memory.get("refusal")
+    if refusal is not None:
+        result |= {"fits": False, "refusal": refusal}
     if general["json"] is not None:
         write_json(general["json"], result)
-    echo(verdict(plan, available=available))
+    echo(verdict(plan, available=available) if refusal is None else f"plan: does not fit: {refusal}")
     return 0 if result["fits"] else 1
+
+
+def _beside(
+    resolved: Resolved[Any], machine: Machine, *, shape: Callable[..., ModelShape]
+) -> dict[str, dict[str, Any]]:
+    """Return the memory plan that was chosen and its neighbours: the fastest of those that need less, and the
+    smallest of those that are faster; nothing where no plan was made."""
+    import torch
+
+    from lockstep.loop.planner import Candidate, Place, with_settings
+    from lockstep.loop.resolve import planner_of
+    from lockstep.models.dtypes import resolve_dtype
+
+    settings = resolved.memory.get("settings")
+    if not settings:
+        return {}
+    run = with_settings(resolved.run, dict.fromkeys(settings, "auto"))
+    sizes = shape(dtype=resolve_dtype(run.model.dtype, torch.device(machine.device)))
+    place = Place(gpu=machine.gpu, total_bytes=machine.total_bytes, ranks=machine.ranks)
+    planner = planner_of(run, shape=sizes, place=place)
+    tuples = {path: tuple(value) if isinstance(value, list) else value for path, value in settings.items()}
+    chosen = next(each for each in planner.candidates() if each.settings == tuples)
+    found: dict[str, Candidate | None] = {
+        "smallest" if "refusal" in resolved.memory else "chosen": chosen,
+        "smaller": planner.fitting(after=[chosen.settings]),
+        "faster": None if "refusal" in resolved.memory else planner.faster(chosen),
+    }
+    return {
+        name: {
+            "line": each.line(run),
+            "settings": dict(each.settings),
+            "peak_bytes": each.plan.peak_bytes,
+            "seconds": each.seconds,
+        }
+        for name, each in found.items()
+        if each is not None
+    }
 
 
 def _placed(run: RunConfig, ranks: int, *, gpus: bool) -> ClusterConfig | None:
@@ -223,12 +282,24 @@ def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
     }
 
 
-def _device(run: RunConfig, *, cuda: bool) -> str:
-    if run.train.device != "auto":
-        if run.train.device.startswith("cuda") and not cuda:
+def _device(run: RunConfig, general: Mapping[str, Any], *, cuda: bool) -> str:
+    named, elsewhere = run.train.device, general["memory_gib"] is not None
+    if general["gpu"] is not None:
+        if not elsewhere:
             raise ConfigError(
-                f"missing-device: train.device = {run.train.device!r}, but torch sees no CUDA device; set "
-                "--train.device cpu, and set --memory-gib to the available memory"
+                f"missing-setting: --gpu {general['gpu']!r} says nothing about the memory of such a GPU; set "
+                "--memory-gib GIB too"
             )
-        return run.train.device
+        if named == "cpu":
+            raise ConfigError(
+                "contradiction: --gpu plans for a GPU, but train.device = 'cpu'; set one of them"
+            )
+        return "cuda" if named == "auto" else named
+    if named.startswith("cuda") and not (cuda or elsewhere):
+        raise ConfigError(
+            f"missing-device: train.device = {named!r}, but torch sees no CUDA device; set --train.device "
+            "cpu, or plan for another machine, whose GPUs have so much memory: --memory-gib GIB"
+        )
+    if named != "auto":
+        return named
     return "cuda" if cuda else "cpu"

@@ -19,6 +19,8 @@ import importlib
 import json
 import os
 import shutil
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,14 +38,15 @@ from lockstep.config.run_config import on_ranks
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import check_writable, file_errors, write_atomic
 from lockstep.observe.lock import SHARED_MEMORY, remove_left
+from lockstep.observe.memory_plans import REPLANS, OutOfMemory, take_smaller
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
 from lockstep.processes.child import gc_paused
 from lockstep.processes.programs import COMMAND
-from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS, in_launcher, recovery
+from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS, Recovery, in_launcher, recovery
 from lockstep.ranks.in_memory_checkpoint import PLACE, remove_leftovers
-from lockstep.ranks.launch import end_process, launch_ranks
+from lockstep.ranks.launch import end_process
 from lockstep.ranks.restart import RestartRules, restart_ranks
 from lockstep.ranks.warm_spares import await_promotion
 
@@ -167,7 +170,11 @@ def main(argv: Sequence[str]) -> int:
         on_ranks(command.run, ranks)
         if ranks > 1 and not _is_finished(command, ranks):
             return launch(command, argv)
-    summary = start(command)
+    try:
+        summary = start(command)
+    except Exception as error:
+        _start_over(error, argv)
+        raise
     if os.environ.get("RANK", "0") == "0":
         if command.json is not None:
             with file_errors(command.json, TrainError, "write"):
@@ -238,11 +245,7 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
         status = _launch_on_cluster(command, own, log_dir=log_dir, restarts=restarts)
     else:
         assert command.ranks is not None
-        ranks = command.ranks
-        if restarts is None:
-            status = launch_ranks(own, ranks=ranks, timeout=None, log_dir=log_dir, graceful=True, watch=watch)
-        else:
-            status = restart_ranks(own, ranks=ranks, log_dir=log_dir, watch=watch, rules=restarts)
+        status = restart_ranks(own, ranks=command.ranks, log_dir=log_dir, watch=watch, rules=restarts)
     _remove_left()
     if status == 2 and not (folder / "config.toml").exists():  # the message has been shown: nothing has begun
         _remove_logs(log_dir, folder)
@@ -252,6 +255,32 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
             resume = f"resume with: {way_on(folder, again)}"
         echo(f"train: interrupted, stopped at once, {folder}, {resume}")
     return status
+
+
+def _start_over(error: Exception, argv: Sequence[str]) -> None:
+    """Replace this process by one that goes on with a smaller memory plan, if that is what the run can do
+    about the error. Several ranks leave that to their launcher. It is a new program, because only the end of
+    the failed one certainly frees its GPU memory."""
+    found, before = OutOfMemory.of(error), recovery()
+    is_command = sys.argv[1:][-1 - len(argv) :] == ["train", *argv]  # else a program of the user's called it
+    if found is None or os.environ.get("WORLD_SIZE", "1") != "1" or not is_command:
+        return
+    run_dir = Path(found.run_dir).absolute()
+    line = take_smaller(run_dir, failed=found.step)
+    if line is None:
+        return
+    echo(f"lockstep: {line}", file=sys.stderr)
+    again = Recovery(
+        number=1 if before is None else before.number + 1,
+        most=REPLANS,
+        run_dir=str(run_dir),
+        died=time.time(),
+    )
+    sys.stdout.flush()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # the folder's own is closed already
+            os.set_inheritable(int(name), int(name) <= 2)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **again.environment()})
 
 
 def _remove_left() -> None:
@@ -270,13 +299,11 @@ def _remove_logs(log_dir: Path, run_dir: Path) -> None:
         folder.rmdir()
 
 
-def _restart_rules(command: TrainCommand, *, run_dir: Path, flags: str) -> RestartRules | None:
-    """Return the rules for restarting dead ranks; None: a death ends the run."""
-    config = command.run.cluster
-    if config is None or not config.peer_copy:
-        return None
+def _restart_rules(command: TrainCommand, *, run_dir: Path, flags: str) -> RestartRules:
+    """Return the rules for restarting ranks that have died or run out of memory."""
+    config = command.run.cluster or ClusterConfig()
     return RestartRules(
-        copy_dir=config.copy_dir or PLACE,
+        copy_dir=(config.copy_dir or PLACE) if config.peer_copy else None,
         max_restarts=config.max_restarts,
         run_dir=run_dir.absolute(),
         each_node=command.cluster is not None and config.nodes > 1,
@@ -304,7 +331,7 @@ def _cluster_config(command: TrainCommand) -> ClusterConfig:
 
 
 def _launch_on_cluster(
-    command: TrainCommand, argv: Sequence[str], *, log_dir: Path, restarts: RestartRules | None
+    command: TrainCommand, argv: Sequence[str], *, log_dir: Path, restarts: RestartRules
 ) -> int:
     from lockstep.cluster.jobs import launch_train
 

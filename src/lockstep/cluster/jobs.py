@@ -34,7 +34,6 @@ from lockstep.cluster.launch import (
     ClusterError,
     check_nodes,
     import_ray,
-    launch_on,
     launch_on_with_restarts,
     local_cluster,
 )
@@ -444,13 +443,13 @@ def launch_train(
     provider: str,
     log_dir: Path,
     watch: float,
-    restarts: RestartRules | None = None,
+    restarts: RestartRules,
 ) -> int:
     """Run `python ARGV` as every rank that `config` says, and wait for all; their status.
 
     Args:
         watch: as of lockstep.ranks.launch.launch_ranks.
-        restarts: None: a rank that dies ends the run.
+        restarts: what to do about a rank that dies or runs out of memory.
         provider: local: Ray is started on this machine for this run alone; auto: the one that runs.
 
     Raises:
@@ -469,8 +468,6 @@ def launch_train(
         ray = stack.enter_context(contextlib.closing(RayProvider(address, config=config, log_dir=log_dir)))
         placement = placement_of(config)
         check_nodes(ray, placement)
-        if restarts is not None:
-            return launch_on_with_restarts(
-                ray, argv, placement=placement, log_dir=log_dir, watch=watch, rules=restarts
-            )
-        return launch_on(ray, argv, placement=placement, log_dir=log_dir, graceful=True, watch=watch)
+        return launch_on_with_restarts(
+            ray, argv, placement=placement, log_dir=log_dir, watch=watch, rules=restarts
+        )

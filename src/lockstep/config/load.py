@@ -48,7 +48,7 @@ RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every", "clus
 
 PARALLELISM = (
     *("backend", "tp", "ring", "ring_comm", "tp_plan", "zero_stage", "reshard_after_forward"),
-    *("reduce_gradients", "parameter_device", "optimizer_device"),
+    *("reduce_gradients", "parameter_device", "optimizer_device", "plan_for_free"),
 )
 """Settings of `train` that decide where a step is computed. They may differ too, and change results by
 rounding: any backend on any number of ranks loads any checkpoint."""

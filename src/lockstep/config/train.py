@@ -80,6 +80,9 @@ class TrainConfig(Config):
     deterministic: bool = Field(False, json_schema_extra={"alias": "--deterministic"})
     """Make the run reproducible: repeated on the same machine, it produces bitwise identical weights. A hash
     of the weights is logged each step. Slower on CUDA. Also available as `--deterministic`."""
+    plan_for_free: bool = Field(False, json_schema_extra={"alias": "--plan-for-free"})
+    """On a GPU: plan memory with what is free when the run starts, not with the GPU's total. If false, a run
+    is refused where other processes hold memory that its plan needs. Also available as `--plan-for-free`."""
     minibatches: PositiveInt = 1
     """Number of optimizer steps per pass over a rollout batch."""
     accumulate: Literal["pack", "sample"] = "pack"

@@ -37,11 +37,12 @@ from lockstep.loop.determinism import (
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engines import engine_model, engine_report, external_engine_spec, report_lines
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
+from lockstep.loop.machine import check_devices, find_machine
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, Trained
 from lockstep.loop.preflight import faults
 from lockstep.loop.remote_roles import RemoteCritic, build_others
-from lockstep.loop.resolve import Resolved, check_devices, find_machine, resolve
+from lockstep.loop.resolve import Resolved, resolve
 from lockstep.loop.role_worker import RoleWorker
 from lockstep.loop.roles import Critic, describe_reward_models
 from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts

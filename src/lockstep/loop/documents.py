@@ -30,9 +30,10 @@ from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import DataError, together
 from lockstep.loop.build import build_backend, data_parallel, load_policy
 from lockstep.loop.determinism import batch_invariance_manifest
+from lockstep.loop.machine import find_machine
 from lockstep.loop.policy import Policy
 from lockstep.loop.preflight import faults
-from lockstep.loop.resolve import Resolved, find_machine, resolve
+from lockstep.loop.resolve import Resolved, resolve
 from lockstep.loop.run import Run
 from lockstep.models.heads import HeadKind
 from lockstep.models.load import OpenedModel, open_model

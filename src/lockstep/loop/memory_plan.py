@@ -86,6 +86,11 @@ class MemoryPlan:
         return peak_of(self.by_place[self.fullest])[0]
 
     @property
+    def allocated_bytes(self) -> int:
+        """Bytes at the peak of a rank's own GPU, without what is beside torch's allocator."""
+        return peak_of([part for part in self.by_place[""] if part.name != CUDA_RUNTIME])[0]
+
+    @property
     def peak_phase(self) -> str:
         """generate, train or update: of the fullest GPU."""
         return peak_of(self.by_place[self.fullest])[1]

@@ -7,11 +7,19 @@ import statistics
 from collections.abc import Sequence
 
 from lockstep.loop.role_worker import RoleWorker
+from lockstep.observe.metrics import memory_metrics
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.engine import EngineStats, InferenceEngine
 from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.rollout import RolloutGroup
+
+
+def memory_of_ranks(device: str, ranks: RankContext) -> dict[str, float]:
+    """Return the largest use of all ranks: that rank would run out first. Collective."""
+    own = memory_metrics(device)
+    everyone = ranks.gather(own, dict[str, float], what="the step's metrics")
+    return {name: max(values.get(name, 0.0) for values in everyone) for name in own}
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -197,7 +197,15 @@ class Place:
 
 
 def open_settings(run: RunConfig) -> list[str]:
-    """The memory settings of `run` that are "auto", as dotted paths."""
+    """The memory settings of `run` that are "auto" and have an effect, as dotted paths."""
+    sharded = run.train.backend == "fsdp2"
+    return [path for path in _auto_settings(run) if sharded or path not in _OF_SHARDS]
+
+
+_OF_SHARDS = ("train.reshard_after_forward", "train.reduce_gradients")
+
+
+def _auto_settings(run: RunConfig) -> list[str]:
     names = ["train.token_budget", *(f"train.{name}" for name in TRAIN_SETTINGS)]
     if run.online:
         names += ["engine.offload", "engine.kv_cache_tokens", "offload"]
@@ -230,7 +238,7 @@ def with_settings(run: Run, settings: Mapping[str, Any]) -> Run:
 def without_plan(run: Run) -> Run:
     """Return `run` with what its memory settings are where no plan is made."""
     settings: dict[str, Any] = {}
-    for path in open_settings(run):
+    for path in _auto_settings(run):
         name = path.rpartition(".")[2]
         settings[path] = WITHOUT_PLAN[name] if name in WITHOUT_PLAN else _UNPLANNED.get(path, "auto")
     return with_settings(run, settings | {"train.token_budget": run.train.token_budget})
@@ -252,10 +260,8 @@ def _choices(run: RunConfig, place: Place) -> dict[str, tuple[Any, ...]]:
         "train.activation_checkpointing": (False, True)
         if ours and train.execution != "deepcompile"
         else (False,),
-        "train.reshard_after_forward": (False, True) if train.backend == "fsdp2" else (True,),
-        "train.reduce_gradients": ("per_step", "per_micro_batch")
-        if train.backend == "fsdp2"
-        else ("per_step",),
+        "train.reshard_after_forward": (False, True),
+        "train.reduce_gradients": ("per_step", "per_micro_batch"),
         "train.optimizer_device": ("model", "cpu") if on_host else ("model",),
         "value.activation_checkpointing": (False, True),
         "value.optimizer_device": ("model", "cpu") if on_host else ("model",),
@@ -321,6 +327,7 @@ class Planned(Generic[Run]):
             "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in self.settings.items()},
             "line": self.line,
             "peak_bytes": self.plan.peak_bytes,
+            "allocated_bytes": self.plan.allocated_bytes,
             "total_bytes": self.place.total_bytes,
             "ranks": self.place.ranks,
         }
@@ -363,13 +370,7 @@ def savings(run: RunConfig, settings: Mapping[str, Any]) -> str:
         "value.optimizer_device": ("cpu", "value model's optimizer on the CPU"),
     }
     found = [f"micro-batches of {run.train.token_budget} tokens"] if "train.token_budget" in settings else []
-    if shards_weights(run.train):
-        found += [text for path, (value, text) in words.items() if settings.get(path) == value]
-    else:
-        alone = ("train.reshard_after_forward", "train.reduce_gradients")
-        found += [
-            t for path, (value, t) in words.items() if settings.get(path) == value and path not in alone
-        ]
+    found += [text for path, (value, text) in words.items() if settings.get(path) == value]
     if settings.get("offload"):
         found.append(f"{' and '.join(settings['offload'])} offloaded")
     if settings.get("engine.kv_cache_tokens", "auto") != "auto":
@@ -433,8 +434,7 @@ class Planner(Generic[Run]):
         """The fastest plan that fits; None: none does.
 
         Args:
-            after: plans that ran out of memory all the same: the one to return needs less in every phase
-                than each of them.
+            after: plans that ran out of memory all the same: the one to return needs less than each of them.
         """
         failed = [self.plan(settings) for settings in after]
         for candidate in self.candidates():
@@ -447,15 +447,32 @@ class Planner(Generic[Run]):
         """The plan that needs least memory."""
         return min(self.candidates(), key=lambda candidate: candidate.plan.peak_bytes)
 
-    def choose(self, *, after: Sequence[Mapping[str, Any]] = ()) -> Planned[Run]:
+    def choose(self) -> Planned[Run]:
         """Return the plan to train with.
 
         Raises:
             ConfigError: none fits; says what would.
         """
-        found = self.fitting(after=after)
+        found = self.fitting()
         if found is None:
             raise self._nothing_fits()
+        return self.planned(found)
+
+    def smaller(self, plan: Planned[Run]) -> Iterator[Planned[Run]]:
+        """Yield the plans to go on with where memory runs out with `plan` all the same: each the fastest that
+        needs less than those before it."""
+        tried = [plan.settings]
+        while (found := self.fitting(after=tried)) is not None:
+            tried.append(found.settings)
+            yield self.planned(found)
+
+    def faster(self, plan: Candidate) -> Candidate | None:
+        """Of the plans that are faster, none of which fits where `plan` was chosen, the smallest."""
+        found = [candidate for candidate in self.candidates() if candidate.seconds < plan.seconds]
+        return min(found, key=lambda candidate: candidate.plan.peak_bytes, default=None)
+
+    def planned(self, found: Candidate) -> Planned[Run]:
+        """Return a candidate as a plan to train with."""
         return Planned(
             run=with_settings(self.run, found.settings),
             settings=found.settings,

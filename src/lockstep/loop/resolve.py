@@ -4,8 +4,8 @@ manifest."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from lockstep.config.cluster import ClusterConfig, NodeLayout
 from lockstep.config.load import override
 from lockstep.config.ppo import POLICY
 from lockstep.config.run import RunConfig, on_ranks
@@ -25,30 +24,15 @@ from lockstep.config.support import (
 )
 from lockstep.config.train import DEFAULT_TOKEN_BUDGET, Layout, token_slots
 from lockstep.errors import ConfigError
+from lockstep.loop.machine import Machine, check_free
 from lockstep.loop.planner import Place, Planner, open_settings, with_settings, without_plan
 from lockstep.loop.preflight import own_support
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import ModelShape, planned_shape
+from lockstep.observe.memory_plans import FIRST, REPLANS
 from lockstep.observe.text import printable
-from lockstep.ranks.context import RankContext, local_ranks
 
 Run = TypeVar("Run", bound=RunConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """What a run finds where it starts."""
-
-    device: str
-    """cpu, cuda or cuda:N: of this rank."""
-    ranks: int = 1
-    """That share a step."""
-    gpu: str = ""
-    """Name of the device; empty: a CPU."""
-    total_bytes: int = 0
-    """Memory of the device, or this rank's share of it; the least of all ranks. 0: a CPU."""
-    engine_gpus: tuple[int, ...] = ()
-    """Devices that this rank's engine has for itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +53,9 @@ class Resolved(Generic[Run]):
     """The same of train.token_budget where there is no memory plan."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """The memory plan: "settings" that were "auto", by dotted path; "line", which tells it; "peak_bytes",
-    "total_bytes" and "ranks". Empty: none was made."""
+    "allocated_bytes", "total_bytes" and "ranks"; "why" it was chosen; "then": the plans to go on with where
+    memory runs out all the same; "unequal": of the Machine; "refusal", for a plan only: why the run would be
+    refused. Empty: none was made."""
 
     @property
     def device(self) -> str:
@@ -124,7 +110,9 @@ class Resolved(Generic[Run]):
             "token_budget": (self.token_budget, self.auto_token_budget),
         }
         lines = [f"train.{name} auto -> {value}: {why}" for name, (value, why) in chosen.items() if why]
-        return [*lines, f"memory plan: {self.memory['line']}"] if self.memory else lines
+        if self.memory and "refusal" not in self.memory:
+            lines += [f"memory plan: {self.memory['line']}", self.memory["unequal"]]
+        return [line for line in lines if line]
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -184,7 +172,8 @@ def resolve(
     Args:
         shape: called with dtype=, returns the sizes of the model; called only if a choice depends on them.
         manifest: of the run's folder: a run that goes on keeps its bits. Empty: it begins.
-        refuse: False: for a plan, which may be of another machine: what is not supported is no error.
+        refuse: False: for a plan, which may be of another machine: what is not supported is no error, and
+            where no memory plan fits, the smallest is taken.
 
     Raises:
         ConfigError: the combination is not supported on this machine, a setting of `run.engine` has no effect
@@ -204,7 +193,7 @@ def resolve(
     if invariant is None:
         invariant = run.engine_name == "native" and _keeps_batch_invariance(run, attention=attention, **where)
     planned = _with_train(run, batch_invariant=invariant)
-    sized = _with_sizes(planned, shape=shape, machine=machine, manifest=manifest)
+    sized = _with_sizes(planned, shape=shape, machine=machine, manifest=manifest, refuse=refuse)
     run = _with_train(sized.run, batch_invariant=run.train.batch_invariant)
     layout = run.train.layout
     if layout == "auto":
@@ -230,53 +219,14 @@ def resolve(
         "auto_execution": sized.execution or _reason(given.train.execution, manifest, "execution"),
         "auto_token_budget": sized.token_budget
         or _reason(given.train.token_budget, manifest, "token_budget"),
-        "memory": sized.memory,
+        "memory": {**sized.memory, "unequal": machine.unequal} if sized.memory else {},
     }
+    if refuse and sized.memory and machine.free_bytes:
+        check_free(sized.memory["allocated_bytes"], machine.free_bytes, device=device)
     found = Resolved.from_axes(given, axes)
     if not machine.engine_gpus or device.type != "cuda":
         return found
     return dataclasses.replace(found, run=found.run.with_engine(cuda_devices=machine.engine_gpus))
-
-
-def find_machine(run: RunConfig, ranks: RankContext | None = None) -> Machine:
-    """Return what `run` finds on this rank. Collective.
-
-    Raises:
-        ConfigError: train.device names a device that this machine does not have.
-    """
-    ranks = ranks or RankContext.alone()
-    device = _device(run.train.device, ranks)
-    return Machine(
-        device=device,
-        ranks=ranks.world_size,
-        gpu=torch.cuda.get_device_name(device) if device.startswith("cuda") else "",
-        total_bytes=_total_bytes(torch.device(device), ranks),
-        engine_gpus=layout_here(run.cluster, ranks).of_engine(ranks.local_rank),
-    )
-
-
-def _total_bytes(device: torch.device, ranks: RankContext) -> int:
-    """Return the total memory of this rank's GPU, or its share where ranks share one; over all ranks the
-    least. 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    found = torch.cuda.get_device_properties(device).total_memory
-    if ranks.world_size == 1:
-        return found
-    local = (local_ranks(os.environ) or ranks.world_size) / torch.cuda.device_count()
-    return min(ranks.gather(int(found / max(1, math.ceil(local))), int, what="comparing the GPUs' memory"))
-
-
-def layout_here(cluster: ClusterConfig | None, ranks: RankContext) -> NodeLayout:
-    """Which device of this node is whose, however its ranks were started."""
-    local = 1 if ranks.world_size == 1 else local_ranks(os.environ) or ranks.world_size
-    return NodeLayout(ranks=local) if cluster is None else cluster.layout(local)
-
-
-def check_devices(cluster: ClusterConfig | None, device: str, *, ranks: RankContext) -> None:
-    """Raise ConfigError if this node has fewer GPUs than the run's processes need. device: of this rank."""
-    if cluster is not None and device != "cpu":
-        cluster.check_devices(layout_here(cluster, ranks), there=torch.cuda.device_count())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,13 +240,18 @@ class _Sized(Generic[Run]):
 
 
 def _with_sizes(
-    run: Run, *, shape: Callable[..., ModelShape], machine: Machine, manifest: Mapping[str, Any]
+    run: Run,
+    *,
+    shape: Callable[..., ModelShape],
+    machine: Machine,
+    manifest: Mapping[str, Any],
+    refuse: bool,
 ) -> _Sized[Run]:
     """Resolve train.execution and then the memory settings of a run whose engine is resolved; on a GPU both
     depend on the model's size.
 
     Raises:
-        ConfigError: no plan fits.
+        ConfigError: no plan fits, and `refuse`.
     """
     device, ranks = torch.device(machine.device), machine.ranks
     if device.type != "cuda":
@@ -319,15 +274,13 @@ def _with_sizes(
     older = "token_budget" in _axes_of(manifest) and not _axes_of(manifest).get("memory")
     if older or not (machine.total_bytes and open_settings(run)):
         return _Sized(run=without_plan(run), execution=why)
-    value = None
-    if run.critic is not None:
-        value = planned_shape(
-            run.critic.model(run.model), dtype=resolve_dtype(run.model.dtype, device), head="scalar"
-        )
     try:
-        planner = Planner(run, shape=sizes, place=place, value_shape=value)
+        planner = planner_of(run, shape=sizes, place=place)
         found = planner.choose()
     except ConfigError as error:
+        if error.code == "out-of-memory" and not refuse:
+            least = planner.planned(planner.smallest())
+            return _Sized(run=least.run, execution=why, memory={**least.record, "refusal": str(error)})
         if error.code != "wrong-part":  # a backend of the user's, of which no memory is known
             raise
         usual = max(DEFAULT_TOKEN_BUDGET, run.longest_unit)
@@ -337,24 +290,48 @@ def _with_sizes(
             execution=why,
             token_budget=f"there is no memory plan: {error}",
         )
-    return _Sized(run=found.run, execution=why, memory=found.record)
+    then = [plan.record for plan in itertools.islice(planner.smaller(found), REPLANS)]
+    return _Sized(run=found.run, execution=why, memory={**found.record, "why": FIRST, "then": then})
+
+
+def planner_of(run: Run, *, shape: ModelShape, place: Place) -> Planner[Run]:
+    """Return the planner of a run whose engine and execution mode are resolved. shape: of its model.
+
+    Raises:
+        ConfigError: nothing is known about the memory of its backend, which is the user's.
+    """
+    value = None
+    if run.critic is not None:
+        dtype = resolve_dtype(run.model.dtype, torch.device("cuda"))
+        value = planned_shape(run.critic.model(run.model), dtype=dtype, head="scalar")
+    return Planner(run, shape=shape, place=place, value_shape=value)
 
 
 def _kept_plan(run: RunConfig, place: Place, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan in the manifest of a run that goes on, if it is for such GPUs and all that is open now.
+    """The plan in the manifest of a run that goes on, if it is for such GPUs, or under train.plan_for_free
+    fits what is free on them, and is for all that is open now.
 
     Raises:
         ConfigError: the manifest holds another value than a setting can have.
     """
     memory = _axes_of(manifest).get("memory") or {}
-    same = isinstance(memory, Mapping) and memory.get("ranks") == place.ranks
-    if not same or memory.get("total_bytes") != place.total_bytes:
+    needed = memory.get("allocated_bytes") if isinstance(memory, Mapping) else None
+    if not isinstance(needed, int) or memory.get("ranks") != place.ranks:
+        return {}
+    free = run.train.plan_for_free and needed <= place.total_bytes
+    if not free and memory.get("total_bytes") != place.total_bytes:
         return {}
     settings = {path: memory["settings"].get(path) for path in open_settings(run)}
     if None in settings.values():
         return {}
     override(run, settings, origin="manifest.json, field axes")
-    return {**memory, "settings": settings, "line": printable(str(memory.get("line", "")))}
+    return {
+        "why": FIRST,
+        "then": [],
+        **memory,
+        "settings": settings,
+        "line": printable(str(memory.get("line", ""))),
+    }
 
 
 def resolve_execution(run: RunConfig, *, device: str, parameters: int, ranks: int) -> Choice[str]:
@@ -467,28 +444,6 @@ def _keeps_batch_invariance(run: RunConfig, *, attention: str, device: str, dtyp
         and (train.tp == 1 or not run.engine_has_own_memory)
         and run.model.lora is None
     )
-
-
-def _device(named: str, ranks: RankContext) -> str:
-    """What train.device means on this rank."""
-    if ranks.world_size > 1:
-        return str(ranks.device)
-    if named == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(named)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"wrong-format: train.device = {named!r} is not a device; set auto, cpu, cuda or cuda:N"
-        ) from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(
-            f"missing-device: train.device = {named!r}, but torch {torch.__version__} sees {count} CUDA "
-            "devices; set train.device = 'cpu', or install a CUDA build of torch and a driver (`lockstep "
-            "doctor` shows the detected devices)"
-        )
-    return named
 
 
 # train.execution = "auto": whether compiling pays for itself within a run.

@@ -49,7 +49,8 @@ from lockstep.engine.remote.server import (
 )
 from lockstep.errors import EngineError, TrainError, from_another_process
 from lockstep.loop.distributed import resume_command
-from lockstep.loop.resolve import Resolved, layout_here
+from lockstep.loop.machine import layout_here
+from lockstep.loop.resolve import Resolved
 from lockstep.observe.files import write_atomic
 from lockstep.observe.text import printable_lines
 from lockstep.processes.programs import ROLE_SERVER, python

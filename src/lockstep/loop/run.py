@@ -38,7 +38,7 @@ from lockstep.loop.distributed import (
 )
 from lockstep.loop.gap_check import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
-from lockstep.loop.metrics import CompileMeter
+from lockstep.loop.metrics import CompileMeter, memory_of_ranks
 from lockstep.loop.policy import Policy
 from lockstep.loop.remote_roles import RemoteCritic
 from lockstep.loop.resolve import Resolved
@@ -50,7 +50,8 @@ from lockstep.loop.saving import Saving
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display, RunLog
-from lockstep.observe.metrics import MetricsLog, Spans, memory_metrics
+from lockstep.observe.memory_plans import OutOfMemory
+from lockstep.observe.metrics import MetricsLog, Spans
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import EVALUATIONS
 from lockstep.protocols import Algorithm, Saved, ValueAlgorithm
@@ -246,6 +247,8 @@ class Run:
         self.stop_deferring()
         if error is not None and self._log is not None:
             self._log.error(error)
+        if error is not None and self._resolved is not None:
+            self._saving.note_out_of_memory(error, self._resolved.memory, step=self._steps_logged)
         with contextlib.ExitStack() as last:
             # They run in reverse: the folder's lock goes after the last write into it, and the handlers of
             # signals last, as SIGTERM's default would end the process in the middle.
@@ -269,9 +272,9 @@ class Run:
             raise Interrupted(summary) from error
 
     def _leaves_something(self, error: BaseException | None) -> bool:
-        """Whether the run's folder holds steps, evaluations, or a log that the error names."""
-        names_log = any(f"{path}/" in str(error) for path in (self.dir.path, self.dir.path.resolve()))
-        return self._begun or names_log or not isinstance(error, LockstepError)
+        """Whether the folder holds steps, evaluations, a smaller plan, or a log that the error names."""
+        named = any(f"{path}/" in str(error) for path in (self.dir.path, self.dir.path.resolve()))
+        return self._begun or named or not isinstance(error, LockstepError) or bool(OutOfMemory.of(error))
 
     def _summarize_failure(self, error: BaseException) -> dict[str, Any]:
         if not isinstance(error, KeyboardInterrupt) and not self._interrupt.at_once:
@@ -307,8 +310,8 @@ class Run:
         if resolved.device.startswith("cuda"):
             # Else a span would end when its kernels are launched, and the next one would get their time.
             self.spans.synchronize = partial(torch.cuda.synchronize, resolved.device)
-        same: dict[str, Any] = {"data": data, "fingerprint": fingerprint, "resumed": self._resumed}
-        self._manifest.describe(resolved, model=model, **same)
+        done = int(self._saving.state.values.get("step", 0)) if self._resumed else None
+        self._manifest.describe(resolved, model=model, data=data, fingerprint=fingerprint, done=done)
 
     def follow_rows(self, items: LazyItems[Any]) -> None:
         """Keep in the run's folder which rows of its data are left out; see RowLog."""
@@ -488,7 +491,8 @@ class Run:
         tokens = values.get("rollout/tokens", values.get("input/tokens", 0.0))
         self._saving.state.values["trained_tokens"] += int(values.get("input/trained_tokens", 0.0))
         speed = {"throughput/tokens_per_second": tokens / seconds if seconds else 0.0}
-        values = {**values, **times, **speed, **self._memory()}
+        device = "cpu" if self._resolved is None else self._resolved.device
+        values = {**values, **times, **speed, **memory_of_ranks(device, self.ranks)}
         self._write(step, values | hashed)
         self._steps_logged = step + 1
         self.display.step(step, values, seconds=seconds)
@@ -526,12 +530,6 @@ class Run:
             return {}
         self._saving.state.values["gap_checked"] = True
         return {"logprob_gap_first_step_ok": float(complaint is None)}
-
-    def _memory(self) -> dict[str, float]:
-        """The largest use of all ranks: that rank would run out first."""
-        own = memory_metrics("cpu" if self._resolved is None else self._resolved.device)
-        everyone = self.ranks.gather(own, dict[str, float], what="the step's metrics")
-        return {name: max(values.get(name, 0.0) for values in everyone) for name in own}
 
     def save(self, done: int, *, wait: bool = False) -> Path:
         """Save a checkpoint of the state after `done` steps; see Saving.save."""

@@ -15,6 +15,7 @@ from lockstep.loop.checkpoint_files import algorithm_notes
 from lockstep.loop.distributed import manifest, mesh_coordinates, resume_flags
 from lockstep.loop.resolve import Resolved
 from lockstep.models.load import LoadedModel
+from lockstep.observe.memory_plans import by_step
 from lockstep.observe.run_dir import RunDir
 from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, check_against_ledger, rollout_gaps
 from lockstep.observe.text import printable
@@ -40,9 +41,13 @@ class RunManifest:
         model: LoadedModel,
         data: Mapping[str, Any],
         fingerprint: str | None,
-        resumed: bool,
+        done: int | None,
     ) -> None:
-        """Write what "auto" became, and show it: see Run.describe. Raises DataError."""
+        """Write what "auto" became, and show it: see Run.describe. Raises DataError.
+
+        Args:
+            done: steps after which the run is resumed; None: it begins.
+        """
         axes = resolved.axes
         same = axes | {
             "device": resolved.device.partition(":")[0],
@@ -50,7 +55,7 @@ class RunManifest:
         }
         self.ranks.require_same(same, what="what they found")
         with self.ranks.fail_together("comparing the run with what it was"):
-            if resumed and self.ranks.is_first:
+            if done is not None and self.ranks.is_first:
                 self._compare_manifest(fingerprint)
         self.dir.update_manifest(
             {
@@ -63,6 +68,7 @@ class RunManifest:
                 FLAGS: resume_flags(self.ranks),
                 "algorithm": self._algorithm(),
             }
+            | self._plans(resolved, done)
         )
         engine = f", engine {resolved.engine}" if resolved.engine else ""
         train = resolved.run.train
@@ -87,6 +93,13 @@ class RunManifest:
         left_out = {name: count for name, count in data.items() if count}
         if left_out:
             self.say("data: " + ", ".join(f"{count} {name}" for name, count in left_out.items()))
+
+    def _plans(self, resolved: Resolved[Any], done: int | None) -> dict[str, Any]:
+        """The memory plans by step, if the run has one."""
+        if not resolved.memory:
+            return {}
+        before = [] if done is None else self.dir.read_manifest().get("plans", [])
+        return {"plans": by_step(before, resolved.memory, done or 0)}
 
     def _compare_manifest(self, fingerprint: str | None) -> None:
         then = self.dir.read_manifest()

@@ -16,6 +16,7 @@ from lockstep.loop.peer_checkpoint import PeerCheckpoints
 from lockstep.loop.row_log import RowLog
 from lockstep.loop.run_manifest import RunManifest
 from lockstep.loop.run_recorders import RunRecorders
+from lockstep.observe.memory_plans import OutOfMemory
 from lockstep.observe.metrics import MetricsLog, Spans
 from lockstep.observe.text import printable
 from lockstep.protocols import Saved
@@ -23,6 +24,7 @@ from lockstep.ranks.environment import Recovery
 from lockstep.ranks.guard import failed_together
 from lockstep.ranks.node_folders import NodeFolders
 from lockstep.train.state.rng import generators_at
+from lockstep.transfer.buckets import ran_out_of_memory
 
 
 class RunState:
@@ -249,6 +251,18 @@ class Saving:
             if error is None:
                 raise
             self._say(f"then: {printable(str(second))}")
+
+    def note_out_of_memory(self, error: BaseException, plan: Mapping[str, Any], *, step: int) -> None:
+        """Note on the error that ends the run that it can go on with a smaller memory plan: if it has run out
+        of memory, there is such a plan, and there is something to go on from.
+
+        Args:
+            plan: the memory plan, as in the manifest.
+            step: that the run was in.
+        """
+        begins = step == 0 or self.copies is not None or bool(self.checkpoints.steps())
+        if plan.get("then") and begins and ran_out_of_memory(error):
+            OutOfMemory(step=step, run_dir=str(self._dir.path)).note(error)
 
     def finish_after(self, error: BaseException) -> None:
         """Let a save in the background end, where the ranks fail together."""

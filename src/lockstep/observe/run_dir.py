@@ -282,6 +282,7 @@ class RunDir:
             CheckpointError: it is missing or damaged.
         """
         kinds = {"spread": dict, "resumed": list, "contract": (dict, type(None)), "axes": dict}
+        kinds["plans"] = list
         try:
             value = read_json(self.manifest, CheckpointError, root=self.path)
             if not isinstance(value, dict):

@@ -38,6 +38,7 @@ from lockstep.common_errors import wrong_variable
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe import flight
 from lockstep.observe.files import file_errors
+from lockstep.observe.memory_plans import OutOfMemory
 from lockstep.observe.text import echo
 from lockstep.processes.supervisor import name_process
 from lockstep.ranks import process_group
@@ -289,11 +290,12 @@ class RankContext:
     ) -> None:
         if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
             self.post_error(error)
+            self._note_out_of_memory(error)
         self.close(failed=error is not None)
 
     def post_error(self, error: BaseException) -> None:
         """Post the error that ends this rank to the store."""
-        text = "".join(traceback.format_exception(error))
+        text, noted = "".join(traceback.format_exception(error)), OutOfMemory.of(error)
         value = {
             "time": time.time(),
             "type": type(error).__name__,
@@ -301,12 +303,23 @@ class RankContext:
             "text": text[-20_000:],
             "peer": is_peer_failure(error),
             "outside": getattr(error, "from_outside", False),
+            "out_of_memory": None if noted is None else noted.step,
             "printed": isinstance(error, LockstepError) and not reported_by_launcher(error),
         }
         try:
             self.store.set(ERROR_KEY.format(rank=self.rank), json.dumps(value))
         except RuntimeError as gone:  # the store's host has died; the log still has it
             echo(f"rank {self.rank}: the store is gone ({gone}); the error was:\n{text}", file=sys.stderr)
+
+    def _note_out_of_memory(self, error: BaseException) -> None:
+        """Note on an error of this rank that it follows from another's, after which the run goes on."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            for key in (ERROR_KEY.format(rank=rank) for rank in range(self.world_size)):
+                step = (
+                    json.loads(self.store.get(key)).get("out_of_memory") if self.store.check([key]) else None
+                )
+                if step is not None and OutOfMemory.of(error) is None:
+                    OutOfMemory(step=step, run_dir="").note(error)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process groups. After a failure this waits for no rank: the process is about to end (see
@@ -326,7 +339,8 @@ def _leave_after(hook: Callable[..., object]) -> Callable[..., object]:
         return hook
 
     def show_and_leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        hook(kind, error, trace)
+        if not _run_goes_on(error):
+            hook(kind, error, trace)
         leave(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
     vars(show_and_leave)["leaves"] = True
@@ -342,8 +356,14 @@ def is_peer_failure(error: BaseException) -> bool:
 
 def reported_by_launcher(error: BaseException) -> bool:
     """Return whether the launcher reports this error instead of the command: another rank has gone, and
-    `lockstep.ranks.launch`, which saw how, names it."""
-    return LAUNCHER_PID in os.environ and is_peer_failure(error)
+    `lockstep.ranks.launch`, which saw how, names it; or the run goes on with a smaller memory plan."""
+    return _run_goes_on(error) or (LAUNCHER_PID in os.environ and is_peer_failure(error))
+
+
+def _run_goes_on(error: BaseException) -> bool:
+    """Return whether the launcher goes on with a smaller memory plan after this error."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"  # one process does that itself
+    return LAUNCHER_PID in os.environ and several and OutOfMemory.of(error) is not None
 
 
 def _by_rank(values: list[str | None]) -> str:

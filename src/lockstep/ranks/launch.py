@@ -11,7 +11,6 @@ secret of the run (lockstep.ranks.process_group). Torch is loaded only when some
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import functools
 import json
@@ -21,10 +20,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from lockstep.common_errors import cannot_write
 from lockstep.errors import ConfigError, DataError
@@ -34,6 +33,7 @@ from lockstep.processes.child import AT_ONCE, Child, describe_status, end
 from lockstep.processes.programs import COMMAND, python
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET, in_launcher, threads_per_rank
 from lockstep.ranks.hang import OUT_OF_STEP, HangReport, examine
+from lockstep.ranks.shown import Shown
 from lockstep.ranks.warm_spares import WarmSpares
 from lockstep.ranks.watchdog import Counts, Signs, Watchdog, name_recording, signs
 
@@ -42,8 +42,9 @@ ENDED_KEY = "lockstep/ended/{rank}"
 POSITION_KEY = "lockstep/position/{rank}"
 """Store: what a rank is about to do, JSON (lockstep.ranks.guard.Position)."""
 ERROR_KEY = "lockstep/error/{rank}"
-"""Store: {"time": unix seconds, "type", "text", "peer": bool, "printed": bool} of the error that ends a rank.
-peer: it has only lost another rank. printed: the command prints it itself."""
+"""Store: {"time": unix seconds, "type", "text", "peer": bool, "printed": bool, "out_of_memory": int | None}
+of the error that ends a rank. peer: it has only lost another rank. printed: the command prints it itself.
+out_of_memory: the step in which memory ran out, if the run has a smaller memory plan."""
 
 INTERRUPTED, TIMED_OUT = 130, 124
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -214,12 +215,17 @@ class Launch:
         self.store = hidden_store(tcp, self._secret)
         self._children: list[Child] = []
         """By rank."""
-        self.shown: list[_Shown] = []
+        self.shown: list[Shown] = []
         self.ended: dict[int, int] = {}
         self.stopped: set[int] = set()
         self._closed = False
         self.restarts = False
         """Whether a death from outside is reported by `death`, so that the caller restarts the ranks."""
+        self.smaller_plan: Callable[[int], str | None] | None = None
+        """Called with the step in which the ranks ran out of memory: prepares the run for a smaller memory
+        plan, and returns a line that says so, for `death`; None: there is none."""
+        self.replanned = False
+        """Whether `death` is such a line."""
         self.death: str | None = None
         """A line about such a death; None: the ranks ended otherwise."""
         self.died = 0.0
@@ -286,7 +292,7 @@ class Launch:
 
     def show(self, out: Path, err: Path, *, every: float | None = _SHOW_SECONDS) -> None:
         """Show what is written to these files from now on, looking `every` so many seconds, or when woken."""
-        self.shown = [_Shown(out, sys.stdout, every), _Shown(err, sys.stderr, every)]
+        self.shown = [Shown(out, sys.stdout, every), Shown(err, sys.stderr, every)]
 
     def ended_now(self) -> dict[int, int]:
         """The status of each rank that has ended, those already in `ended` left out or not."""
@@ -337,14 +343,25 @@ class Launch:
     def _end_after_failure(self) -> int:
         """End the others; the status of the rank that failed first."""
         self.died, restarts = time.time(), self.restarts and self.passed_on is None
-        if restarts and min(self.ended.values()) < 0:
+        failed = None if self.passed_on is not None else self._out_of_memory()
+        if failed is not None or (restarts and min(self.ended.values()) < 0):
             self.send_signal(AT_ONCE)  # the cause is known, and they would wait for the dead one
         else:
             self._examine()  # while the others are where they are
             self._grace(_GRACE_SECONDS)
         self._stop()
-        self.death = self._death() if restarts else None
+        if failed is not None and self.smaller_plan is not None:
+            self.death = self.smaller_plan(failed)
+            self.replanned = self.death is not None
+        elif restarts:
+            self.death = self._death()
         return self.explain_failure() if self.death is None else self.ends()[0].shell_status
+
+    def _out_of_memory(self) -> int | None:
+        """Return the step in which a rank ran out of memory, if one has posted that. It may not have ended
+        yet: others end as soon as it leaves them."""
+        steps = [(end.error or {}).get("out_of_memory") for end in self.ends()]
+        return next((step for step in steps if isinstance(step, int)), None)
 
     def _death(self) -> str | None:
         """Return what ended the ranks; None: an error of their own, which would happen again."""
@@ -532,41 +549,6 @@ def _message(end: RankEnd) -> str | None:
     a bad setting; None: it posted none."""
     lines = str((end.error or {}).get("text", "")).splitlines()
     return lines[-1] if lines else None
-
-
-class _Shown:
-    """A thread that copies what is written to a file to a stream of ours, until `finish`. It looks every so
-    many seconds, or if that is None, when it is woken."""
-
-    def __init__(self, path: Path, stream: TextIO, every: float | None) -> None:
-        self._path, self._stream, self._every = path, stream, every
-        self._finished, self._woken = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._copy, name=f"shows {path.name}", daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Show what has been written."""
-        self._woken.set()
-
-    def finish(self) -> None:
-        """Show the rest of the file, as far as somebody reads the stream."""
-        self._finished.set()
-        self._woken.set()
-        self._thread.join(_CLOSE_SECONDS)
-
-    def _copy(self) -> None:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # Ours may be closed or have few characters; the file has everything.
-        with contextlib.suppress(OSError, ValueError), self._path.open("rb") as file:
-            while True:
-                last = self._finished.is_set()
-                while chunk := file.read(1 << 16):
-                    self._stream.write(decoder.decode(chunk))
-                    self._stream.flush()
-                if last:
-                    return
-                self._woken.wait(self._every)
-                self._woken.clear()
 
 
 class LaunchInterrupted(KeyboardInterrupt):

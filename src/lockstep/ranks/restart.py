@@ -1,4 +1,5 @@
-"""Restart all ranks after one has died; they continue from copies of their state in host memory.
+"""Restart all ranks after one has died, from copies of their state in host memory; and after one has run out
+of memory although the run's memory plan fits, with a smaller plan.
 
     rules = RestartRules(copy_dir=Path("/dev/shm"), max_restarts=3, run_dir=Path("runs/a")) status =
     launch_with_restarts(lambda logs: Launch(command, ranks=2, log_dir=logs), rules, log_dir=Path("logs"))
@@ -6,11 +7,13 @@
 The processes are replaced and only the state survives: a death leaves the CUDA contexts, NCCL communicators
 and compiled graphs of the other ranks in an unknown state, so nothing is rebuilt inside them. Each start has
 its own store and secret. Ranks are restarted after a death from outside: a signal, a hang, a lost node. An
-error that a rank raises itself would happen again, so it ends the run.
+error that a rank raises itself would happen again, so it ends the run, unless it is out of memory and the
+run's manifest has a smaller plan (lockstep.observe.memory_plans).
 """
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 import time
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import LockstepError
+from lockstep.observe.memory_plans import take_smaller
 from lockstep.observe.run_history import way_on
 from lockstep.observe.text import echo
 from lockstep.processes.programs import COMMAND, python
@@ -32,9 +36,10 @@ from lockstep.ranks.warm_spares import WarmSpares
 class RestartRules:
     """What a launch may do about a death."""
 
-    copy_dir: Path
-    """Parent of the folder for the copies."""
+    copy_dir: Path | None
+    """Parent of the folder for the copies; None: there are none, and a death from outside ends the run."""
     max_restarts: int
+    """After deaths from outside."""
     run_dir: Path
     """The run's folder, which need not exist yet."""
     each_node: bool = False
@@ -64,7 +69,8 @@ def restart_ranks(
 
 
 def launch_with_restarts(make: Callable[[Path], Launch], rules: RestartRules, *, log_dir: Path) -> int:
-    """Launch ranks, and relaunch them after a death, up to `max_restarts` times.
+    """Launch ranks, and relaunch them after a death, up to `max_restarts` times, and after they ran out of
+    memory, as often as the run has a smaller plan.
 
     Args:
         make: makes a launch of all ranks, given the folder for its logs.
@@ -78,7 +84,7 @@ def launch_with_restarts(make: Callable[[Path], Launch], rules: RestartRules, *,
     """
     with signals_raised():
         try:
-            if rules.each_node:
+            if rules.copy_dir is None or rules.each_node:
                 return _generations(make, rules, None, log_dir)
             try:
                 with copy_folder(rules.copy_dir) as copies, WarmSpares(copies) as spares:
@@ -94,6 +100,7 @@ def _generations(
 ) -> int:
     copies = None if spares is None else spares.folder
     recovery: Recovery | None = None
+    deaths = 0
     config = rules.run_dir / "config.toml"
     before = _version(config) if rules.restart else None
     while True:
@@ -101,9 +108,13 @@ def _generations(
         logs = log_dir if recovery is None else log_dir.with_name(f"{log_dir.name}-restart-{number}")
         logs.mkdir(parents=True, exist_ok=True)
         launch = make(logs)
-        launch.restarts, launch.spares = True, spares
-        launch.refills = rules.warm_spares and number < rules.max_restarts
-        launch.extra = {COPY_PLACE: str(rules.copy_dir)} if copies is None else {COPIES: str(copies)}
+        launch.restarts, launch.spares = rules.copy_dir is not None, spares
+        launch.refills = rules.warm_spares and deaths < rules.max_restarts
+        launch.smaller_plan = functools.partial(_take_smaller, rules, copies, launch.ranks)
+        if copies is not None:
+            launch.extra = {COPIES: str(copies)}
+        elif rules.copy_dir is not None:
+            launch.extra = {COPY_PLACE: str(rules.copy_dir)}
         if recovery is not None:
             recovery.mark("begin again")
             launch.extra |= recovery.environment()
@@ -115,22 +126,35 @@ def _generations(
             raise
         if launch.death is None:
             return status
-        if number == rules.max_restarts:
+        if deaths == rules.max_restarts and not launch.replanned:
             launch.explain_failure()
-            echo(f"lockstep: cluster.max_restarts = {number}: the ranks are not restarted", file=sys.stderr)
+            echo(f"lockstep: cluster.max_restarts = {deaths}: the ranks are not restarted", file=sys.stderr)
             return status
+        deaths += not launch.replanned
         began = _version(config) not in (None, before)
         recovery = Recovery(
             number=number + 1,
-            most=rules.max_restarts,
+            most=rules.max_restarts * (rules.copy_dir is not None) + number + 1 - deaths,
             run_dir=str(rules.run_dir) if began else None,
             died=launch.died,
         )
         recovery.phases["end the others"] = time.time() - launch.died
+        if launch.replanned:
+            echo(f"lockstep: {launch.death}", file=sys.stderr)
+            continue
         steps = [] if copies is None else committed_steps(copies, launch.ranks)
         source = f"restarted from host memory at step {steps[-1]}" if steps else "started again"
         again = f"restart {recovery.number} of {recovery.most}"
         echo(f"lockstep: {launch.death}; the run is {source} ({again})", file=sys.stderr)
+
+
+def _take_smaller(rules: RestartRules, copies: Path | None, ranks: int, failed: int) -> str | None:
+    """Prepare the run for a smaller memory plan, see lockstep.observe.memory_plans."""
+    steps = [] if copies is None else committed_steps(copies, ranks)
+    copy = f"step {steps[-1]}" if steps else None
+    if rules.each_node and rules.copy_dir is not None:
+        copy = "the newest step that the nodes have in memory"
+    return take_smaller(rules.run_dir, failed=failed, copy=copy)
 
 
 def _version(file: Path) -> tuple[int, int] | None:

@@ -16,7 +16,8 @@ from lockstep.config.run import RunConfig
 from lockstep.config.support import lookup
 from lockstep.config.train import Execution, Layout, TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.loop.resolve import Resolved, find_machine, resolve
+from lockstep.loop.machine import find_machine
+from lockstep.loop.resolve import Resolved, resolve
 from lockstep.models.memory import planned_shape
 from lockstep.recording.reader import recorded_axes
 from lockstep.schema.recording import RecordingHeader
