@@ -43,7 +43,6 @@ DISAGREE: dict[str, dict[str, str]] = {
         "14b grpo 8x80": "settings: large micro-batches and checkpointing, as 3b grpo 8x24",
         "32b grpo 16x80": "settings: likewise",
         "32b grpo 8x80 tp2": "settings: likewise",
-        "72b grpo 64x141 tp4": "fits: the engine's weights are whole on each rank of a tensor parallel group",
     },
     "b": {
         "8b grpo 1x80": "peak: as for author A",
@@ -52,7 +51,6 @@ DISAGREE: dict[str, dict[str, str]] = {
         "8b lora grpo 1x24": "peak: 20.7 for 20, micro-batches of 4,096 tokens",
         "14b grpo 8x80": "settings: as for author A",
         "32b grpo 8x80 tp2": "settings: as for author A",
-        "72b grpo 64x141 tp4": "fits: as for author A",
     },
 }
 """Where the planner chooses something else than an author accepts, and why. The test fails too when a
