@@ -254,3 +254,17 @@ def test_a_worker_that_does_not_end_is_named(monkeypatch):
         found.batch(1, 64, 0)
     release.set()
     found.close()
+
+
+def test_a_batch_of_another_order_is_the_same_after_a_resume():
+    """As dynamic sampling asks for more prompts: the first batch of an order of its own."""
+    first = items()
+    for step in range(20):
+        first.batch(step, 40, 5)
+    known = {
+        int(n): "dropped_overlong" for n in np.flatnonzero(first._states > lazy.LAST_KEPT) if n in DROPPED
+    }
+    resumed = items()
+    resumed.trust(known, steps=20)
+    resumed.batch(20, 40, 5), first.batch(20, 40, 5)
+    assert resumed.batch(0, 40, 77) == first.batch(0, 40, 77) == expected(3000, 40, 77, 1)[0]

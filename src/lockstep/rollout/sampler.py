@@ -472,8 +472,16 @@ def _round_tasks(
     if key.sampling_round == 0:
         return list(environment.tasks(key.step, n, key.run_seed))
     order = sample_seed(key.run_seed, key.step, _ROUND_PROMPTS, key.sampling_round)
-    batch = environment.tasks(key.step, n, order)
+    # The first batch of an order of its own needs none before it, so it is the same after a resume, and costs
+    # the same in every step. Rows that are not shuffled have one order only.
+    batch = environment.tasks(key.step if _keeps_order(environment) else 0, n, order)
     return sorted(batch, key=lambda prompt: prompt.token_ids in tried)
+
+
+def _keeps_order(environment: Environment) -> bool:
+    """Whether the tasks are rows that are not shuffled."""
+    prompts = environment.prompts if isinstance(environment, SingleTurn) else None
+    return isinstance(prompts, FixedPrompts) and not prompts.items.config.shuffle
 
 
 def _reads_rows(environment: Environment) -> bool:
