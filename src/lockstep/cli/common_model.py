@@ -224,10 +224,14 @@ def default_ranks(run: RunConfig, *, resume: Path | None = None) -> int:
         resume: a run's folder: it goes on with as many ranks as it had, if there are so many GPUs.
     """
     train = run.train
-    alone = train.backend in backends() and not backends()[train.backend].spans_ranks
-    if alone or train.device not in ("auto", "cuda") or run.cluster is not None:
+    spans = train.backend == "auto" or (train.backend in backends() and backends()[train.backend].spans_ranks)
+    if not spans or train.device not in ("auto", "cuda") or run.cluster is not None:
         return 1
     gpus = visible_gpus()
+    if gpus > 1:
+        import torch  # the settings are checked by now
+
+        gpus = min(gpus, torch.cuda.device_count())
     if resume is not None:
         gpus = min(gpus, recorded_ranks(resume))
     together = train.tp * train.ring

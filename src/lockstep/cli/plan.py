@@ -97,6 +97,9 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.models.memory import GIB, available_bytes, planned_shape
 
     check_heads(run)
+    if general["memory_gib"] is not None and general["gpu"] is not None and run.model.dtype == "auto":
+        echo("model.dtype auto -> bfloat16, on the GPU that is planned for")
+        run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": "bfloat16"})})
     device = torch.device(_device(run, general, cuda=torch.cuda.is_available()))
     if (placed := _placed(run, ranks, gpus=device.type == "cuda")) is not None:
         echo("\n".join(placed.draw(run.roles)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import field_validator
+from pydantic import ValidationError, field_validator
 
 from lockstep.config.base import Config, FilePath, Name, PositiveInt, Seed, check
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends
 from lockstep.config.model import ModelConfig
+from lockstep.config.problems import explain, refusal
 from lockstep.config.record import RecordConfig, record_refusal
 from lockstep.config.rollout import RewardConfig, SamplingConfig
 from lockstep.config.rules import refuse
@@ -299,8 +300,12 @@ def on_ranks(run: Run, ranks: int) -> Run:
         raise ConfigError(f"out-of-range: --ranks {ranks} is not between 1 and {MAX_RANKS}")
     if run.train.backend == "auto":
         backend = "local" if ranks == run.train.tp * run.train.ring == 1 else "fsdp2"
-        train = type(run.train).model_validate(dict(run.train) | {"backend": backend})
-        run = type(run).model_validate(dict(run) | {"train": train})
+        try:
+            train = type(run.train).model_validate(dict(run.train) | {"backend": backend})
+            run = type(run).model_validate(dict(run) | {"train": train})
+        except ValidationError as error:
+            many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+            raise refusal(f"train.backend = 'auto' with {many}: ", explain(error, type(run))) from error
     _check_ranks(run, ranks)
     return run
 

@@ -214,6 +214,12 @@ def _auto_settings(run: RunConfig) -> list[str]:
     return [name for name in names if setting(run, name) == "auto"]
 
 
+def rests_on(run: RunConfig) -> dict[str, Any]:
+    """What a plan is for, of what may change when a run is resumed."""
+    names = ("backend", "tp", "ring", "zero_stage", "parameter_device")
+    return {name: getattr(run.train, name) for name in names}
+
+
 def setting(run: RunConfig, path: str) -> Any:
     """The value of a dotted path."""
     value: Any = run
@@ -330,6 +336,7 @@ class Planned(Generic[Run]):
             "allocated_bytes": self.plan.allocated_bytes,
             "total_bytes": self.place.total_bytes,
             "ranks": self.place.ranks,
+            "rests_on": rests_on(self.run),
         }
 
     @property
@@ -394,6 +401,7 @@ class Planner(Generic[Run]):
         self._peaks: dict[tuple[Any, ...], MemoryPlan] = {}
         self._times: dict[tuple[Any, ...], float] = {}
         choices = _choices(run, place)
+        self._frugal = {path: values[-1] for path, values in choices.items()}
         every = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
         timed = [(self._seconds(settings), index, settings) for index, settings in enumerate(every)]
         self.ordered = [(seconds, settings) for seconds, _, settings in sorted(timed, key=lambda t: t[:2])]
@@ -436,6 +444,8 @@ class Planner(Generic[Run]):
         Args:
             after: plans that ran out of memory all the same: the one to return needs less than each of them.
         """
+        if self.smallest().plan.peak_bytes > self.place.usable_bytes:
+            return None
         failed = [self.plan(settings) for settings in after]
         for candidate in self.candidates():
             peak = candidate.plan.peak_bytes
@@ -444,8 +454,10 @@ class Planner(Generic[Run]):
         return None
 
     def smallest(self) -> Candidate:
-        """The plan that needs least memory."""
-        return min(self.candidates(), key=lambda candidate: candidate.plan.peak_bytes)
+        """The plan that needs least memory: with every saving, since none of them costs memory."""
+        return Candidate(
+            settings=self._frugal, seconds=self._seconds(self._frugal), plan=self.plan(self._frugal)
+        )
 
     def choose(self) -> Planned[Run]:
         """Return the plan to train with.

@@ -25,7 +25,15 @@ from lockstep.config.support import (
 from lockstep.config.train import DEFAULT_TOKEN_BUDGET, Layout, token_slots
 from lockstep.errors import ConfigError
 from lockstep.loop.machine import Machine, check_free
-from lockstep.loop.planner import Place, Planner, open_settings, with_settings, without_plan
+from lockstep.loop.planner import (
+    Place,
+    Planner,
+    open_settings,
+    rests_on,
+    setting,
+    with_settings,
+    without_plan,
+)
 from lockstep.loop.preflight import own_support
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import ModelShape, planned_shape
@@ -256,9 +264,9 @@ def _with_sizes(
     device, ranks = torch.device(machine.device), machine.ranks
     if device.type != "cuda":
         run = _with_train(run, execution="eager") if run.train.execution == "auto" else run
-        usual = max(DEFAULT_TOKEN_BUDGET, run.longest_unit)
         if run.train.token_budget != "auto":
             return _Sized(run=without_plan(run))
+        usual = max(DEFAULT_TOKEN_BUDGET, run.longest_unit)
         why = "" if usual == DEFAULT_TOKEN_BUDGET else "the longest document"
         return _Sized(run=without_plan(_with_train(run, token_budget=usual)), token_budget=why)
     if run.train.execution != "auto" and not (machine.total_bytes and open_settings(run)):
@@ -321,8 +329,10 @@ def _kept_plan(run: RunConfig, place: Place, manifest: Mapping[str, Any]) -> dic
     free = run.train.plan_for_free and needed <= place.total_bytes
     if not free and memory.get("total_bytes") != place.total_bytes:
         return {}
-    settings = {path: memory["settings"].get(path) for path in open_settings(run)}
-    if None in settings.values():
+    planned, still_open = memory.get("settings", {}), open_settings(run)
+    settings = {path: planned.get(path) for path in still_open}
+    changed = any(setting(run, path) != value for path, value in planned.items() if path not in still_open)
+    if None in settings.values() or changed or memory.get("rests_on") != rests_on(run):
         return {}
     override(run, settings, origin="manifest.json, field axes")
     return {

@@ -418,6 +418,9 @@ def init_ranks(
             "Start each of them with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT; check their logs. "
             f"torch says: {error}"
         ) from error
+    store = _store()
+    # Ranks that connect again over the same store need other names for their calls.
+    turn = int(store.add(f"contexts/{rank}", 1))
     return RankContext(
         rank=rank,
         world_size=world_size,
@@ -425,7 +428,8 @@ def init_ranks(
         device=where,
         backend=backend,
         control=control,
-        store=_store(),
+        store=store,
+        calls=itertools.count(turn << 32),
         seconds=seconds,
         description=description,
     )

@@ -215,7 +215,9 @@ def check_cell(cell: Cell) -> Resolved[RunConfig]:
     model = check(settings, ModelConfig, origin="the model of the cell")
     run = RunConfig.model_construct(kind="replay", model=model, train=train)
     try:
-        return resolve(run, shape=partial(planned_shape, model), machine=find_machine(run), manifest={})
+        # Nothing is planned: a cell has every setting, and its inputs are what they are.
+        machine = dataclasses.replace(find_machine(run), total_bytes=0)
+        return resolve(run, shape=partial(planned_shape, model), machine=machine, manifest={})
     except ConfigError as error:
         raise error.with_message(
             f"{error}. Replay sets these with --attention, --compile, --packing, --device, --dtype and "
@@ -226,6 +228,7 @@ def check_cell(cell: Cell) -> Resolved[RunConfig]:
 def train_config(cell: Cell, *, static_capacity: bool, token_budget: int = 4096) -> TrainConfig:
     """The train settings of a backend that runs the cell. Raises ConfigError."""
     settings = {
+        "backend": "local",
         "attention": cell.attention,
         "execution": cell.execution,
         "layout": cell.layout,
