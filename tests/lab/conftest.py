@@ -124,7 +124,7 @@ def record_steps(
             "device": "cpu",
             "dtype": dtype,
             "static_capacity": bucket is not None,
-            "activation_checkpointing": train.activation_checkpointing,
+            "activation_checkpointing": train.activation_checkpointing is True,
             "batch_invariant": bool(train.batch_invariant),
         },
         contract=None if backend.contract is None else backend.contract.as_json(),
