@@ -274,7 +274,7 @@ SETTINGS = ["train", "grpo", "--model.name", "shape:tiny-llama", "--data.source"
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--ranks", "2"], "Set --train.backend fsdp2 or deepspeed"),
+        (["--ranks", "2", "--train.backend", "local"], "Set --train.backend fsdp2 or deepspeed"),
         (
             ["--ranks", "3", "--train.backend", "fsdp2", "--train.tp", "2"],
             "start a multiple of 2 (--ranks 2, 4",
@@ -296,7 +296,7 @@ SETTINGS = ["train", "grpo", "--model.name", "shape:tiny-llama", "--data.source"
 )
 def test_what_cannot_be_spread_is_refused_before_anything_starts(flags, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("start", "launch_ranks"):
+    for name in ("start", "restart_ranks"):
         monkeypatch.delattr(f"lockstep.cli.train.{name}")
     assert main([*SETTINGS, *flags]) == 2
     assert told in capsys.readouterr().err

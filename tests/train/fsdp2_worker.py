@@ -313,14 +313,13 @@ def check_weights_one_at_a_time() -> Any:
     for more in ({}, {"shape": "tiny-qwen3", "tp": 2}, {"lora": fsdp2_lora.LORA}):
         _, backend = pair(dtype="bfloat16", **more)
         update, shapes, given, alive = backend.weights(policy_version=1), {}, [], []
-        gather = backend._whole_weight
+        gathered = backend._gathered
 
-        def gather_and_look(name: str, gather: Any = gather, given: Any = given, alive: Any = alive) -> Any:
-            if ".lora_" not in name:
-                alive.append(sum(weight() is not None for weight in given))
-            return gather(name)
+        def look(*of: Any, gathered: Any = gathered, given: Any = given, alive: Any = alive) -> Any:
+            alive.append(sum(weight() is not None for weight in given))
+            return gathered(*of)
 
-        with mock.patch.object(backend, "_whole_weight", gather_and_look):
+        with mock.patch.object(backend, "_gathered", look):
             for name, weight in update.tensors():
                 shapes[name] = tuple(weight.shape)
                 given.append(weakref.ref(weight))

@@ -188,9 +188,9 @@ def resolve(
             with the engine that "auto" became, or the manifest holds a value that a setting cannot have.
         ModelError: as `shape`.
     """
-    if run.train.backend == "auto":
-        run = on_ranks(run, machine.ranks)
     given, device = run, torch.device(machine.device)
+    if run.train.backend == "auto":
+        run = given = on_ranks(run, machine.ranks)
     run = _as_started(run, manifest)
     run = run.with_auto_engine(native=bool(run.train.batch_invariant) or is_native(run.model.dtype, device))
     dtype = str(resolve_dtype(run.model.dtype, device)).removeprefix("torch.")

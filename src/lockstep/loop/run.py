@@ -133,7 +133,7 @@ class Run:
         ranks: RankContext | None = None,
         restart: bool = False,
     ) -> None:
-        self.ranks = ranks or RankContext.alone()
+        self.config, self.ranks = config, ranks or RankContext.alone()
         self.config = on_ranks(config, self.ranks.world_size)
         resume = None if resume is None else Path(resume)
         compare_settings(config, self.ranks, resume=resume)
