@@ -41,8 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WALKS = {
-    # Until load_model it cannot be followed: the script loses the value in the records of the memory plan.
-    "config": ("lockstep.cli.train:start:command", "lockstep.loop.resolve:resolve"),
+    "config": ("lockstep.cli.train:start:command", "lockstep.models.load:load_model"),
     "groups": ("lockstep.loops.rl:train:sampled", None),
 }
 """Name -> where the value starts, and the function that ends the walk when it is called."""

@@ -302,7 +302,8 @@ def on_ranks(run: Run, ranks: int) -> Run:
         backend = "local" if ranks == run.train.tp * run.train.ring == 1 else "fsdp2"
         try:
             train = type(run.train).model_validate(dict(run.train) | {"backend": backend})
-            run = type(run).model_validate(dict(run) | {"train": train})
+            run = run.model_copy(update={"train": train})
+            type(run).model_validate(dict(run))
         except ValidationError as error:
             many = f"{ranks} rank{'s' if ranks > 1 else ''}"
             raise refusal(f"train.backend = 'auto' with {many}: ", explain(error, type(run))) from error

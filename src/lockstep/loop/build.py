@@ -96,9 +96,9 @@ class Builder:
         manifest: Mapping[str, Any] | None = None,
         hooks: LoopHooks | None = None,
     ) -> None:
-        self.ranks, self.config, self.work_dir = ranks or RankContext.alone(), config, work_dir
-        if config.train.backend == "auto":  # not of a Run, which has resolved it
-            self.config = config = on_ranks(config, self.ranks.world_size)
+        ranks = ranks or RankContext.alone()
+        config = on_ranks(config, ranks.world_size)
+        self.ranks, self.config, self.work_dir = ranks, config, work_dir
         self.manifest = manifest or {}
         self.hooks = hooks or LoopHooks()
         self.hold_out = holds_out(config, self.manifest)

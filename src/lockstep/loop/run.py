@@ -133,8 +133,8 @@ class Run:
         ranks: RankContext | None = None,
         restart: bool = False,
     ) -> None:
-        self.config, self.ranks = config, ranks or RankContext.alone()
-        self.config = on_ranks(config, self.ranks.world_size)
+        ranks = ranks or RankContext.alone()
+        self.config, self.ranks = on_ranks(config, ranks.world_size), ranks
         resume = None if resume is None else Path(resume)
         compare_settings(config, self.ranks, resume=resume)
         mode = config.log.display if self.ranks.is_first else "off"
