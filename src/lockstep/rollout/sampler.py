@@ -262,13 +262,15 @@ class GroupSampler:
             share = partial(self._share, prompts, source, key, sampling=sampling, group_size=group_size)
             if not runs_on_ranks(self.engine):
                 return share()
-            if self.ranks.rank % self.engine.ranks:
-                self.engine.follow()
-                return Share()
             with self.engine.leading():
                 return share()
 
         call = own_share if self.around is None else partial(self.around, own_share)
+        if runs_on_ranks(self.engine) and self.ranks.rank % self.engine.ranks:
+            # Outside of gather_results: the engine's first rank waits for this one in a collective, so an
+            # error here must end this rank, and with it the others, instead of waiting to be gathered.
+            self.engine.follow()
+            call = Share
         if size == 1:
             shares = [call()]
         else:
