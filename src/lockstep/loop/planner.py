@@ -51,7 +51,7 @@ class Card:
 
 CARDS: Mapping[str, Card] = {
     "H100": Card(flops=989e12, memory=3.35e12, link=300e9, measured=True),
-    "H200": Card(flops=989e12, memory=4.8e12, link=300e9, measured=True),
+    "H200": Card(flops=989e12, memory=4.8e12, link=300e9),
     "B200": Card(flops=2250e12, memory=8.0e12, link=600e9),
     "A100": Card(flops=312e12, memory=2.0e12, link=200e9),
     "L40S": Card(flops=362e12, memory=0.86e12, link=20e9),
@@ -79,7 +79,8 @@ _EFFICIENCY = 0.45
 _RECOMPUTED = 1.3
 """Forward and backward with activation checkpointing, over those without."""
 _SATURATED = 600.0
-"""Token slots by which a micro-batch seems larger than it is."""
+"""Token slots whose time each micro-batch costs beside its own: launches, and padding up to a capacity. This
+and _HIDDEN were fitted to three plans of 8B on four H100s (benchmarks/README.md, "Several GPUs")."""
 _HIDDEN = 0.4
 """Share of the traffic of a micro-batch that computation hides."""
 _RELEASE_SECONDS = 0.2
