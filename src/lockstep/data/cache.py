@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from lockstep.errors import DataError
 from lockstep.observe.files import cache_root
+from lockstep.observe.lock import flock_within
 
 CACHE_VERSION = 1
 """Part of every name in the cache: another version reads none of the files of this one."""
@@ -53,19 +53,12 @@ def one_maker(name: str, source: Path) -> Iterator[None]:
 
 
 def _wait_for_lock(handle: int, source: Path) -> None:
-    end = time.monotonic() + MAKER_SECONDS
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise DataError(
-                    f"deadline: another process has been indexing or copying {source} into the cache "
-                    f"({cached('').parent}) for {MAKER_SECONDS:g} s; wait until it is done and start again, "
-                    "or end that process"
-                ) from None
-            time.sleep(0.1)
+    if not flock_within(MAKER_SECONDS, handle):
+        raise DataError(
+            f"deadline: another process has been indexing or copying {source} into the cache "
+            f"({cached('').parent}) for {MAKER_SECONDS:g} s; wait until it is done and start again, or end "
+            "that process"
+        )
 
 
 @contextlib.contextmanager

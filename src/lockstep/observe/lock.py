@@ -131,16 +131,23 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _flock(handle: int, path: Path) -> None:
-    end = time.monotonic() + _FLOCK_SECONDS
+    if not flock_within(_FLOCK_SECONDS, handle):
+        raise ConfigError(
+            f"locked: another process has held {path} for {_FLOCK_SECONDS:g} s; end that process"
+        )
+
+
+def flock_within(seconds: float, handle: int) -> bool:
+    """Wait at most so long for the lock of an open file; returns whether it is held now. Raises OSError: the
+    file system has no locks."""
+    end = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except BlockingIOError:
             if time.monotonic() > end:
-                raise ConfigError(
-                    f"locked: another process has held {path} for {_FLOCK_SECONDS:g} s; end that process"
-                ) from None
+                return False
             time.sleep(0.02)
 
 
