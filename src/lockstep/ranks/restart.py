@@ -109,7 +109,7 @@ def _generations(
         logs.mkdir(parents=True, exist_ok=True)
         launch = make(logs)
         launch.restarts, launch.spares = rules.copy_dir is not None, spares
-        launch.refills = rules.warm_spares and deaths < rules.max_restarts
+        launch.refills = rules.warm_spares and launch.restarts and deaths < rules.max_restarts
         launch.smaller_plan = functools.partial(_take_smaller, rules, copies, launch.ranks)
         if copies is not None:
             launch.extra = {COPIES: str(copies)}
