@@ -41,7 +41,7 @@ from lockstep.registry import load_object
 from lockstep.rollout import sandbox
 from lockstep.rollout.reward_functions import raised
 
-SHOWN_BYTES = 1 << 16
+SHOWN_BYTES = 1 << 12
 """What an instance prints is shown up to here."""
 PRINTED_BYTES = 8 << 20
 """An instance that prints more is ended."""
@@ -446,6 +446,9 @@ def main(
         os.set_inheritable(fd, False)
     requests = socket.socket(fileno=control)
     sys.path[:0] = [folder for folder in path if folder not in sys.path]
+    # For a tool that imports it in a call, whose seed it would miss; and each fork would import it.
+    import numpy.random  # noqa: F401
+
     job = child.receive(jobs)
     try:
         described, environment, kept = _start(target, chosen, namespaces)
