@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
+from hosting import hosted, processes, run
 from raising import raises
 
 from lockstep.environments.host import EnvironmentFailure, Instance, ToolHost, ToolResult
@@ -23,29 +24,6 @@ from lockstep.errors import ConfigError, DataError, EngineError
 
 COMMON = Path(__file__).parents[1] / "common"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-T = TypeVar("T")
-
-
-def run(coroutine: Coroutine[Any, Any, T], seconds: float = 120.0) -> T:
-    async def bounded() -> T:
-        async with asyncio.timeout(seconds):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
-
-@contextlib.contextmanager
-def hosted(target: str, folder: Path, **settings: Any) -> Iterator[ToolHost]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        host = ToolHost(target, **settings)
-    finally:
-        os.chdir(before)
-    try:
-        yield host
-    finally:
-        host.close()
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +31,6 @@ def host() -> Iterator[ToolHost]:
     with hosted("faulty_tools:Faulty", COMMON, max_live=16, tool_seconds=2.0, result_characters=100) as host:
         yield host
         assert processes(host) == []
-
-
-def processes(host: ToolHost) -> list[psutil.Process]:
-    """Below the zygote."""
-    (zygote,) = psutil.Process(host._process.pid).children()
-    return [p for p in zygote.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def gone(pids: list[int], seconds: float = 30.0) -> bool:
@@ -178,7 +150,7 @@ def test_a_constructor_or_reset_that_fails_names_its_row(host: ToolHost) -> None
     rows = [("rows.jsonl row 0", {"start": 1}), ("rows.jsonl row 1", {"fails": "raise"})]
     with raises(ConfigError, "wrong-part: rows.jsonl row 1, raised ValueError: this row"):
         run(host.check(rows))
-    with pytest.raises(EnvironmentFailure, match="row 2: .* exited with status 5") as caught:
+    with pytest.raises(EnvironmentFailure, match=r"row 2: .* exited with status 5") as caught:
         run(opened(host, {"fails": "exit"}, "row 2"))
     assert caught.value.kind == "died"
     with raises(DataError, "wrong-type: row 3.start"):
@@ -357,3 +329,132 @@ def test_nothing_outlives_the_trainer(number: signal.Signals) -> None:
     _, said = trainer.communicate(timeout=60)
     assert trainer.returncode == -number if number == signal.SIGKILL else "KeyboardInterrupt" in said
     assert gone([*pids, *tree])
+
+
+THREADS = """
+import threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+class E:
+    def act(self) -> str:
+        'Act.'
+"""
+CLASS = """
+class E:
+    {init}
+    {do}def act(self) -> str:
+        'Act.'
+    {more}
+"""
+
+
+@pytest.mark.parametrize(
+    "source, settings, message",
+    [
+        ("raise SystemExit(3)", {}, "wrong-part: importing its module raised SystemExit"),
+        ("import no_such_module_of_mine", {}, "missing-package: no_such_module_of_mine"),
+        ("E = 3", {}, "wrong-part: is a int"),
+        (THREADS, {}, "wrong-part: has started threads"),
+        (
+            CLASS.format(init="def __init__(self): raise OSError('no')", do="", more=""),
+            {},
+            "wrong-part: making an object of it raised OSError: no",
+        ),
+        (
+            CLASS.format(init="def __init__(self): import os; os._exit(0)", do="", more=""),
+            {},
+            "process-died: making an object of it",
+        ),
+        (
+            CLASS.format(init="def __init__(self): import time; time.sleep(600)", do="", more=""),
+            {"tool_seconds": 0.5},
+            "deadline: making an object of it took longer than 0.5 s",
+        ),
+        (
+            CLASS.format(init="", do="", more=""),
+            {"isolation": "shared"},
+            "unsupported-combination: environment.isolation = 'shared', act is not async",
+        ),
+        (
+            CLASS.format(init="", do="", more="def get_reward(self): return 1.0"),
+            {"isolation": "sandbox"},
+            "unsupported-combination: environment.isolation = 'sandbox', get_reward, rewards",
+        ),
+        (
+            CLASS.format(init="", do="async ", more=""),
+            {"isolation": "sandbox"},
+            "unsupported-combination: environment.isolation = 'sandbox', act is async",
+        ),
+    ],
+)
+def test_what_is_refused_before_the_first_step(
+    tmp_path: Path, source: str, settings: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "refused_tools.py").write_text(source)
+    with raises(ConfigError, message), hosted("refused_tools:E", tmp_path, **settings):
+        pass
+
+
+def test_with_drop_a_tool_that_fails_is_the_end_of_its_sample(host: ToolHost) -> None:
+    async def dropped(name: str) -> str | None:
+        instance = await host.open({}, seed=0, where="row 7")
+        try:
+            return (await instance.call(name, {}, turn=0, call=0)).error
+        finally:
+            await instance.close()
+
+    host.on_error = "drop"  # which nothing in its processes depends on
+    try:
+        with pytest.raises(EnvironmentFailure, match=r"^row 7: fail raised LookupError: by design") as caught:
+            run(dropped("fail"))
+        assert caught.value.kind == "raised"
+        assert run(dropped("add")) == "wrong-arguments"
+    finally:
+        host.on_error = "message"
+
+
+def test_a_game_of_the_examples() -> None:
+    async def played(host: ToolHost, number: int | None) -> tuple[list[str], float]:
+        instance = await host.open({} if number is None else {"number": number}, seed=5)
+        first = await instance.reset()
+        assert first == "Guess my number, from 1 to 32."
+        low, high, total = 1, 32, 0.0
+        texts: list[str] = []
+        for turn in range(6):
+            guess = (low + high) // 2
+            result = await instance.step(f"My guess: {guess}", turn=turn)
+            texts.append(result.text)
+            total += result.reward or 0.0
+            if result.done:
+                break
+            low, high = (guess + 1, high) if result.text == "Too low." else (low, guess - 1)
+        assert await instance.reward({}) is None
+        await instance.close()
+        return texts, total
+
+    with hosted("guessing_game:Guess", EXAMPLES) as host:
+        assert (host.describe()["form"], host.describe()["reward"], host.tools) == ("gym", "step", [])
+        assert run(played(host, 10)) == (["Too high.", "Too low.", "Too high.", "Right!"], 1.0)
+        assert run(played(host, 16)) == (["Right!"], 1.0)
+        assert run(played(host, None)) == run(played(host, None))
+
+
+@pytest.mark.exhaustive
+def test_512_live_calculators_fit_into_6_gib() -> None:
+    def own(pid: int) -> int:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+    async def live(host: ToolHost) -> int:
+        instances = await asyncio.gather(*(host.open({"a": i, "b": 3}, seed=i) for i in range(512)))
+        await asyncio.gather(*(instance.reset() for instance in instances))
+        for turn in range(3):
+            given = {"a": turn, "b": turn}
+            await asyncio.gather(*(i.call("multiply", given, turn=turn, call=0) for i in instances))
+        found = psutil.Process(host._process.pid).children(recursive=True)
+        assert len(found) == 513
+        total = sum(own(process.pid) for process in found)
+        await asyncio.gather(*(instance.close() for instance in instances))
+        return total
+
+    with hosted("calculator:Calculator", EXAMPLES, max_live=512) as host:
+        assert run(live(host), seconds=400) <= 6 << 30

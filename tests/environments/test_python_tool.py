@@ -22,7 +22,7 @@ TARGET = "lockstep.environments.python_tool:PythonTool"
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[ToolHost]:
-    with hosted(TARGET, Path.cwd(), tool_seconds=2.0, result_characters=300, max_live=4) as host:
+    with hosted(TARGET, Path.cwd(), tool_seconds=2.0, result_characters=1000, max_live=4) as host:
         yield host
 
 
@@ -87,15 +87,25 @@ def test_code_that_takes_too_long_costs_the_names(host: ToolHost) -> None:
 
 def test_what_it_prints_is_cut(host: ToolHost) -> None:
     (result,) = answers(host, "print('a' * 3_000_000)")
-    assert result.truncated and result.text.startswith("a" * 300 + "\n[cut: ")
+    assert result.truncated and result.text.startswith("a" * 1000 + "\n[cut: ")
 
 
-def test_a_forged_reply_ends_only_its_interpreter(host: ToolHost) -> None:
-    forged = 'import os; os.write(3, b\'\\x01{"id": 2, "value": [1]}\')'
-    result, after = answers(host, forged, "1")
+FORGE = """
+import os
+for fd in range(3, 64):
+    try:
+        os.write(fd, {packet!r})
+    except OSError:
+        pass
+"""
+FORGED = [b"1", b"{", b'{"id": 2, "value": [1]}', b'{"id": 9, "value": "x", "truncated": false}']
+
+
+@pytest.mark.parametrize("end", [b"\0", b"\1", b"\2"])
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_forged_reply_is_the_end_of_its_interpreter_only(host: ToolHost, end: bytes, forged: bytes) -> None:
+    result, after = answers(host, FORGE.format(packet=end + forged), "1")
     assert (result.error, after.text) == ("died", "1\n")
-    late = 'import os; [os.write(3, b\'\\x01{"id": 9, "value": 1}\') for _ in range(3)]'
-    assert answers(host, late, "1")[0].error == "died"
 
 
 def test_it_needs_a_sandbox() -> None:

@@ -73,7 +73,7 @@ class EnvironmentClass:
             made=value,
             form="gym" if gym else "toolbox",
             tools=tools,
-            reward=reward or ("step" if gym else None),  # type: ignore[arg-type]
+            reward=reward or ("step" if gym else None),
             asynchronous=tuple(n for n in methods if inspect.iscoroutinefunction(methods[n])),
         )
 

@@ -117,7 +117,12 @@ async def _ready(channel: socket.socket, deadline: float, *, write: bool) -> Non
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
     watch, leave = (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
-    watch(channel.fileno(), lambda: ready.done() or ready.set_result(None))
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    watch(channel.fileno(), wake)
     try:
         left = deadline - time.monotonic()
         await asyncio.wait([ready], timeout=None if left == math.inf else max(0.0, left))

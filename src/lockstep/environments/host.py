@@ -247,7 +247,8 @@ class ToolHost:
 
     def _planned(self) -> int:
         each = max(LEAST_BYTES, 2 * int(self._description["instance_bytes"]))
-        return max(1, min(MOST_LIVE, psutil.virtual_memory().available // 2 // each))
+        free = int(psutil.virtual_memory().available)
+        return max(1, min(MOST_LIVE, free // 2 // each))
 
     def _check_owner(self) -> None:
         if os.getpid() != self._owner:

@@ -20,8 +20,10 @@ PRINTED_CHARACTERS = 1 << 20
 """What one call may print; the rest is counted and left out."""
 _FILE = "<python>"
 # Loaded once for all interpreters.
-_PRELOADED = ("collections", "datetime", "decimal", "fractions", "functools", "itertools", "json", "math")
-_PRELOADED += ("operator", "random", "re", "statistics", "string")
+_PRELOADED = (
+    *("collections", "datetime", "decimal", "fractions", "functools", "itertools", "json", "math"),
+    *("operator", "random", "re", "statistics", "string"),
+)
 for _name in _PRELOADED:
     __import__(_name)
 

@@ -233,7 +233,7 @@ def _unblock(fd: int) -> None:
 def serve(environment: EnvironmentClass, channel: int, *, limit: int) -> None:
     """Do jobs until the trainer closes the channel."""
     instance, process = Instance(environment, limit=limit), os.getpid()
-    run = _plain
+    run: Callable[[Coroutine[Any, Any, Message]], Message] = _plain
     if environment.asynchronous:
         import asyncio
 
@@ -338,17 +338,17 @@ def _in_fork(make: Callable[[], Message], *, what: str, seconds: float) -> Messa
     try:
         if not select.select([ours], [], [], seconds)[0]:
             raise ConfigError(f"deadline: {what} took longer than {seconds:g} s")
-        reply = receive(ours.fileno())
+        told = receive(ours.fileno())
     finally:
         ours.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    if reply is None:
+    if told is None:
         raise ConfigError(f"process-died: {what} ended its process")
-    if "refused" in reply:
-        raise ConfigError(str(reply["refused"]), code=str(reply["code"]))
-    return reply
+    if "refused" in told:
+        raise ConfigError(str(told["refused"]), code=str(told["code"]))
+    return told
 
 
 _SCHEMA_SECONDS = 300.0
