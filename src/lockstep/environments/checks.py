@@ -15,9 +15,10 @@ from lockstep.errors import DataError
 from lockstep.observe.chat_template import Message
 from lockstep.observe.special_text import Places
 
-Mismatch = Literal["refused", "header", "turn", "text", "tokens"]
+Mismatch = Literal["refused", "header", "turn", "text", "decoded", "tokens", "reply"]
 """What differs. refused: the template refuses the whole conversation. header: what stands before a turn.
-turn: a turn is left out. text: what stands behind a turn. tokens: the ids of a prompt or a reply."""
+turn: a turn is left out. text: what stands behind a turn. decoded: the ids of a reply are not its text.
+tokens: the ids of a prompt or a reply, in the whole conversation. reply: the ids of a reply, behind its turn."""
 _WORD = "Zq7xChq"
 
 
@@ -26,7 +27,7 @@ class Checks:
     """What was found in the conversations of a step."""
 
     mismatches: Counter[Mismatch] = field(default_factory=Counter)
-    """Parts of trajectories that differ, by what differs first."""
+    """Parts of trajectories that differ, by what differs first; and replies that do."""
     branches: Counter[str] = field(default_factory=Counter)
     """By cause."""
     turns: int = 0
@@ -40,6 +41,8 @@ class Checks:
         """Check a trajectory that has ended."""
         self.branches.update(ledger.causes)
         self.turns += ledger.number
+        if ledger.odd_replies:
+            self.mismatches["reply"] += ledger.odd_replies
         for part in ledger.parts:
             if not part.turns:
                 continue
@@ -59,7 +62,11 @@ def _mismatch(turns: Turns, part: Part, where: str) -> Mismatch | None:
         (whole,) = turns.render([(messages, True)], where=where)
     except DataError:
         return "refused"
-    return _text_mismatch(part, stubs, whole.text) or ("tokens" if not _same_tokens(turns, part) else None)
+    if (mismatch := _text_mismatch(part, stubs, whole.text)) is not None:
+        return mismatch
+    if turns.keeps_text and any(turns.text(reply.ids) != reply.text for reply in part.replies):
+        return "decoded"
+    return None if _same_tokens(turns, part) else "tokens"
 
 
 def _text_mismatch(part: Part, stubs: Sequence[Stub], text: str) -> Mismatch | None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.environments.turns import PolicyTurn, Stub, Turns
+from lockstep.environments.turns import WRITTEN, PolicyTurn, Stub, Turns
 from lockstep.errors import EngineError
 from lockstep.observe.chat_template import ChatTemplate, Message
 from lockstep.observe.special_text import Places, within
@@ -87,6 +87,8 @@ class Ledger:
         self.parts = [part]
         self.causes: list[BranchCause] = []
         """Of the branches, in order."""
+        self.odd_replies = 0
+        """Replies that have other ids in one text with the end of the turn before them."""
         self.where = where
 
     @property
@@ -171,18 +173,24 @@ class ConversationTokens:
             raise EngineError(f"wrong-state: {ledger.where}: a reply without a turn of the policy before it")
         turn = part.turns[-1]
         stub = turns.stub(turn)
-        # Not the turns between: what a reply looks like does not depend on them, and the check of the whole
-        # conversation finds out if it does.
-        through = [*part.messages, stub.message]
-        with_reply, alone = turns.render(
-            [([*through, *messages], True), (through, False)], where=ledger.where
-        )
-        found = _placed(part, turn, stub, text=with_reply.text, alone=alone.text, ends=turns.end_texts)
+        # Of the turns between only the last: what a reply looks like does not depend on the others, and the
+        # check of the whole conversation finds out if it does.
+        base = list(part.messages)
+        jobs: list[tuple[Sequence[Message], bool]] = []
+        if part.replies:
+            base += [turns.stub(part.turns[-2], 1).message, *part.replies[-1].messages]
+            jobs = [(base, True)]
+        through = [*base, stub.message]
+        jobs += [([*through, *messages], True), (through, False)]
+        *before_it, with_reply, alone = turns.render(jobs, where=ledger.where)
+        text = before_it[0].text if before_it else part.text
+        found = _placed(text, turn, stub, text=with_reply.text, alone=alone.text, ends=turns.end_texts)
         if not isinstance(found, tuple):
             return self._branch(ledger, messages, found)
         before, gap, start = found
         text, plain = with_reply.text[start:], within(with_reply.plain, start, len(with_reply.text))
         ids = tuple(self._behind(turn.stop, text, plain))
+        ledger.odd_replies += not self._joins(turn.stop, text, plain, ids)
         part.replies.append(
             Appended(messages=list(messages), ids=ids, text=text, plain=plain, before=before, gap=gap)
         )
@@ -194,6 +202,15 @@ class ConversationTokens:
         special = self.turns.special
         moved = tuple((start + len(stop), end + len(stop)) for start, end in plain)
         return special.encode(stop + text, moved)[1 if stop in special.by_text else 0 :]
+
+    def _joins(self, stop: str, text: str, plain: Places, ids: tuple[int, ...]) -> bool:
+        """Whether a reply has the same ids behind a turn that is a word and its end."""
+        if stop not in self.turns.special.by_text:  # no border at which the ids are given
+            return True
+        before = WRITTEN + stop
+        moved = tuple((start + len(before), end + len(before)) for start, end in plain)
+        whole = self.turns.special.encode(before + text, moved)
+        return whole[len(whole) - len(ids) :] == list(ids)
 
     def _branch(self, ledger: Ledger, messages: Sequence[Message], cause: BranchCause) -> Branch:
         whole = [*self.history(ledger.part), *messages]
@@ -212,26 +229,24 @@ class ConversationTokens:
 
 
 def _placed(
-    part: Part, turn: PolicyTurn, stub: Stub, *, text: str, alone: str, ends: Sequence[str]
+    base: str, turn: PolicyTurn, stub: Stub, *, text: str, alone: str, ends: Sequence[str]
 ) -> tuple[str, str, int] | BranchCause:
     """Return what the template writes before the words of a stub and behind them up to the reply, and where
     the reply starts; or why the turn cannot stay as it is.
 
     Args:
-        text: of the prefix, the stub and the reply.
+        base: the text of the messages before the stub, with the header of a turn.
+        text: of these messages, the stub and the reply.
         alone: without the reply.
         ends: tokens with which the template ends turns.
     """
-    begin = len(part.text)
-    first = text.find(stub.words[0], begin)
-    if not text.startswith(part.text) or first < 0:
+    first = text.find(stub.words[0], len(base))
+    before = text[len(base) : first]
+    if not text.startswith(base) or first < 0 or not stub.fits(before, turn.body):
         return "header" if turn.reasoning is None else "thinking"
-    before = text[begin:first]
-    if stub.mark not in before:
-        return "thinking"
     # The last word as often as it stands in the stub: it may stand in the reply, too.
     word, last = stub.words[-1], first
-    for _ in range(alone.count(word, common_length(part.text, alone))):
+    for _ in range(alone.count(word, common_length(base, alone))):
         last = text.index(word, last) + len(word)
     behind, closing = text[last:], alone[alone.rfind(word) + len(word) :]
     shared = common_length(behind, closing)

@@ -57,6 +57,19 @@ class Stub:
     """In the order in which they are written."""
     mark: str = ""
     """The end of an empty reasoning, which is written before the first word; empty if there is none."""
+    opening: str = ""
+    """Of a call whose arguments are the first word."""
+
+    def fits(self, before: str, body: str) -> bool:
+        """Whether a turn begins as the template would begin it.
+
+        Args:
+            before: what the template writes between the header and the first word.
+            body: what the policy wrote.
+        """
+        if self.opening:
+            before = before.partition(self.opening)[0]
+        return self.mark in before and "".join(body.split()).startswith("".join(before.split()))
 
 
 class Turns:
@@ -103,6 +116,12 @@ class Turns:
             else:
                 run.append(i)
         return "".join([*texts, self._decoded(run)])
+
+    @cached_property
+    def keeps_text(self) -> bool:
+        """Whether decoding gives a text back as it was, spaces and all."""
+        text = "\n a  b\n\n\t\u00e9 . \U0001f600"
+        return self.text(self.special.encode(text, ())) == text
 
     def _decoded(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""
@@ -178,7 +197,9 @@ class Turns:
         elif turn.reasoning is not None and turn.reasoning.strip():
             words = [thought, *words]
             message |= dict.fromkeys(_REASONING, thought)
-        return Stub(message={**message, "content": content}, words=tuple(words), mark=mark)
+        opening = str(getattr(self.parser.form, "opening", "")) if words[0] == argued else ""
+        message["content"] = content
+        return Stub(message=message, words=tuple(words), mark=mark, opening=opening)
 
     def message(self, turn: PolicyTurn) -> Message:
         """Return the turn as messages are kept elsewhere: text, reasoning and calls apart, as far as the
@@ -240,7 +261,11 @@ class Turns:
     def needs_calls(self) -> bool:
         """Whether a result is written otherwise, or not at all, if no call of the same name precedes it."""
         raw, called = self._results
-        return bool(called) and raw != called
+        if not called or raw != called:
+            return bool(called)
+        call = Call(name=self._tool, arguments={ARGUED: ARGUED}, id="000000000")
+        turn: Message = {"role": "assistant", "content": "", "tool_calls": [call.message()]}
+        return self._wrap.strip() not in self._tried([_USER, turn], generate=False)
 
     def _check_tools(self) -> None:
         fix = "set data.chat_template to a template with tools"

@@ -1,9 +1,9 @@
-"""Special tokens as texts: where the contents of a conversation hold them, and ids in which they stay text.
+"""Special tokens as texts: where contents hold them, and ids in which they stay text.
 
-A rendered conversation is one string, in which the `<|im_end|>` of a template and the one that a user or a tool
-wrote look the same. To tell them apart, the conversation is rendered a second time, with a placeholder for each
-text of the contents that is a special token or could become a part of one. Only conversations with such a text
-take that second rendering.
+A rendered conversation is one string, in which the `<|im_end|>` of a template and the one that a user or a
+tool wrote look the same. To tell them apart, the conversation is rendered a second time, with a placeholder
+for each text of the contents that is a special token or could become a part of one. Only conversations with
+such a text take that second rendering.
 """
 
 from __future__ import annotations
