@@ -23,6 +23,7 @@ from lockstep.data.rows import IdRows, ReasoningGymRows, RowGenerator, place
 from lockstep.data.sources import Source, missing_column
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe.chat_template import check_known, kept_at_end
+from lockstep.observe.special_text import Places
 from lockstep.observe.template_renderer import RenderJob, checked, render_chats
 from lockstep.schema.rollout import Prompt
 
@@ -90,6 +91,8 @@ class _Draft:
     job: RenderJob | None = None
     """The rendering of `talk`. None if `talk` is the text itself."""
     text: str = ""
+    plain: Places = ()
+    """Where the text is part of no special token."""
     ids: list[int] = field(default_factory=list)
 
 
@@ -168,7 +171,8 @@ class PromptMaker:
         if self.chat is not None:
             drafts = self._rendered(drafts, self.chat)
             good = [draft for draft in drafts if isinstance(draft, _Draft)]
-            for draft, ids in zip(good, self.chat.encode_all([draft.text for draft in good]), strict=True):
+            texts, plain = [draft.text for draft in good], [draft.plain for draft in good]
+            for draft, ids in zip(good, self.chat.encode_all(texts, plain), strict=True):
                 draft.ids = ids
         made = [attempted(self._prompt, draft) for draft in drafts]
         return [Outcome(error=each) if isinstance(each, LockstepError) else each for each in made]
@@ -197,7 +201,8 @@ class PromptMaker:
 
         def text_set(draft: _Draft) -> _Draft:
             if draft.job is not None:
-                draft.text = checked(next(results)).text
+                rendered = checked(next(results))
+                draft.text, draft.plain = rendered.text, rendered.plain
             check_text(draft.text, draft.where)
             return draft
 
@@ -261,7 +266,7 @@ class PromptMaker:
         filled = fill_template(self.config.prompt_template, {**row, "prompt": last["content"]}, where=where)
         messages = chat.with_system([*messages[:-1], {**last, "content": filled}])
         if chat.template is None:
-            return problem, chat.render(messages, generate=True, where=where)
+            return problem, chat.render(messages, generate=True, where=where).text
         return problem, messages
 
     def _prompt_value(self, row: Mapping[str, Any], where: str) -> Any:
