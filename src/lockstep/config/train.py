@@ -272,6 +272,8 @@ class LogConfig(Config):
     """auto: live in a terminal, otherwise plain, which is one line per step."""
     samples_per_step: NonNegativeInt = 1
     """Number of completions shown per step in the plain log."""
+    token_details: bool = False
+    """Add the trainer's logprob, the entropy and the advantage of every policy token to rollouts/."""
 
 
 def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, ...]) -> None:
