@@ -221,10 +221,17 @@ def test_a_value_models_advantages_and_its_warm_up(tmp_path: Path) -> None:
 
 def test_dynamic_sampling_and_a_resumed_run(tmp_path: Path) -> None:
     """The groups that are trained on are those that later rounds found."""
+
+    class Seldom(Tells):
+        def score(self, groups: Sequence[Trajectories]) -> list[list[float]]:
+            return [[float(sum(t.token_ids) % 5 == 0) for t in trajectories] for _, trajectories in groups]
+
     settings = {"algorithm.name": "dapo", "algorithm.dynamic_sampling": True}
-    whole = trained(tmp_path / "whole", **settings)
-    trained(tmp_path / "cut", **settings, **{"steps": 2, "checkpoint.save_at_end": True})
-    assert trained(tmp_path / "cut", **settings, resume=tmp_path / "cut") == whole
+    whole = trained(tmp_path / "whole", environment=Seldom(), **settings)
+    assert max(row["sample"] for rows in whole for row in rows) >= 4, "no group was sampled again"
+    cut = settings | {"steps": 2, "checkpoint.save_at_end": True}
+    trained(tmp_path / "cut", environment=Seldom(), **cut)
+    assert trained(tmp_path / "cut", environment=Seldom(), resume=tmp_path / "cut", **settings) == whole
     for rows, metrics in zip(whole, metrics_of(tmp_path / "whole"), strict=True):
         assert_logged(rows, metrics)
 
