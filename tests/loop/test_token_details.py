@@ -184,6 +184,17 @@ def test_several_optimizer_steps_score_with_the_weights_before_the_first(
         assert (row["entropies"] == pytest.approx(entropies, abs=1e-5)) is (number < 6)
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_engine_equal_to_the_bit_has_no_gap(minibatches: int, tmp_path: Path) -> None:
+    """Whether a forward computed the logprobs, sample by sample, or the rollout's own are `old`."""
+    settings = {"engine.name": "native", "train.batch_invariant": True, "train.device": "cpu"}
+    shape = {"train.minibatches": minibatches, "train.accumulate": "sample" if minibatches == 1 else "pack"}
+    steps = trained(tmp_path / "run", environment=Tells(), **settings, **shape, **{"steps": 2})
+    assert all(row["policy_logprobs"] == row["rollout_logprobs"] for rows in steps for row in rows)
+    reused = [row.get("old_logprobs_reused") for row in metrics_of(tmp_path / "run")]
+    assert reused == [None if minibatches == 1 else 1.0] * 2
+
+
 def test_groups_without_a_signal_have_advantages_only(tmp_path: Path) -> None:
     class Same(Tells):
         """Rewards of the second task are equal."""
