@@ -292,18 +292,25 @@ def test_numbers_are_rounded_as_those_of_the_engine_are() -> None:
     assert _rounded(values) == [round(value, 6) for value in values.tolist()]
 
 
+def page_with(line: str) -> Callable[..., Any]:
+    """`train` of a copy of the page that has `line` where it writes the rollouts."""
+    text, written = Path(rl.__file__).read_text(), "run.write_rollouts(step, estimates.groups)"
+    assert text.count(written) == 1
+    page: dict[str, Any] = {}
+    exec(text.replace(written, line), page)
+    train: Callable[..., Any] = page["train"]
+    return train
+
+
+def test_a_page_that_leaves_the_writing_to_log(tmp_path: Path) -> None:
+    page_with("pass")(load_run("tiny", overrides=SMALL | {"steps": 1, "run_dir": str(tmp_path / "run")}))
+    (rows,) = rows_of(tmp_path / "run")
+    assert len(rows) == 3 * 4 and all(row["policy_logprobs"] for row in rows)
+
+
 def test_a_page_that_writes_other_groups_is_told_so(tmp_path: Path) -> None:
-    """And one that leaves the writing to log() is not."""
-    text, settings = Path(rl.__file__).read_text(), {"steps": 1, "log.display": "off"}
-    for other, code in (("estimates.groups[1:]", "values-differ"), (None, None)):
-        line = "run.write_rollouts(step, estimates.groups)"
-        assert text.count(line) == 1
-        page: dict[str, Any] = {}
-        exec(text.replace(line, f"run.write_rollouts(step, {other})" if other else "pass"), page)
-        run = load_run("tiny", overrides=SMALL | settings | {"run_dir": str(tmp_path / str(code))})
-        if code is None:
-            page["train"](run)
-            assert all(row["policy_logprobs"] for row in rows_of(tmp_path / "None")[0])
-        else:
-            with raises(TrainError, "values-differ: log.token_details = true"):
-                page["train"](run)
+    train = page_with("run.write_rollouts(step, estimates.groups[1:])")
+    with raises(TrainError, "values-differ: log.token_details = true"):
+        train(load_run("tiny", overrides=SMALL | {"run_dir": str(tmp_path / "run")}))
+    (rows,) = rows_of(tmp_path / "run")  # a step that fails keeps its rollouts
+    assert len(rows) == 2 * 4 and not any(name in row for row in rows for name in DETAILS)
