@@ -11,7 +11,7 @@ from raising import raises
 from lockstep import Environment
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
-from lockstep.errors import ConfigError, DataError, EngineError, RewardError
+from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.loops import train_online
 from lockstep.observe.run_history import read_lines
 from lockstep.rollout.environment import Sampler, Trajectories
@@ -97,13 +97,14 @@ def test_the_same_environment_goes_on_exactly_when_it_is_resumed(tmp_path: Path)
     assert whole == cut
 
 
-def test_a_reply_beyond_the_budget_and_a_reward_that_is_no_number_end_the_run(tmp_path: Path) -> None:
-    with raises(EngineError, "too-long") as caught:
-        train_online(run_of(tmp_path / "long"), environment=Asks(reply=[5] * 8))
-    assert (
-        "a reply of 8 tokens leaves no room for a turn, because only 8 of rollout.sampling.max_tokens = 12"
-        in str(caught.value)
-    )
+def test_a_reply_beyond_the_budget_ends_its_trajectory_and_a_reward_that_is_no_number_the_run(
+    tmp_path: Path,
+) -> None:
+    environment = Asks(reply=[5] * 8)
+    train_online(run_of(tmp_path / "long", steps=1), environment=environment)
+    assert {(len(t.spans), t.end, t.finish_reason) for t in environment.seen} == {(2, "tokens", "length")}
+    (step,) = read_lines(tmp_path / "long" / "metrics.jsonl")
+    assert step["rollout/truncated"] == 1.0 and step["input/trained_tokens"] == 2 * 4 * 4
 
     class Infinite(Asks):
         def score(self, groups: Sequence[Trajectories]) -> list[list[float]]:

@@ -343,6 +343,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "record.enabled = false",
         ),
     ),
+    "rollout": (
+        Rule(
+            lambda c: c.trajectory_tokens < c.sampling.max_tokens,
+            "contradiction: max_trajectory_tokens = {0.max_trajectory_tokens} is less than "
+            "sampling.max_tokens = {0.sampling.max_tokens}, the limit of one turn; raise it, or leave it out",
+            at="max_trajectory_tokens",
+        ),
+    ),
     "run (rl sizes)": (
         Rule(
             lambda r: (
@@ -360,7 +368,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             lambda r: r.train.token_budget != "auto" and r.train.token_budget < r.longest_unit,
-            "contradiction: data.max_prompt_tokens + rollout.sampling.max_tokens = {0.longest_unit} tokens "
+            "contradiction: data.max_prompt_tokens + {0.rollout.length_setting} = {0.longest_unit} tokens "
             "do not fit into one micro-batch of train.token_budget = {0.train.token_budget} tokens; raise "
             "train.token_budget, or lower one of the other two",
             at="train.token_budget",
@@ -369,7 +377,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             lambda r: (r.engine.kv_cache_limit or r.longest_context) < r.longest_context,
             "contradiction: engine.kv_cache_tokens = {0.engine.kv_cache_tokens} is below the "
             "{0.longest_context} tokens that one sample of training or evaluation can need "
-            "(data.max_prompt_tokens + rollout.sampling.max_tokens - 1; the evaluation before training may "
+            "(data.max_prompt_tokens + {0.rollout.length_setting} - 1; the evaluation before training may "
             "need more, see eval.before_max_tokens_factor); raise engine.kv_cache_tokens",
         ),
         Rule(

@@ -127,8 +127,8 @@ class GRPORun(RunConfig):
 
     @property
     def longest_unit(self) -> int:
-        """Prompt and completion of training."""
-        return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        """Prompt and trajectory of training."""
+        return self.data.max_prompt_tokens + self.rollout.trajectory_tokens
 
     @property
     def tokens_per_step(self) -> int:
@@ -185,13 +185,19 @@ class GRPORun(RunConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """Prompt and completion of training and evaluations, as far as settings allow them."""
-        tokens, prompts = self.rollout.sampling.max_tokens, self.data.max_prompt_tokens
+        """Prompt and trajectory of training and evaluations, as far as settings allow them."""
+        prompts = self.data.max_prompt_tokens
         eval_prompts = prompts if self.eval_data is None else self.eval_data.max_prompt_tokens
-        eval_tokens = self.eval.max_tokens or tokens
-        evaluated = [eval_tokens] * (self.eval.after or self.eval.every > 0)
-        evaluated += [eval_tokens * self.eval.before_max_tokens_factor] * self.eval.before
-        return max([prompts + tokens, *(eval_prompts + each for each in evaluated)])
+        factors = [1] * (self.eval.after or self.eval.every > 0)
+        factors += [self.eval.before_max_tokens_factor] * self.eval.before
+        return max([self.longest_unit, *(eval_prompts + self.eval_tokens(factor)[1] for factor in factors)])
+
+    def eval_tokens(self, factor: int = 1) -> tuple[int, int]:
+        """Return the most tokens of a turn, and of a trajectory after its prompt, in an evaluation whose
+        limits are multiplied by `factor`."""
+        turn = (self.eval.max_tokens or self.rollout.sampling.max_tokens) * factor
+        trajectory = self.rollout.max_trajectory_tokens
+        return turn, turn if trajectory is None else max(turn, trajectory * factor)
 
     @property
     def longest_context(self) -> int:

@@ -220,7 +220,7 @@ class Builder:
         """Return advantages and loss."""
         options = self.config.algorithm.resolved()
         make = ALGORITHMS.load(options.name)
-        algorithm: Algorithm = make(options, max_tokens=self.config.rollout.sampling.max_tokens)
+        algorithm: Algorithm = make(options, max_tokens=self.config.rollout.trajectory_tokens)
         return algorithm
 
     def policy(self, algorithm: Algorithm) -> Policy:
@@ -388,8 +388,8 @@ def _load_prompts(
         prompt_kinds(islice(both[1], run.eval.num_prompts), run.eval.kinds)  # while a search can be refused
         loaded.append(both)
 
-    longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
-    setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"
+    longest = run.longest_unit
+    setting = f"data.max_prompt_tokens + {run.rollout.length_setting}"
     found = faults([partial(check_positions, model, longest, setting=setting), load])
     if found:
         raise together(found)
@@ -431,7 +431,7 @@ def make_planner(resolved: Resolved[GRPORun], ranks: RankContext) -> Planner:
         token_budget=resolved.token_budget,
         static_capacity=resolved.static_capacity,
         layout=resolved.layout,
-        max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
+        max_seqlen=run.longest_unit,
         max_documents=run.rollout.samples,
         parts=data_parallel(run, ranks),
     )

@@ -385,9 +385,9 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str, ranks: int =
     # Whole groups: a prompt's samples are of one engine.
     samples = math.ceil(run.rollout.prompts_per_step * shared / ranks) * run.rollout.group_size
     batch = min(run.engine.max_batch, samples)
-    length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    length = run.longest_unit
     keeps = name in engines() and engines()[name].keeps_cache
-    sizes = "data.max_prompt_tokens or rollout.sampling.max_tokens"
+    sizes = f"data.max_prompt_tokens or {run.rollout.length_setting}"
     return [
         MemoryPart(
             name=f"{_RUNTIME} of the engine",
