@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import model_validator
+from typing import Literal
 
 from lockstep.config.base import Config, Name, PositiveInt, Seconds, check
 from lockstep.config.rules import refuse
@@ -12,8 +10,7 @@ from lockstep.config.train import Auto
 
 
 class EnvironmentConfig(Config):
-    """Turns with tools. A text stands for the section with that `name`: environment = "my_module:Calculator".
-    """
+    """Turns with tools. A text stands for the section with that `name`: environment = "my_module:Calculator"."""
 
     name: Name
     """`module:Class`, found from the working directory as well; its public typed methods are tools, or it is
@@ -35,11 +32,6 @@ class EnvironmentConfig(Config):
     sample is dropped and counted."""
     result_characters: PositiveInt = 16_384
     """A longer result of a tool is cut there, and marked."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     @check
     def _check(self) -> EnvironmentConfig:

@@ -228,6 +228,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "others, or leave it out",
         ),
     ),
+    "environment": (
+        Rule(
+            lambda c: ":" not in c.name,
+            "wrong-format: name = {0.name!r} is not of the form module:Class; name a class of yours, such as "
+            "my_module:Calculator",
+        ),
+    ),
     "rewards": (
         Rule(
             lambda c: c.secrets and ":" not in c.name,
@@ -405,7 +412,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "so every advantage is 0; set it above 0 (for evaluations, set eval.temperature)",
         ),
         Rule(
-            lambda r: not r.rewards and r.reward_model is None,
+            lambda r: not r.rewards and r.reward_model is None and r.environment is None,
             "missing-setting: rewards is empty; name at least one reward, such as rewards = [{{name = "
             "'verifier'}}], or a reward_model",
         ),

@@ -12,6 +12,7 @@ from lockstep.config.cluster import ClusterConfig, _check_engine_gpus
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
 from lockstep.config.engine import EngineConfig, has_own_weights, resolved
+from lockstep.config.environment import EnvironmentConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
 from lockstep.config.rules import refuse
 from lockstep.config.run_config import RunConfig as RunConfig
@@ -47,6 +48,8 @@ class GRPORun(RunConfig):
     nothing is held out."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
+    environment: EnvironmentConfig | None = None
+    """Turns with the tools of a class, or its game. With this section `rewards` is empty unless it is set."""
     reward_model: RewardRoleConfig | None = None
     """Without this section, only reward functions and verifiers give rewards."""
     engine: EngineConfig = EngineConfig()
@@ -58,6 +61,15 @@ class GRPORun(RunConfig):
     eval: EvalConfig = EvalConfig()
 
     online: ClassVar[bool] = True
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See Config."""
+        environment = values.get("environment")
+        if environment is None:
+            return values
+        named = {"name": environment} if isinstance(environment, str) else environment
+        return {"rewards": (), **values, "environment": named}
 
     @property
     def algorithm_options(self) -> GRPOConfig:

@@ -160,6 +160,11 @@ class ChatFormat:
         """The rows in which a token of the whole text would cross from a prompt to its answer."""
 
     @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template in force; None: plain text."""
+        return self._template
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the rows hold and nothing reads, and how many borders would merge; one sentence each."""
         notes = list(self._notes)

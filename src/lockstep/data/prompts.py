@@ -102,6 +102,7 @@ class PromptMaker:
     Args:
         exclude: `text_hash` of questions or rendered prompts that are left out.
         vocab_size: entries of the model's embedding; None: not compared with the token ids.
+        tools: JSON schemas that every row gives its chat template, in place of its own.
     """
 
     def __init__(
@@ -111,9 +112,11 @@ class PromptMaker:
         exclude: Collection[bytes],
         *,
         vocab_size: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
+        self.tools = tools
         self.exclude = frozenset(exclude)
         self.ids_only = config.source == "ids"
         if tokenizer is None and not self.ids_only:
@@ -185,7 +188,7 @@ class PromptMaker:
             return _Draft(row=row, index=index, where=where, problem=text, text=text, ids=ids)
         problem, talk = self.conversation(row, where)
         draft = _Draft(row=row, index=index, where=where, problem=problem, talk=talk)
-        chat = self.chat.for_row(row, where=where)
+        chat = self.chat.for_row({**row, "tools": self.tools} if self.tools else row, where=where)
         if isinstance(talk, str):
             draft.text = talk
         else:
@@ -314,7 +317,8 @@ class FixedPrompts(PromptSet):
         self._verdict: tuple[str, ...] = ()
         if source is not None and maker.chat is not None and not (items.whole or maker.config.streaming):
             excluded = hashlib.blake2b(b"".join(sorted(maker.exclude)), digest_size=16).hexdigest()
-            more = {"vocab_size": maker.vocab_size, "excluded": excluded, "template": maker.chat.template}
+            more: dict[str, Any] = {"vocab_size": maker.vocab_size, "excluded": excluded}
+            more |= {"template": maker.chat.template, **({"tools": maker.tools} if maker.tools else {})}
             self.verdict_key = verdicts.key("RL", maker.config, maker.chat.tokenizer, source, **more)
             self._verdict = verdicts.apply(self.verdict_key, items, maker.config.source)
 
@@ -457,6 +461,7 @@ def load_prompts(
     exclude: Collection[bytes] = (),
     vocab_size: int | None = None,
     rows: Sequence[int] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
     """Open the prompt set of a DataConfig. Of a file the first 1,000 rows are rendered and tokenised here,
     the others when they come near; streams on demand.
@@ -466,6 +471,7 @@ def load_prompts(
         vocab_size: entries of the model's embedding, which source `ids` needs; None: not compared with the
             token ids of texts.
         rows: numbers of the rows of the source that are made, all at once; None: all rows.
+        tools: see PromptMaker.
 
     Raises:
         DataError: missing or malformed data, nothing left after exclusion, or a task with fewer distinct
@@ -474,7 +480,7 @@ def load_prompts(
     """
     if config.exclude is not None:
         exclude = frozenset(exclude) | _texts_of_source(config, config.exclude, tokenizer)
-    maker = PromptMaker(config, tokenizer, exclude, vocab_size=vocab_size)
+    maker = PromptMaker(config, tokenizer, exclude, vocab_size=vocab_size, tools=tools)
     if config.generated:
         ids = config.source == "ids"
         generator = IdRows(config, vocab_size=vocab_size) if ids else ReasoningGymRows(config)

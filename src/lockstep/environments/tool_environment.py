@@ -9,12 +9,14 @@ The tokens of a trajectory are a `Ledger`: what the policy wrote is never render
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from lockstep.config.data import DataConfig
@@ -27,7 +29,6 @@ from lockstep.environments.delta import Branch, ConversationTokens, Ledger
 from lockstep.environments.host import EnvironmentFailure, Instance, ToolHost, ToolResult
 from lockstep.environments.turns import PolicyTurn
 from lockstep.errors import ConfigError, RewardError
-from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.environment import OutOfRoom, Sampler, SingleTurn, Trajectories
 from lockstep.rollout.rewards import RewardSet, Scored, check_total
 from lockstep.schema.rollout import Prompt, Trajectory
@@ -107,13 +108,13 @@ class ToolEnvironment(SingleTurn):
         """By the seed of the trajectory, until it is scored."""
         self._counts, self._lock = _Counts(), threading.Lock()
 
-    async def check(self, prompts: Sequence[Prompt]) -> None:
+    def check_first(self, prompts: Sequence[Prompt]) -> None:
         """Make and reset an instance for the first of these, before the first step. Raises ConfigError: the
         class fails for one; there is no place for tools in the chat template."""
-        first = prompts[:_CHECKED_ROWS]
+        first = list(islice(prompts, _CHECKED_ROWS))
         for prompt in first:
             self._conversation(prompt)
-        await self.host.check([(prompt.where, prompt.row) for prompt in first])
+        asyncio.run(self.host.check([(prompt.where, prompt.row) for prompt in first]))
 
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """See Environment."""

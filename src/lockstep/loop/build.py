@@ -26,6 +26,7 @@ from lockstep.data.held_out import (
 )
 from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.engine.build import is_external, make_engine
+from lockstep.environments.tool_environment import ToolEnvironment, tool_host
 from lockstep.errors import ConfigError, together
 from lockstep.loop.determinism import (
     batch_invariance_lines,
@@ -196,8 +197,7 @@ class Builder:
             if own is None:
                 of_config = RewardSet(config.rewards, functions=rewards)
                 self._closing.callback(of_config.close)
-                prompts, held_out = _load_prompts(config, opened, of_config, hold_out=self.hold_out)
-                return SingleTurn(of_config, prompts=prompts, held_out=held_out)
+                return self._of_config(opened, of_config)
             if rewards:
                 raise ConfigError(
                     "contradiction: both rewards and environment are given, but an environment computes "
@@ -215,6 +215,27 @@ class Builder:
                     "the config's environment, not of yours; leave it out, or score in your environment"
                 )
         return own
+
+    def _of_config(self, opened: OpenedModel, rewards: RewardSet) -> Environment:
+        config, section = self.config, self.config.environment
+        if section is None:
+            prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out)
+            return SingleTurn(rewards, prompts=prompts, held_out=held_out)
+        host = tool_host(section)
+        self._closing.callback(host.close)
+        prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out, tools=host.tools)
+        environment = ToolEnvironment(
+            section,
+            rewards,
+            host=host,
+            data=config.data,
+            tokenizer=opened.tokenizer,
+            prompts=prompts,
+            held_out=held_out,
+        )
+        first = prompts.first if isinstance(prompts, FixedPrompts) else prompts.batch(0, 1, config.seed)
+        environment.check_first(first)
+        return environment
 
     def algorithm(self) -> Algorithm:
         """Return advantages and loss."""
@@ -368,7 +389,12 @@ def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
 
 
 def _load_prompts(
-    run: GRPORun, model: OpenedModel, rewards: RewardSet, *, hold_out: HoldOut | None
+    run: GRPORun,
+    model: OpenedModel,
+    rewards: RewardSet,
+    *,
+    hold_out: HoldOut | None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[PromptSet, FixedPrompts]:
     """Load what there is to learn from; whatever of it, the config and the rewards do not fit each other is
     refused before weights are read. All such faults are reported together."""
@@ -380,6 +406,7 @@ def _load_prompts(
             tokenizer=model.tokenizer,
             vocab_size=model.text.vocab_size,
             hold_out=hold_out,
+            tools=tools,
         )
         for prompts in both:
             if isinstance(prompts, FixedPrompts) and len(prompts):
