@@ -9,8 +9,9 @@ import pytest
 from hosting import hosted, run
 from raising import raises
 
-from lockstep.environments.host import ToolHost, ToolResult
+from lockstep.environments.host import ToolHost
 from lockstep.environments.python_tool import MEMORY_BYTES
+from lockstep.environments.results import ToolResult
 from lockstep.errors import ConfigError
 from lockstep.rollout import sandbox
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hosting import hosted, processes, run
 
-from lockstep.environments.host import ToolHost, ToolResult
+from lockstep.environments.host import ToolHost
+from lockstep.environments.results import ToolResult
 
 TOOLS = '''
 import asyncio, os, time
