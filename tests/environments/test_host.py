@@ -29,7 +29,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[ToolHost]:
-    with hosted("faulty_tools:Faulty", COMMON, max_live=16, tool_seconds=2.0, result_characters=100) as host:
+    with hosted("faulty_tools:Faulty", COMMON, max_live=16, tool_seconds=5.0, result_characters=100) as host:
         yield host
         assert processes(host) == []
 
@@ -77,7 +77,7 @@ def test_an_exception_leaves_the_instance_alive(host: ToolHost) -> None:
 GONE = {
     "leave": ("died", "ended: its process exited with status 3"),
     "crash": ("died", "ended: its process was killed by SIGKILL"),
-    "hang": ("timeout", "took longer than 2 s"),
+    "hang": ("timeout", "took longer than 5 s"),
     "flood": ("flood", "printed more than 8 MiB, and was ended"),
 }
 
