@@ -117,7 +117,7 @@ def test_a_tool_may_run_in_a_thread_and_first_turns_may_come_late():
 
     found, engine, _ = run(Prepares(), tasks=3)
     assert [shape(t)[2] for group in found for t in group] == [("tool", (20 + i // 2,)) for i in range(6)]
-    first = [request for request in engine.requests if request.trajectory_tokens]
+    first = [request for request in engine.requests if request.trajectory_tokens == 40]
     assert sum(len(request.seeds) for request in first) == 6
     assert {request.sampling.max_tokens for request in first} == {2}
 

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine" / "native"))
 
 from native_parts import policy
 
-from lockstep.algorithms import PPO, PolicyAlgorithm
+from lockstep.algorithms.grpo import PolicyAlgorithm
+from lockstep.algorithms.ppo import PPO
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.ppo import PPOConfig

@@ -142,6 +142,8 @@ class _Run:
     ) -> None:
         self._engine, self._environment, self._take, self._rules = engine, environment, take, rules
         self._inline = type(environment).run is Environment.run
+        self._longer = not self._inline and rules.max_tokens > rules.sampling.max_tokens
+        """Whether trajectories may become longer than a turn."""
         self._lock = threading.RLock()
         self._news = threading.Event()
         self._episodes: list[list[_Episode]] = []
@@ -310,7 +312,7 @@ class _Run:
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 seeds=tuple(episode.sampler.seed for episode in group),
-                trajectory_tokens=0 if self._inline else self._rules.max_tokens,
+                trajectory_tokens=self._rules.max_tokens if self._longer else 0,
             )
             for (_, prompt, sampling), group in alike.items()
         ]
