@@ -466,19 +466,21 @@ class _Run:
                 self._engine.abort()
 
     def _cancel(self) -> None:
-        """Let every environment end."""
-        tasks = [
-            e.task for group in self._episodes for e in group if e.task is not None and not e.task.done()
-        ]
-        if not tasks:
+        """Let every environment end, and what it has left in the loop that waits for a turn."""
+        episodes = [episode for group in self._episodes for episode in group]
+        tasks = [e.task for e in episodes if e.task is not None and not e.task.done()]
+        answers = [e.answer for e in episodes if e.answer is not None and not e.answer.done()]
+        if not tasks and not answers:
             return
-        for episode in (e for group in self._episodes for e in group):
+        for episode in episodes:
             episode.over = True
 
         async def cancelled() -> None:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+            for waiting in (*tasks, *answers):
+                waiting.cancel()
+            await asyncio.sleep(0)
+            if tasks:
+                await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
 
         tool_loop().run(cancelled(), seconds=2 * _CLOSE_SECONDS)
         if left := sum(not task.done() for task in tasks):

@@ -286,7 +286,9 @@ class GroupSampler:
         if size == 1:
             shares = [call()]
         else:
-            sent = self.ranks.gather_results(lambda: SentShare.of(call()), SentShare, what="sampling")
+            sent = self.ranks.gather_results(
+                lambda: SentShare.of(call(), prompts), SentShare, what="sampling"
+            )
             shares = [share.received(prompts) for share in sent]
         if any(share.aborted for share in shares):
             return SampledStep(groups=(), counts={}, aborted=True)
