@@ -221,7 +221,7 @@ class _Run:
                 episode.turn = episode.sampler()
             self._asked.extend(new)
         elif new:
-            self._settle(lambda: [self._start(episode) for episode in new])
+            self._settle(lambda: self._start(new))
         self._pass_on()
 
     def _finished(self, done: Finished) -> None:
@@ -350,7 +350,11 @@ class _Run:
 
     # in the event loop
 
-    def _start(self, episode: _Episode) -> None:
+    def _start(self, episodes: Sequence[_Episode]) -> None:
+        for episode in episodes:
+            self._start_one(episode)
+
+    def _start_one(self, episode: _Episode) -> None:
         environment, sampler = self._environment, episode.sampler
 
         def ask(turn: Turn) -> asyncio.Future[Trajectory]:

@@ -268,6 +268,8 @@ class GroupSampler:
         rules = sampling
         if isinstance(rules, SamplingConfig):
             rules = TrajectoryRules.of(sampling_params(rules))
+        if self.max_prompt_tokens is not None:
+            rules = replace(rules, max_context=self.max_prompt_tokens + rules.max_tokens)
         size, source = self.ranks.world_size, self._source(len(prompts), group_size)
 
         def own_share() -> Share:
