@@ -19,7 +19,8 @@ import pytest
 from hosting import hosted, processes, run
 from raising import raises
 
-from lockstep.environments.host import EnvironmentFailure, Instance, ToolHost, ToolResult
+from lockstep.environments.host import Instance, ToolHost
+from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.errors import ConfigError, DataError, EngineError
 
 COMMON = Path(__file__).parents[1] / "common"
@@ -28,7 +29,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[ToolHost]:
-    with hosted("faulty_tools:Faulty", COMMON, max_live=16, tool_seconds=2.0, result_characters=100) as host:
+    with hosted("faulty_tools:Faulty", COMMON, max_live=16, tool_seconds=5.0, result_characters=100) as host:
         yield host
         assert processes(host) == []
 
@@ -76,7 +77,7 @@ def test_an_exception_leaves_the_instance_alive(host: ToolHost) -> None:
 GONE = {
     "leave": ("died", "ended: its process exited with status 3"),
     "crash": ("died", "ended: its process was killed by SIGKILL"),
-    "hang": ("timeout", "took longer than 2 s"),
+    "hang": ("timeout", "took longer than 5 s"),
     "flood": ("flood", "printed more than 8 MiB, and was ended"),
 }
 
@@ -410,6 +411,24 @@ def test_with_drop_a_tool_that_fails_is_the_end_of_its_sample(host: ToolHost) ->
         assert run(dropped("add")) == "wrong-arguments"
     finally:
         host.on_error = "message"
+
+
+def test_without_the_process_that_forks_no_sample_is_lost_silently() -> None:
+    async def killed(host: ToolHost) -> tuple[str | None, list[int]]:
+        instance = await host.open({"a": 2, "b": 3}, seed=0)
+        (zygote,) = psutil.Process(host._process.pid).children()
+        pids = [zygote.pid, *(process.pid for process in zygote.children(recursive=True))]
+        zygote.kill()
+        assert gone(pids)
+        error = (await instance.call("multiply", {"a": 1, "b": 1}, turn=0, call=0)).error
+        with raises(EngineError, "process-died: calculator:Calculator"):
+            await host.open({"a": 2, "b": 3}, seed=0)
+        return error, pids
+
+    with hosted("calculator:Calculator", EXAMPLES, max_live=2) as host:
+        assert host.describe()["has_torch"] is False
+        error, pids = run(killed(host))
+        assert error == "died" and len(pids) == 2
 
 
 def test_a_game_of_the_examples() -> None:

@@ -9,8 +9,9 @@ import pytest
 from hosting import hosted, run
 from raising import raises
 
-from lockstep.environments.host import ToolHost, ToolResult
+from lockstep.environments.host import ToolHost
 from lockstep.environments.python_tool import MEMORY_BYTES
+from lockstep.environments.results import ToolResult
 from lockstep.errors import ConfigError
 from lockstep.rollout import sandbox
 
@@ -22,7 +23,7 @@ TARGET = "lockstep.environments.python_tool:PythonTool"
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[ToolHost]:
-    with hosted(TARGET, Path.cwd(), tool_seconds=2.0, result_characters=1000, max_live=4) as host:
+    with hosted(TARGET, Path.cwd(), tool_seconds=5.0, result_characters=1000, max_live=4) as host:
         yield host
 
 
@@ -80,7 +81,7 @@ def test_code_that_takes_too_long_costs_the_names(host: ToolHost) -> None:
     _, late, after = answers(host, "x = 1", "while True: pass", "'x' in globals()")
     assert (late.error, after.text) == ("timeout", "False\n")
     assert late.text == (
-        "error: python took longer than 2 s; the next call begins anew, without what earlier calls have left"
+        "error: python took longer than 5 s; the next call begins anew, without what earlier calls have left"
     )
     assert host._room._free == host.max_live
 

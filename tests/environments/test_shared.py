@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hosting import hosted, processes, run
 
-from lockstep.environments.host import ToolHost, ToolResult
+from lockstep.environments.host import ToolHost
+from lockstep.environments.results import ToolResult
 
 TOOLS = '''
 import asyncio, os, time
@@ -56,7 +57,7 @@ class Async:
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolHost]:
     folder = tmp_path_factory.mktemp("tools")
     (folder / "async_tools.py").write_text(TOOLS)
-    with hosted("async_tools:Async", folder, isolation="shared", tool_seconds=1.0, max_live=8) as host:
+    with hosted("async_tools:Async", folder, isolation="shared", tool_seconds=3.0, max_live=8) as host:
         yield host
 
 
@@ -109,7 +110,7 @@ def test_one_that_blocks_or_ends_the_process_costs_all(host: ToolHost, name: str
 
 def test_async_ones_in_a_process_each(tmp_path: Path) -> None:
     (tmp_path / "async_tools_alone.py").write_text(TOOLS)
-    with hosted("async_tools_alone:Async", tmp_path, tool_seconds=1.0, max_live=8) as host:
+    with hosted("async_tools_alone:Async", tmp_path, tool_seconds=3.0, max_live=8) as host:
         first, second, one, other = texts(run(pair(host, "meet", "meet")))
         assert (first, second) == ("first", "first") and one != other
         assert processes(host) == []

@@ -52,7 +52,7 @@ class Echo(Streaming):
         self.now.clear()
 
 
-def run(environment, *, engine=None, tasks=2, seeds=(1, 2), stop=lambda: False, how=None, on_end=None):
+def run(environment, *, engine=None, tasks=2, seeds=(1, 2), how=None, **hooks):
     """The trajectories, the engine, and in which order they have ended."""
     engine, ended = engine or Echo(), []
     prompts = [(Prompt(index=i, token_ids=(9,) * (i + 1), text=""), seeds) for i in range(tasks)]
@@ -61,8 +61,7 @@ def run(environment, *, engine=None, tasks=2, seeds=(1, 2), stop=lambda: False, 
         environment,
         at_once(prompts),
         rules=how or rules(),
-        on_end=on_end or (lambda number, index, _: ended.append((number, index))),
-        stop=stop,
+        **{"on_end": lambda number, index, _: ended.append((number, index))} | hooks,
     )
     assert left_over(engine) == []
     return found, engine, ended
@@ -117,7 +116,7 @@ def test_a_tool_may_run_in_a_thread_and_first_turns_may_come_late():
 
     found, engine, _ = run(Prepares(), tasks=3)
     assert [shape(t)[2] for group in found for t in group] == [("tool", (20 + i // 2,)) for i in range(6)]
-    first = [request for request in engine.requests if request.trajectory_tokens]
+    first = [request for request in engine.requests if request.trajectory_tokens == 40]
     assert sum(len(request.seeds) for request in first) == 6
     assert {request.sampling.max_tokens for request in first} == {2}
 
@@ -302,3 +301,14 @@ def test_a_branch_is_bounded_by_what_is_left_and_by_what_its_prefix_leaves():
 
     ((trajectory,),) = run(Long(), tasks=1, seeds=(1,), how=rules(8))[0]
     assert [len(spans[0].token_ids) for spans in trajectory.parts] == [1, 8]
+
+
+def test_the_first_turn_may_have_another_context_than_the_task():
+    class Resets(Environment):
+        async def run(self, task, sample):
+            await sample.branch((4,) * 12)
+            return await sample((5,))
+
+    ((trajectory,),) = run(Resets(), tasks=1, seeds=(1,), how=rules(8, max_context=20))[0]
+    assert shape(trajectory)[0] == ("prompt", (4,) * 12) and len(trajectory.parts) == 1
+    assert trajectory.turns == 2 and trajectory.added_tokens == 3

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine" / "native"))
 
 from native_parts import policy
 
-from lockstep.algorithms import PPO, PolicyAlgorithm
+from lockstep.algorithms.grpo import PolicyAlgorithm
+from lockstep.algorithms.ppo import PPO
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.ppo import PPOConfig
@@ -48,7 +49,7 @@ class Tools(Environment):
             await sample(reply)
 
 
-def sampled(model, tasks=3, **settings):
+def sampled(model, tasks=2, **settings):
     engine = make_engine(EngineConfig(name="native", prefill_chunk=64, **settings), model=model)
     prompts = [Prompt(index=i, token_ids=tuple(range(3, 5 + 4 * i)), text="") for i in range(tasks)]
     found = run_episodes(
@@ -101,7 +102,7 @@ def test_twenty_turns_have_the_bits_of_one_document_wherever_their_keys_were():
     kept, stats = sampled(model, max_batch=8)
     assert {(t.turns, t.end) for t in kept} == {(TURNS, "turns")}
     assert stats.recomputed_tokens == 0 and stats.cached_tokens > 0.8 * stats.prompt_tokens
-    short, stats = sampled(model, max_batch=2, kv_cache_tokens=200)
+    short, stats = sampled(model, max_batch=2, kv_cache_tokens=180)
     assert stats.recomputed_tokens > 0
     assert [t.spans for t in short] == [t.spans for t in kept]
 
@@ -114,7 +115,7 @@ def test_twenty_turns_have_the_bits_of_one_document_wherever_their_keys_were():
     assert all(torch.equal(grads[name], wanted_grads[name]) for name in grads)
     assert any(bool(grad.any()) for grad in grads.values())
     engines = torch.cat([sample.rollout_logprobs[sample.loss_mask] for sample in samples])
-    assert len(engines) == 6 * TURNS * 4 and torch.equal(engines, logprobs)
+    assert len(engines) == 4 * TURNS * 4 and torch.equal(engines, logprobs)
 
 
 # branches

@@ -252,8 +252,10 @@ class Chat:
 
         Ctrl-C ends the answer; what was printed of it is kept.
         """
+        from lockstep.rollout.environment import Environment, TrajectoryRules
+        from lockstep.rollout.episodes import at_once, run_episodes
         from lockstep.rollout.sampler import sample_seed
-        from lockstep.schema.rollout import GenerationRequest
+        from lockstep.schema.rollout import Prompt
 
         messages = [*self._messages, {"role": "user", "content": text}]
         rendered = self._render(messages)
@@ -263,18 +265,21 @@ class Chat:
                 f"too-long: the conversation has {len(ids)} tokens, but the model has only "
                 f"{self._max_positions} positions; start over with /reset"
             )
-        request = GenerationRequest(
-            prompt_token_ids=tuple(ids),
-            sampling=self._sampling,
-            seeds=(sample_seed(self._seed, CHAT_STEP, self._turn, 0),),
-        )
+        prompt = Prompt(index=0, token_ids=tuple(ids), text="")
+        seed = sample_seed(self._seed, CHAT_STEP, self._turn, 0)
         decoding = self._engine.decoding(self._sampling)
         assert decoding is not None, "a model without a tokenizer has no chat format"
         printer = Printer(decoding)
         try:
             self._engine.on_token = lambda _, __, ids: printer.show(ids)
-            completion = self._engine.generate([request])[0][0]
-            printer.finish(completion.text or "")
+            ((answer,),) = run_episodes(
+                self._engine,
+                Environment(),
+                at_once([(prompt, (seed,))]),
+                rules=TrajectoryRules.of(self._sampling),
+                on_end=lambda *_: None,
+            )
+            printer.finish(answer.text or "")
         except KeyboardInterrupt:
             echo(" (stopped)", end="")
         echo(flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -19,7 +19,7 @@ from lockstep.engine.streaming import Ended, Ending, ModelEngine, OnToken, Turn
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.observe.metrics import is_out_of_memory
-from lockstep.schema.rollout import GenerationRequest
+from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.schema.weights import WeightUpdate
 
 
@@ -157,22 +157,21 @@ class EmbeddedEngine(ModelEngine):
     def _advance(self) -> list[Ended]:
         with self._explaining_memory():
             ended = self._run()
-        return [
-            (
-                sample.turn,
-                sample.index,
-                self._completion(
-                    sample.turn.request,
-                    sample.state.seed,
-                    token_ids=sample.state.token_ids,
-                    logprobs=sample.logprobs,
-                    ending=ending,
-                    cached_tokens=sample.cached_tokens or 0,
-                    versions=versions(sample, self._policy_version) if sample.written else (),
-                ),
-            )
-            for sample, ending in ended
-        ]
+        return [(sample.turn, sample.index, self._of(sample, ending)) for sample, ending in ended]
+
+    def _of(self, sample: Sample, ending: Ending) -> Completion:
+        completion = self._completion(
+            sample.turn.request,
+            sample.state.seed,
+            token_ids=sample.state.token_ids,
+            logprobs=sample.logprobs,
+            ending=ending,
+            cached_tokens=sample.cached_tokens or 0,
+        )
+        written = versions(sample, self._policy_version) if sample.written else ()
+        if not written:
+            return completion
+        return replace(completion, versions=written, policy_version=written[-1][0])
 
     @contextlib.contextmanager
     def _explaining_memory(self) -> Iterator[None]:

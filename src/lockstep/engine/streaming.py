@@ -509,7 +509,6 @@ class ModelEngine(Streaming):
         logprobs: Sequence[float],
         ending: Ending,
         cached_tokens: int,
-        versions: tuple[tuple[int, int], ...] = (),
     ) -> Completion:
         """Count a finished sample and return its completion."""
         reason, stop = ending
@@ -530,8 +529,7 @@ class ModelEngine(Streaming):
             ),
             seed=seed,
             engine=self.name,
-            policy_version=versions[-1][0] if versions else self._policy_version,
-            versions=versions,
+            policy_version=self._policy_version,
             cached_tokens=cached_tokens,
         )
 

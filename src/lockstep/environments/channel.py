@@ -14,7 +14,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 Message = dict[str, Any]
@@ -81,19 +81,23 @@ async def receive_within(channel: socket.socket, deadline: float) -> Message | N
         if len(data) > MESSAGE_BYTES:
             raise ValueError(f"a message of more than {MESSAGE_BYTES} bytes")
         if packet[:1] != MORE:
-            message = json.loads(data)
+            try:
+                message = json.loads(data)
+            except RecursionError:
+                raise ValueError("a message that is nested too deeply") from None
             if not isinstance(message, dict):
                 raise ValueError("a message that is no object")
             return message
 
 
-async def send_within(channel: socket.socket, message: Message, deadline: float) -> None:
-    """Write a message to a non-blocking socket. If nobody reads it any more, `receive_within` will tell.
+async def send_within(channel: socket.socket, message: Iterable[bytes], deadline: float) -> None:
+    """Write the packets of a message to a non-blocking socket. If nobody reads it any more, `receive_within`
+    will tell.
 
     Raises:
         TimeoutError: the process did not take it by the deadline.
     """
-    for packet in packets(message):
+    for packet in message:
         while True:
             try:
                 channel.send(packet)

@@ -16,25 +16,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from lockstep.environments.channel import Message, receive_within, send_within
-from lockstep.environments.instance import CUT, KINDS
+from lockstep.environments.channel import Message, packets, receive_within, send_within
+from lockstep.environments.results import EnvironmentFailure, ToolResult, is_reply
+from lockstep.environments.room import Room
 from lockstep.environments.zygote import FORK, PRINTED_BYTES, SHARE, Settings
 from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.text import printable
 from lockstep.processes.child import JobProcess, ProcessEnded, describe_status
 from lockstep.processes.programs import PYTHON_TOOL, TOOLS
-from lockstep.rollout.reward_functions import encoded
+from lockstep.rollout.reward_functions import TEXT_LENGTH, encoded
 from lockstep.rollout.reward_process import show_output
 
 START_SECONDS = 600.0
@@ -43,6 +44,7 @@ FORK_SECONDS = 60.0
 """Deadline of a fork, beyond the deadline of its first call."""
 END_SECONDS = 10.0
 """Deadline for a killed instance, and what it has started, to be gone."""
+_GONE_SECONDS = 2.0
 BLOCKED_SECONDS = 5.0
 """Grace period of a shared process, which keeps its deadlines itself, after which its loop is blocked."""
 MOST_LIVE = 512
@@ -51,42 +53,6 @@ LEAST_BYTES = 4 << 20
 """Memory that an instance is planned with at least: what it writes to of the pages that forks share."""
 
 Isolation = Literal["process", "shared", "sandbox"]
-
-
-class EnvironmentFailure(RuntimeError):
-    """The author's code failed, and the sample has no outcome. Its note is the traceback.
-
-    Args:
-        kind: see ToolResult.error.
-    """
-
-    def __init__(self, text: str, *, kind: str, detail: str = "") -> None:
-        super().__init__(text)
-        self.kind = kind
-        if detail:
-            self.add_note("In the environment's process:\n" + detail)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolResult:
-    """What a call or a step of a game gave."""
-
-    text: str
-    """For the policy; of a failed call: what is wrong with it."""
-    error: str | None
-    """None; the policy's mistake: "unknown-tool", "wrong-arguments"; the tool's, whose instance lives on:
-    "raised", "wrong-result"; or what ended the instance: "timeout", "flood", "died"; "ended": it had ended
-    before."""
-    seconds: float
-    """From the request to the reply."""
-    reward: float | None = None
-    """Of a step; None for a call."""
-    done: bool = False
-    """Whether the game is over."""
-    truncated: bool = False
-    """Whether the text was cut, which its end says."""
-    detail: str = ""
-    """Traceback of what the author's code raised."""
 
 
 class ToolHost:
@@ -128,7 +94,8 @@ class ToolHost:
         self.tools: list[dict[str, Any]] = self._description["tools"]
         self._names = [tool["function"]["name"] for tool in self.tools]
         self.max_live = self._planned() if max_live is None else max_live
-        self._room = _Room(self.max_live)
+        self._room = Room(self.max_live)
+        _allow_descriptors(self.max_live)
 
     def describe(self) -> dict[str, Any]:
         """Return what the class is: `form` ("toolbox" or "gym"), `tools` (JSON schemas), `reward` (the name
@@ -180,6 +147,7 @@ class ToolHost:
 
         Raises:
             EnvironmentFailure: the constructor failed.
+            EngineError: the process that has imported the class is gone, or this is a fork of the trainer.
             DataError: the row holds a value that is no data.
         """
         self._check_owner()
@@ -263,18 +231,39 @@ class ToolHost:
         with theirs:
             try:
                 channel.setblocking(False)
-                if self.isolation != "shared":
-                    await _hand_over(self._control, FORK, theirs)
-                    return channel
-                try:
-                    await _hand_over(await self._shared_process(), FORK, theirs)
-                except EnvironmentFailure:  # it has ended since its last instance closed
-                    self._end_shared()
-                    await _hand_over(await self._shared_process(), FORK, theirs)
+                await self._request(theirs)
+            except (ConnectionError, TimeoutError) as error:
+                channel.close()
+                raise self._lost(error) from None
             except BaseException:
                 channel.close()
                 raise
         return channel
+
+    def _lost(self, how: object) -> EngineError:
+        code = "deadline" if isinstance(how, TimeoutError) else "process-died"
+        return EngineError(
+            f"{code}: the process of environment {self.target!r} {how}; look for what it has printed, and "
+            "for the machine's memory"
+        )
+
+    async def _is_gone(self) -> bool:
+        """Whether the process that forks ends now."""
+        deadline = time.monotonic() + _GONE_SECONDS
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    async def _request(self, channel: socket.socket) -> None:
+        if self.isolation != "shared":
+            return await _hand_over(self._control, FORK, channel)
+        try:
+            await _hand_over(await self._shared_process(), FORK, channel)
+        except ConnectionError:  # it has ended since its last instance closed
+            self._end_shared()
+            await _hand_over(await self._shared_process(), FORK, channel)
 
     async def _shared_process(self) -> socket.socket:
         """The socket of the process of all instances, which is started if there is none."""
@@ -295,8 +284,21 @@ class ToolHost:
             shared.close()
 
 
+def _allow_descriptors(more: int) -> None:
+    """Raise the soft limit of descriptors, of which many systems allow 1024, by one for each instance."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + more if hard == resource.RLIM_INFINITY else min(1024 + more, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 async def _hand_over(control: socket.socket, request: bytes, channel: socket.socket) -> None:
-    """Send a request with a descriptor."""
+    """Send a request with a descriptor.
+
+    Raises:
+        ConnectionError: nobody reads it any more.
+        TimeoutError: nobody has read it within FORK_SECONDS.
+    """
     deadline = time.monotonic() + FORK_SECONDS
     while True:
         try:
@@ -304,15 +306,10 @@ async def _hand_over(control: socket.socket, request: bytes, channel: socket.soc
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                why = f"it accepted no instance within {FORK_SECONDS:g} s"
-                raise EnvironmentFailure(
-                    f"the process of the environments is stuck: {why}", kind="died"
-                ) from None
+                raise TimeoutError(f"accepted no instance within {FORK_SECONDS:g} s") from None
             await asyncio.sleep(0.005)
         except OSError as error:  # closed, or its end is gone
-            raise EnvironmentFailure(
-                f"the process of the environments has ended ({error.strerror})", kind="ended"
-            ) from None
+            raise ConnectionError(f"has ended ({error.strerror})") from None
 
 
 class Instance:
@@ -326,6 +323,8 @@ class Instance:
         self._sent = 0
         self._gone: str | None = None
         """How it ended."""
+        self._untold = False
+        """Whether it ended and nobody said how."""
         self._left = False
         """Whether its room was given back."""
         self._again: Message | None = None
@@ -403,7 +402,10 @@ class Instance:
         self._channel = await self._host._connected()
         self._shared = self._host._shared
         grace = max(0.0, FORK_SECONDS - (time.monotonic() - began))
-        self._checked("make", await self._exchange({"op": "make", **job, "turn": -1}, grace=grace))
+        reply = await self._exchange({"op": "make", **job, "turn": -1}, grace=grace)
+        if self._untold and await self._host._is_gone():
+            raise self._host._lost("has ended")
+        self._checked("make", reply)
         if self._host._description["restarts"]:
             self._again = job
 
@@ -430,7 +432,7 @@ class Instance:
         )
 
     def _failed(self, reply: Message, name: str, seconds: float, *, game: bool) -> ToolResult:
-        kind, problem = str(reply["kind"]), printable(str(reply["problem"]))
+        kind, problem = str(reply["kind"]), printable(str(reply["problem"])[:TEXT_LENGTH])
         detail = str(reply.get("traceback", ""))
         if self._host.on_error == "drop" and kind != "wrong-arguments":
             raise EnvironmentFailure(f"{self._where}: {name} {problem}", kind=kind, detail=detail)
@@ -470,14 +472,16 @@ class Instance:
         job = {**job, "seconds": seconds, "id": self._sent}
         deadline = time.monotonic() + seconds + grace + (BLOCKED_SECONDS if shared else 0.0)
         try:
-            await send_within(self._channel, job, deadline)
+            request = list(packets(job))
+        except (RecursionError, TypeError, ValueError):
+            return {"problem": "the arguments cannot be written as JSON", "kind": "wrong-arguments"}
+        try:
+            await send_within(self._channel, request, deadline)
             reply = await receive_within(self._channel, deadline)
         except TimeoutError:
             if shared and host._shared is self._shared:
                 host._end_shared()
             return await self._ended_by("timeout", f"took longer than {seconds:g} s")
-        except (RecursionError, TypeError):  # of json.dumps, which has sent nothing
-            return {"problem": "the arguments are nested too deeply", "kind": "wrong-arguments"}
         except ValueError as error:
             return await self._ended_by("died", f"sent an invalid reply ({error})")
         except BaseException:  # cancelled: a late reply must not answer another job
@@ -485,7 +489,7 @@ class Instance:
             raise
         if reply is None or "ended" in reply:
             return await self._ended_by(*self._how(reply))
-        if not _is_reply(reply, job, host._limit):
+        if not is_reply(reply, job, host._limit):
             return await self._ended_by("died", "sent an invalid reply")
         if reply.get("kind") == "timeout":
             await self._end(str(reply["problem"]))
@@ -493,6 +497,7 @@ class Instance:
 
     def _how(self, last: Message | None) -> tuple[str, str]:
         if last is None:
+            self._untold = self._host.isolation != "shared"
             if self._host.isolation == "shared" and self._host._shared is self._shared:
                 self._host._end_shared()
             return "died", "ended: its process, with everything in it, is gone"
@@ -534,80 +539,3 @@ class Instance:
         if not self._left:
             self._left = True
             self._host._room.leave()
-
-
-def _is_reply(reply: Message, job: Message, limit: int) -> bool:
-    """Whether it answers the job. Code of the policy may have sent it."""
-    if reply.get("id") != job["id"]:
-        return False
-    if "problem" in reply:
-        return isinstance(reply["problem"], str) and reply.get("kind") in KINDS
-    value = reply.get("value", reply)
-    texts = [value]
-    match job["op"]:
-        case "call":
-            right = isinstance(reply.get("truncated"), bool)
-        case "step":
-            right = all(
-                type(reply.get(name)) is kind
-                for name, kind in (("truncated", bool), ("reward", float), ("done", bool))
-            )
-        case "reset":
-            texts = (
-                [m.get("content") if isinstance(m, dict) else None for m in value]
-                if isinstance(value, list)
-                else [value or ""]
-            )
-            right = True
-        case "reward":
-            parts = list(value.values()) if isinstance(value, dict) else [value]
-            return value is None or all(isinstance(part, float) for part in parts)
-        case _:
-            return value is None
-    return right and all(isinstance(text, str) and len(text) <= limit + len(CUT) + 20 for text in texts)
-
-
-class _Room:
-    """Room for a number of instances, given in the order of asking. Those who wait may be in several event
-    loops, which asyncio's semaphores may not."""
-
-    def __init__(self, most: int) -> None:
-        self._free = most
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
-
-    async def enter(self) -> None:
-        """Wait for room."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._free:
-                self._free -= 1
-                return
-            turn = loop.create_future()
-            self._waiting.append((loop, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            with self._lock, contextlib.suppress(ValueError):
-                self._waiting.remove((loop, turn))
-            if not turn.cancelled():
-                self.leave()  # it was given in the same moment
-            raise
-
-    def leave(self) -> None:
-        """Give room back, or on to the one who has waited longest."""
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._free += 1
-                    return
-                loop, turn = self._waiting.popleft()
-            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
-                loop.call_soon_threadsafe(self._give, turn)
-                return
-
-    def _give(self, turn: asyncio.Future[None]) -> None:
-        if turn.cancelled():
-            self.leave()
-        else:
-            turn.set_result(None)

@@ -12,7 +12,7 @@ import socket
 import time
 
 from lockstep.environments.author import EnvironmentClass
-from lockstep.environments.channel import Message, receive_within, send_within
+from lockstep.environments.channel import Message, packets, receive_within, send_within
 from lockstep.environments.instance import Instance
 from lockstep.rollout.reward_functions import raised
 
@@ -52,7 +52,7 @@ async def _one(instance: Instance, fd: int) -> None:
         channel.setblocking(False)
         while (job := await receive_within(channel, math.inf)) is not None:
             reply = await _reply(instance, job)
-            await send_within(channel, {**reply, "id": job["id"]}, time.monotonic() + _SEND_SECONDS)
+            await send_within(channel, packets({**reply, "id": job["id"]}), time.monotonic() + _SEND_SECONDS)
 
 
 async def _reply(instance: Instance, job: Message) -> Message:

@@ -26,6 +26,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -145,6 +146,8 @@ class Zygote:
             status = 0
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
         finally:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
@@ -195,8 +198,12 @@ class Zygote:
                     self._ended.append(live)
         left = set[int]() if self._kept is None else supervisor.children() - self._live.keys() - self._kept
         for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            try:
                 os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:  # it has changed its user: waited for no longer
+                self._kept = (self._kept or set()) | {pid}
         if left:
             return  # the end of these wakes us, and what they have left is here then
         for live in self._ended:

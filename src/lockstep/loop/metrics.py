@@ -56,7 +56,7 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     ends: tuple[EndReason, ...] = ("done", "length", "turns", "tokens")
     return {
-        "rollout/turns_mean": statistics.fmean(each.turns for each in trajectories),
+        "rollout/turns": statistics.fmean(each.turns for each in trajectories),
         "rollout/turns_max": float(max(each.turns for each in trajectories)),
         "rollout/branches": float(sum(len(each.earlier) for each in trajectories)),
         "time/environment": statistics.fmean(each.wait_seconds for each in trajectories),

@@ -29,6 +29,8 @@ class TrajectoryRules:
     """Of each turn; max_tokens bounds a turn."""
     max_tokens: int
     """After the prompt, of all turns and replies."""
+    max_context: int | None = None
+    """Of a part of it, from its first token on; None: the task's prompt and max_tokens."""
     max_turns: int | None = None
     """Of the policy; None: any number."""
     wait_seconds: float = 600.0
@@ -143,7 +145,7 @@ class Sampler:
         Raises:
             OutOfRoom: the limits leave no room for a turn, in all or behind this prefix.
         """
-        behind = len(self.task.token_ids) + self.rules.max_tokens - len(prefix)
+        behind = self._max_context - len(prefix)
         return self._turn(min(self.left, behind), max_tokens, prefix=tuple(prefix))
 
     def _turn(
@@ -160,8 +162,8 @@ class Sampler:
             raise OutOfRoom(
                 f"{name}: all {rules.max_turns} turns of rollout.max_turns are done", limit="turns"
             )
-        if self.trajectory is not None:
-            room = min(room, self._room_in_part() - len(reply)) if prefix is None else room
+        if self.trajectory is not None and prefix is None:
+            room = min(room, self._max_context - len(self.trajectory.token_ids) - len(reply))
         if room < 1:
             self._over = "tokens"
             raise OutOfRoom(
@@ -175,10 +177,9 @@ class Sampler:
         sampling = replace(rules.sampling, max_tokens=most, min_tokens=least)
         return Turn(reply=reply, prefix=prefix, sampling=sampling, limited=most < allowed, ask=self._asked)
 
-    def _room_in_part(self) -> int:
-        """Tokens that the context may still grow by: a part may be as long as a trajectory of one part."""
-        assert self.trajectory is not None
-        return len(self.task.token_ids) + self.rules.max_tokens - len(self.trajectory.token_ids)
+    @property
+    def _max_context(self) -> int:
+        return self.rules.max_context or len(self.task.token_ids) + self.rules.max_tokens
 
     def _asked(self, turn: Turn) -> Awaitable[Trajectory]:
         return self.ask(turn)

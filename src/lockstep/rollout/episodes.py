@@ -142,6 +142,8 @@ class _Run:
     ) -> None:
         self._engine, self._environment, self._take, self._rules = engine, environment, take, rules
         self._inline = type(environment).run is Environment.run
+        self._longer = not self._inline and rules.max_tokens > rules.sampling.max_tokens
+        """Whether trajectories may become longer than a turn."""
         self._lock = threading.RLock()
         self._news = threading.Event()
         self._episodes: list[list[_Episode]] = []
@@ -219,7 +221,7 @@ class _Run:
                 episode.turn = episode.sampler()
             self._asked.extend(new)
         elif new:
-            self._settle(lambda: [self._start(episode) for episode in new])
+            self._settle(lambda: self._start(new))
         self._pass_on()
 
     def _finished(self, done: Finished) -> None:
@@ -310,7 +312,7 @@ class _Run:
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 seeds=tuple(episode.sampler.seed for episode in group),
-                trajectory_tokens=0 if self._inline else self._rules.max_tokens,
+                trajectory_tokens=self._rules.max_tokens if self._longer else 0,
             )
             for (_, prompt, sampling), group in alike.items()
         ]
@@ -348,7 +350,11 @@ class _Run:
 
     # in the event loop
 
-    def _start(self, episode: _Episode) -> None:
+    def _start(self, episodes: Sequence[_Episode]) -> None:
+        for episode in episodes:
+            self._start_one(episode)
+
+    def _start_one(self, episode: _Episode) -> None:
         environment, sampler = self._environment, episode.sampler
 
         def ask(turn: Turn) -> asyncio.Future[Trajectory]:
@@ -464,19 +470,21 @@ class _Run:
                 self._engine.abort()
 
     def _cancel(self) -> None:
-        """Let every environment end."""
-        tasks = [
-            e.task for group in self._episodes for e in group if e.task is not None and not e.task.done()
-        ]
-        if not tasks:
+        """Let every environment end, and what it has left in the loop that waits for a turn."""
+        episodes = [episode for group in self._episodes for episode in group]
+        tasks = [e.task for e in episodes if e.task is not None and not e.task.done()]
+        answers = [e.answer for e in episodes if e.answer is not None and not e.answer.done()]
+        if not tasks and not answers:
             return
-        for episode in (e for group in self._episodes for e in group):
+        for episode in episodes:
             episode.over = True
 
         async def cancelled() -> None:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+            for waiting in (*tasks, *answers):
+                waiting.cancel()
+            await asyncio.sleep(0)
+            if tasks:
+                await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
 
         tool_loop().run(cancelled(), seconds=2 * _CLOSE_SECONDS)
         if left := sum(not task.done() for task in tasks):

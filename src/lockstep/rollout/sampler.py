@@ -268,6 +268,8 @@ class GroupSampler:
         rules = sampling
         if isinstance(rules, SamplingConfig):
             rules = TrajectoryRules.of(sampling_params(rules))
+        if self.max_prompt_tokens is not None:
+            rules = replace(rules, max_context=self.max_prompt_tokens + rules.max_tokens)
         size, source = self.ranks.world_size, self._source(len(prompts), group_size)
 
         def own_share() -> Share:
@@ -286,7 +288,9 @@ class GroupSampler:
         if size == 1:
             shares = [call()]
         else:
-            sent = self.ranks.gather_results(lambda: SentShare.of(call()), SentShare, what="sampling")
+            sent = self.ranks.gather_results(
+                lambda: SentShare.of(call(), prompts), SentShare, what="sampling"
+            )
             shares = [share.received(prompts) for share in sent]
         if any(share.aborted for share in shares):
             return SampledStep(groups=(), counts={}, aborted=True)

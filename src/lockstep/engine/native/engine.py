@@ -23,13 +23,13 @@ from typing import NoReturn
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.embedded import EmbeddedEngine, EndedSample, end_of
+from lockstep.engine.embedded import EmbeddedEngine, end_of
 from lockstep.engine.native.kv_cache import KVCache, Move, most_tokens
 from lockstep.engine.native.peers import Chunk, Columns, Op, temperature_of
 from lockstep.engine.native.runner import Layers, Pending, Runner
 from lockstep.engine.native.scheduler import Admission, Sample, Scheduler
 from lockstep.engine.sampling import is_shaped
-from lockstep.engine.streaming import HeldKey, OnToken, Turn
+from lockstep.engine.streaming import Ending, HeldKey, OnToken, Turn
 from lockstep.errors import EngineError
 from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
@@ -40,6 +40,7 @@ from lockstep.schema.rollout import SamplingParams
 from lockstep.schema.weights import WeightUpdate
 
 NAME = "native"
+EndedSample = tuple[Sample, Ending]
 
 
 class NativeEngine(EmbeddedEngine):
