@@ -231,7 +231,7 @@ class ToolEnvironment(SingleTurn):
 
     def pop_counts(self) -> dict[str, float]:
         """See Environment. rollout/tool_calls; rollout/tool_errors, and by kind; rollout/tool_seconds, added
-        up; rollout/template_mismatches, and by cause; rollout/branches; rollout/noncanonical_turns."""
+        up; rollout/template_mismatches, and by cause; rollout/noncanonical_turns; time/token_checks."""
         with self._lock:
             counts, self._counts = self._counts, _Counts()
         checks = counts.checks
@@ -240,13 +240,12 @@ class ToolEnvironment(SingleTurn):
             "tool_errors": sum(counts.errors.values()),
             "tool_seconds": counts.seconds,
             "template_mismatches": sum(checks.mismatches.values()),
-            "branches": sum(checks.branches.values()),
             "noncanonical_turns": checks.noncanonical_turns,
-            "check_seconds": counts.check_seconds,
         }
         found |= {f"tool_errors/{kind}": n for kind, n in counts.errors.items()}
         found |= {f"template_mismatches/{cause}": n for cause, n in checks.mismatches.items()}
-        return super().pop_counts() | {f"rollout/{name}": float(value) for name, value in found.items()}
+        named = {f"rollout/{name}": float(value) for name, value in found.items()}
+        return super().pop_counts() | named | {"time/token_checks": counts.check_seconds}
 
     def close(self) -> None:
         """End the processes of rewards and of the class."""
