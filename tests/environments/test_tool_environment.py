@@ -1,4 +1,4 @@
-"""A run whose policy calls the tools of a class: tokens, rewards, counts and limits, through the whole loop."""
+"""A run whose policy calls the tools of a class: tokens, rewards, counts and limits."""
 
 import json
 import sys

@@ -10,7 +10,7 @@ from lockstep.config.train import Auto
 
 
 class EnvironmentConfig(Config):
-    """Turns with tools. A text stands for the section with that `name`: environment = "my_module:Calculator"."""
+    """Turns with tools. `environment = "my_module:Calculator"` is short for the section with that `name`."""
 
     name: Name
     """`module:Class`, found from the working directory as well; its public typed methods are tools, or it is
