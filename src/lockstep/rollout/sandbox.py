@@ -305,9 +305,7 @@ def _filter(machine: str, may_fork: bool, may_serve: bool) -> list[bytes]:
             op(give, allow),
         ]
 
-    numbers = " ".join(
-        [_COMPUTE[machine], *[_FORKING[machine]] * may_fork, *[_SERVING[machine]] * may_serve]
-    )
+    numbers = " ".join([_COMPUTE[machine], *[_FORKING[machine]] * may_fork, *[_SERVING[machine]] * may_serve])
     # The architecture first: the same number is another call in 32-bit mode.
     program = [op(load, 4), op(equal, _AUDIT[machine], yes=1), op(give, refuse), op(load, 0)]
     for number in numbers.split():
