@@ -26,7 +26,8 @@ from lockstep.data.prompts import PromptSet
 from lockstep.environments.calls import CallError
 from lockstep.environments.checks import Checks
 from lockstep.environments.delta import Branch, ConversationTokens, Ledger
-from lockstep.environments.host import EnvironmentFailure, Instance, ToolHost, ToolResult
+from lockstep.environments.host import Instance, ToolHost
+from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.environments.turns import PolicyTurn
 from lockstep.errors import ConfigError, RewardError
 from lockstep.rollout.environment import OutOfRoom, Sampler, SingleTurn, Trajectories
