@@ -27,7 +27,7 @@ from lockstep.observe.text import echo, printable
 from lockstep.processes.child import relax_gc
 from lockstep.ranks.environment import in_launcher, without_local_rank
 from lockstep.ranks.launch import leave
-from lockstep.version import __version__
+from lockstep.version import version_line
 
 COMMANDS = {
     "train": ("lockstep.cli.train", "train a policy: lockstep train grpo --recipe demo"),
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         echo(usage())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        echo(f"lockstep {__version__}")
+        echo(version_line())
         return 0
     status = _run(*arguments)
     leave(status)

@@ -436,8 +436,8 @@ def verdict(summary: Mapping[str, Any]) -> str:
     budgets = before.get("max_tokens"), after.get("max_tokens")
     for key in ("strict_accuracy", "lenient_accuracy", "mean_reward", "loss"):
         if after.get(key) is not None:
-            old = f"{before[key]:.3f} -> " if before.get(key) is not None else ""
-            parts.append(f"{key.replace('_', ' ')} {old}{after[key]:.3f}")
+            old = f"{before[key]:z.3f} -> " if before.get(key) is not None else ""
+            parts.append(f"{key.replace('_', ' ')} {old}{after[key]:z.3f}")
     if None not in budgets and budgets[0] != budgets[1]:
         parts.append(f"evaluated with at most {budgets[0]} tokens before, {budgets[1]} after")
     parts.append(str(summary["run_dir"]))
