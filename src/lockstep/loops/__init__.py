@@ -24,7 +24,8 @@ def train_online(
     summary.json: outcome, steps, run_dir, wall_seconds, trained_tokens, eval_before, eval_after.
 
     Args:
-        rewards: Python callables that replace `run.rewards`, called as f(prompt=, completion=, row=).
+        rewards: Python callables that replace `run.rewards`, called as f(prompt=, completion=, row=) or, with
+            the samples of one prompt, as f(prompts=, completions=, **columns).
         environment: takes the place of the config's data and rewards.
         resume: (Path) a run directory to go on from; `run` is its config.
         checkpoint: (int) the step of the checkpoint to go on from; by default the last.
