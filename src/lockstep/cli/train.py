@@ -156,6 +156,10 @@ def main(argv: Sequence[str]) -> int:
     if command.print_config:
         echo(dump_toml(command.run), end="")
         return 0
+    if command.run.epochs is not None:
+        from lockstep.loop.epochs import with_steps
+
+        command = dataclasses.replace(command, run=with_steps(command.run))
     if not in_launcher():
         _remove_left()
     if in_launcher():
