@@ -343,13 +343,16 @@ def to_values(run: Config) -> dict[str, Any]:
     return values
 
 
-def dump_toml(run: Config) -> str:
+def dump_toml(run: Config, *, only: Mapping[str, Any] | None = None) -> str:
     """Return TOML with every setting of the run; `load_run` of it gives an equal run.
+
+    Args:
+        only: nested values to write in place of all.
 
     Raises:
         ConfigError: when a free-form table (data.task, ...) holds what TOML has no value for.
     """
-    values = to_values(run)
+    values = to_values(run) if only is None else dict(only)
     ordered = {"kind": values.pop("kind")} | values if "kind" in values else values
     try:
         return to_toml(ordered, inline=_free_tables(type(run)))
@@ -479,7 +482,10 @@ def _write_table(
         else:
             lines.append(f"{_key(key)} = {toml_value(value, path=dotted)}")
     for key, value in later:
-        lines += ["", "[" + ".".join(_key(part) for part in (*path, key)) + "]"]
+        dotted = ".".join((*path, key))
+        only_tables = [isinstance(v, Mapping) and f"{dotted}.{k}" not in inline for k, v in value.items()]
+        if not only_tables or not all(only_tables):  # else the tables inside say that it is there
+            lines += ["", "[" + ".".join(_key(part) for part in (*path, key)) + "]"]
         _write_table(value, path=(*path, key), inline=inline, lines=lines)
 
 
