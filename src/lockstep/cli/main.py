@@ -31,6 +31,7 @@ from lockstep.version import version_line
 
 COMMANDS = {
     "train": ("lockstep.cli.train", "train a policy: lockstep train grpo --recipe demo"),
+    "init": ("lockstep.cli.init", "write a short run file for your data: lockstep init grpo problems.jsonl"),
     "sample": ("lockstep.cli.sample:sample", "print completions of a run's checkpoint"),
     "chat": ("lockstep.cli.sample:chat", "chat with a run's checkpoint"),
     "generate": ("lockstep.cli.generate", "sample completions of many prompts into a file"),
