@@ -35,13 +35,13 @@ def shown_config(run: RunConfig, *, short: bool = False) -> str:
 
 def different(run: RunConfig) -> dict[str, Any]:
     """Return the nested values of a run that its kind alone would not have, and the kind."""
-    return {"kind": run.kind} | _different(run, RUN_KINDS[run.kind]())
+    return {"kind": run.kind} | _different(run, RUN_KINDS[run.kind].model_validate({}))
 
 
 def _different(config: Config, default: Config) -> dict[str, Any]:
     """What differs from the defaults, and of a table that is not there by default the table."""
-    values, found = to_values(config), {}
-    defaults = to_values(default)
+    values, defaults = to_values(config), to_values(default)
+    found: dict[str, Any] = {}
     for name in (each for each in values if values[each] != defaults.get(each)):
         value = getattr(config, name)
         if isinstance(value, Config):

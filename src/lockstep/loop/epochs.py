@@ -34,7 +34,8 @@ def with_steps(run: AnyRun) -> AnyRun:
     steps = max(1, math.ceil(round(run.epochs * items / per_step, 6)))  # 1.1 * 100 / 10 is 11.000000000000002
     if not in_launcher():
         echo(f"epochs {run.epochs:g} -> steps {steps}: {items} {setting[0]}, {setting[1]} = {per_step}")
-    return override(run, {"steps": steps, "epochs": None}, origin=f"epochs = {run.epochs:g}")
+    same_kind = override(run, {"steps": steps, "epochs": None}, origin=f"epochs = {run.epochs:g}")
+    return cast(AnyRun, same_kind)
 
 
 def _items(run: RunConfig) -> tuple[int, int, tuple[str, str]]:

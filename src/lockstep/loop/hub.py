@@ -28,7 +28,8 @@ def check_hub(run: RunConfig) -> None:
     if repo is None:
         return
     from huggingface_hub import constants, get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(repo)
@@ -77,15 +78,15 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The HTTP library of the installed huggingface_hub, whose errors are those of connections.
-    http_error = HfHubHTTPError.__bases__[0]
+    # Of the HTTP library that the installed huggingface_hub uses: a connection that fails or breaks.
+    connection: type[Exception] = HfHubHTTPError.__mro__[1]
     try:
         api = HfApi()
         name = api.create_repo(repo, private=private, exist_ok=True).repo_id
         commit = api.upload_folder(
             repo_id=name, folder_path=folder, commit_message="Upload a Lockstep export"
         )
-    except (http_error, OSError, RuntimeError, ValueError) as error:
+    except (connection, OSError, RuntimeError, ValueError) as error:
         code = "refused" if isinstance(error, HfHubHTTPError) else "unreachable"
         raise ModelError(
             f"{code}: {folder} could not be uploaded to {repo!r} of the hub: {redacted(str(error))[:500]}. "
