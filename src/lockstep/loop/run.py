@@ -555,8 +555,7 @@ class Run:
             folder, say = self.dir.path / "export", self.display.note
             with self.spans("export"), saying_how_to_go_on(self.dir.path, done, saved=saving.saved == done):
                 saving.export(folder)
-                extra |= push_export(checkpoint, folder, ranks=self.ranks, say=say)
-            extra["export"] = str(folder)
+                extra |= push_export(checkpoint, folder, ranks=self.ranks, say=say) | {"export": str(folder)}
         return self._summary("finished", **extra)
 
     def _close_recorders(self) -> None:
