@@ -48,6 +48,7 @@ class GRPORun(RunConfig):
     nothing is held out."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
+    """Rewards of a completion: verifiers, built-in ones and your own `module:attribute`."""
     environment: EnvironmentConfig | None = None
     """Turns with the tools of a class, or its game. With this section `rewards` is empty unless it is set."""
     reward_model: RewardRoleConfig | None = None

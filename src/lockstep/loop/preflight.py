@@ -26,6 +26,7 @@ from lockstep.data.rows import IdRows, reasoning_gym_dataset
 from lockstep.data.sources import FILE_SUFFIXES, Source, check_source, count_rows, load_rows, missing_column
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, DataError, LockstepError, ModelError, nearest, together, unknown_name
+from lockstep.loop.hub import check_hub
 from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.files import path_problem
 from lockstep.observe.metrics import check_wandb
@@ -90,6 +91,7 @@ def _checks(run: RunConfig, *, own_data: bool) -> Iterator[Check]:
     yield partial(check_own_attention, run.train.attention)
     yield partial(_check_backend, run)
     yield partial(_check_packages, run)
+    yield partial(check_hub, run)
     if own_data:
         return
     for section, config in run.data_sections.items():
