@@ -221,7 +221,7 @@ class _Objects:
                 value, end = _json(one, match.start())
             except ValueError:
                 continue
-            (found,) = [each for each in _mappings(value) if _NAME in each.values()] or [None]
+            found = next((each for each in _mappings(value) if _NAME in each.values()), None)
             if found is None:
                 continue
             keys = [key for key, item in found.items() if item in (_ARGUMENTS, json.dumps(_ARGUMENTS))]
@@ -510,7 +510,9 @@ def _repeated(before: str, arguments: str, two: str) -> str:
     if first < 0 or second < first:
         return _last_line(before)
     between = two[first + len(arguments) : second]
-    return _last_line(before[len(before) - common_length(before[::-1], between[::-1]) :])
+    shared = before[len(before) - common_length(before[::-1], between[::-1]) :]
+    tag = max(0, shared.find("<"))
+    return _last_line(shared[tag if ">" in shared[:tag] else 0 :])  # not the end of two different tags
 
 
 def _function(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -10,15 +10,14 @@ from itertools import groupby
 from typing import Literal
 
 from lockstep.environments.delta import Ledger, Part
-from lockstep.environments.turns import PolicyTurn, Stub, Turns
+from lockstep.environments.turns import Stub, Turns
 from lockstep.errors import DataError
 from lockstep.observe.chat_template import Message
-from lockstep.observe.special_text import Places
 
 Mismatch = Literal["refused", "header", "turn", "text", "decoded", "tokens", "reply"]
 """What differs. refused: the template refuses the whole conversation. header: what stands before a turn.
 turn: a turn is left out. text: what stands behind a turn. decoded: the ids of a reply are not its text.
-tokens: the ids of a prompt or a reply, in the whole conversation. reply: the ids of a reply, behind its turn."""
+tokens: the ids of a prompt or a reply, in the whole conversation. reply: the ids of one, behind its turn."""
 _WORD = "Zq7xChq"
 
 
@@ -136,17 +135,13 @@ def _noncanonical(turns: Turns, part: Part, ledger: Ledger) -> int:
         (whole,) = turns.render([(messages, len(part.replies) == len(part.turns))], where=ledger.where)
     except DataError:
         return len(part.turns)
+    written = [turn.body + turn.stop for turn in part.turns]
+    encoded = turns.tokenizer(written, add_special_tokens=False)["input_ids"]
     count, at = 0, len(part.text) if whole.text.startswith(part.text) else 0
     for number, turn in enumerate(part.turns):
-        written = turn.body + turn.stop
         behind = part.replies[number].text if number < len(part.replies) else ""
-        same = whole.text.startswith(written + behind, at) and _is_canonical(turns, turn)
+        same = whole.text.startswith(written[number] + behind, at) and encoded[number] == list(turn.ids)
         count += not same
-        found = whole.text.find(behind, at + len(written) if same else at)
+        found = whole.text.find(behind, at + len(written[number]) if same else at)
         at = found + len(behind) if found >= 0 else at
     return count
-
-
-def _is_canonical(turns: Turns, turn: PolicyTurn) -> bool:
-    plain: Places = ()
-    return turns.special.encode(turn.body + turn.stop, plain) == list(turn.ids)

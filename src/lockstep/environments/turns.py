@@ -21,7 +21,7 @@ THOUGHT, WRITTEN, ARGUED = "Zq7xThq", "Zq7xWrq", "Zq7xArq"
 _RESULT = "Zq7xRsq"
 _USER: Message = {"role": "user", "content": "Hi"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_SPLITS = re.compile(r"""(?:split\(\s*|(?=['"]))(['"])(?P<mark>[^'"\s]{3,40})\1(?:\s*\)|\s+in\s)""")
+_SPLITS = re.compile(r"""split\(\s*['"]([^'"\s]{3,40})['"]\s*\)|['"]([^'"\s]{3,40})['"]\s+in\s""")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,19 +297,15 @@ class Turns:
 
     @cached_property
     def _closers(self) -> tuple[str, ...]:
-        """Marks at which the template divides a text into reasoning, which it may leave out, and the rest."""
-        marks = dict.fromkeys(match["mark"] for match in _SPLITS.finditer(self.template.text))
+        """Marks at which the template divides a text into reasoning, which it may leave out now or in longer
+        conversations, and the rest."""
+        marks = dict.fromkeys(match[1] or match[2] for match in _SPLITS.finditer(self.template.text))
         return tuple(mark for mark in marks if self._divides(mark))
 
     def _divides(self, mark: str) -> bool:
         text = f"{_opener(mark)}\n{THOUGHT}\n{mark}\n\n{WRITTEN}"
         turn: Message = {"role": "assistant", "content": text}
-        plain: Message = {"role": "assistant", "content": f"{THOUGHT} {WRITTEN}"}
-        if _opener(mark) == mark:
-            return False
-        kept = self._tried([_USER, plain, _USER])
-        found = self._tried([_USER, turn, _USER])
-        return THOUGHT in kept and WRITTEN in found and THOUGHT not in found
+        return _opener(mark) != mark and WRITTEN in self._tried([_USER, turn, _USER])
 
     @cached_property
     def _keyed(self) -> tuple[str, str] | None:

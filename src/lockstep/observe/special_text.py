@@ -136,7 +136,8 @@ class SpecialText:
             own[name] = number
             flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             twin.add_tokens([AddedToken(name, special=False, **flags)])
-        return twin, names, {twin.token_to_id(name): number for name, number in own.items()}
+        numbers = {twin.token_to_id(name): number for name, number in own.items()}
+        return twin, names, {i: number for i, number in numbers.items() if i is not None}
 
 
 class Hidden:
