@@ -262,8 +262,8 @@ class CheckpointConfig(Config):
 class LogConfig(Config):
     """Where to log metrics in addition to metrics.jsonl."""
 
-    tensorboard: bool = True
-    """Write event files under logs/tensorboard."""
+    tensorboard: bool | Auto = "auto"
+    """Write event files under logs/tensorboard. auto: if the package tensorboard is installed."""
     wandb: bool = False
     """Log to Weights & Biases, which needs the package and a login."""
     wandb_project: Name = "lockstep"
