@@ -77,7 +77,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -
 .PHONY: help venv venv-demo demo test test-all test-fast test-lowest vllm-cpu test-vllm check dist clean
 
 help:
-	@echo 'make demo       train a language model with GRPO on two CPU cores, in .venv-demo'
+	@echo 'make demo       train a language model with GRPO on two CPU cores in 6 minutes, in .venv-demo'
 	@echo 'make venv-demo  create .venv-demo: Lockstep and the bundled model, without tools for development'
 	@echo 'make venv       create .venv with everything that the tests and linters need'
 	@echo 'make test       the tests that CI runs'

@@ -113,7 +113,7 @@ def console(printed: list[str], *, command: str) -> str:
     start = next(i for i, line in enumerate(printed) if line.startswith("run directory"))
     before = [line for line in printed[start : first + 1] if not line.endswith(" ...")]
     kept = [*before, "...", *printed[last - 1 :]]
-    lines = ["<!-- test: listed: ten minutes -->", "```console", f"$ {command}", *kept, "```"]
+    lines = ["<!-- test: listed: six minutes -->", "```console", f"$ {command}", *kept, "```"]
     return "\n".join(line.rstrip() for line in lines)
 
 
