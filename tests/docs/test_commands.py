@@ -8,8 +8,8 @@ A fenced ```console or ```bash block follows an HTML comment that says which:
 
 In ```console lines that begin with "$ " are commands, the rest is output; in ```bash all lines are commands.
 In shown output `...` stands for anything, and a time or a speed for any other; other numbers are compared.
-All blocks of a page share one scratch folder, which has the files of the repository. `lockstep` is forked from
-a process that has imported torch (warm_lockstep.py); other commands, and what a command starts, are new ones.
+All blocks of a page share one scratch folder, which has the files of the repository. `lockstep` is forked
+from a process that has imported torch (warm_lockstep.py); other commands, and what one starts, are new ones.
 """
 
 from __future__ import annotations
