@@ -28,6 +28,7 @@ GIVEN = {
     "stop": ["nope"],
     "logs": ["nope"],
     "hang": ["nope"],
+    "view": ["nope"],
     "support": ["--backend", "nope"],
 }
 

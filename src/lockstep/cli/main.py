@@ -49,6 +49,7 @@ COMMANDS = {
         "lockstep.cli.doctor:support",
         "list which combinations are supported, and the tests that cover them",
     ),
+    "view": ("lockstep.cli.view", "see runs in a browser: curves, rollouts, steps and settings"),
     "submit": ("lockstep.cli.submit", "submit a run to a Ray cluster, where it outlives this shell"),
     "status": ("lockstep.cli.runs:status", "show whether a run is alive and what it is doing"),
     "stop": ("lockstep.cli.runs:stop", "ask a run to save a checkpoint and exit, and wait until it has"),
