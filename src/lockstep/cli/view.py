@@ -45,9 +45,8 @@ def main(argv: Sequence[str]) -> int:
     server = Server(arguments.run, port=arguments.port)
     if server.port != arguments.port:
         echo(f"view: port {arguments.port} is taken")
-    echo(f"view: {server.url}", flush=True)
     try:
-        server.run()
+        server.run(ready=lambda: echo(f"view: {server.url}", flush=True))
     except KeyboardInterrupt:
         echo()
     return 0

@@ -16,7 +16,7 @@ from lockstep.view.render import STATIC, Site, address, finite, names_of, templa
 from lockstep.view.runs import RunReader
 
 MOST_ROLLOUTS = 50
-"""Of each run: the first of its last step that has rollouts."""
+"""Of each run: the groups of the first of its last step that has rollouts."""
 POINTS = 600
 """Of each metric."""
 SMOOTH = 10
@@ -48,8 +48,8 @@ def write(paths: Sequence[Path], file: Path) -> str:
     write_atomic(file, _file(sections, {"curves": curves}))
     runs = "1 run" if len(readers) == 1 else f"{len(readers)} runs"
     return (
-        f"view: {file}, {file.stat().st_size / 2**20:.1f} MiB: {runs}, {held} rollouts (the first "
-        f"{MOST_ROLLOUTS} of each run's last step), curves of at most {POINTS} points"
+        f"view: {file}, {file.stat().st_size / 2**20:.1f} MiB: {runs}, {held} rollouts (the groups of "
+        f"the first {MOST_ROLLOUTS} of each run's last step), curves of at most {POINTS} points"
     )
 
 
@@ -59,13 +59,15 @@ def _add(pages: Pages, site: Site, run: str, reader: RunReader) -> int:
     pages[address("run", run, "step")] = lambda: site.step(run, query={})
     pages[address("run", run, "about")] = lambda: site.about(run, query={})
     steps = reader.rollouts.steps()
-    asked = {"first_step": str(steps[-1]), "last_step": str(steps[-1])} if steps else {}
+    last = {"first_step": str(steps[-1]), "last_step": str(steps[-1])} if steps else {}
+    asked = last | {"limit": str(MOST_ROLLOUTS)}
     pages[address("run", run, "rollouts")] = lambda: site.rollouts(run, query=asked)
     shown = site.page_of(reader, asked).rollouts if steps else ()
-    for step, prompt in dict.fromkeys((one.step, one.prompt_index) for one in shown):
+    groups = dict.fromkeys((one.step, one.prompt_index) for one in shown)
+    for step, prompt in groups:
         path = address("run", run, "rollouts", step, prompt)
         pages[path] = lambda step=step, prompt=prompt: site.group(run, step, prompt, query={})  # type: ignore[misc]
-    return len(shown)
+    return sum(len(reader.rollouts.group(*each)) for each in groups)
 
 
 def _curves(reader: RunReader, x: Any) -> dict[str, Any]:

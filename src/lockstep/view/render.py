@@ -27,7 +27,7 @@ FOLDER = Path(__file__).resolve().parent
 STATIC = FOLDER / "static"
 NOTHING = "\N{EN DASH}"
 """Stands for a value that there is not."""
-PAGE_ROWS = 50
+PAGE_ROWS, MOST_ROWS = 50, 100
 MOST_TOKENS = 2000
 """Of one rollout beside others; alone, a rollout is shown whole."""
 Query = Mapping[str, str]
@@ -420,7 +420,7 @@ def _rollout_query(query: Query) -> tuple[RolloutQuery, list[str]]:
         only=only if only in get_args(Only) else None,
         evaluation=query.get("evaluation") or None,
         offset=max(0, number("offset", int) or 0),
-        limit=PAGE_ROWS,
+        limit=max(1, min(MOST_ROWS, number("limit", int) or PAGE_ROWS)),
     ), problems
 
 

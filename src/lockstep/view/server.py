@@ -8,7 +8,7 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
@@ -235,32 +235,40 @@ def listen(port: int) -> socket.socket:
 
 
 class Server:
-    """A server that listens; `url` has its token, and `run` answers until a signal or `stop`."""
+    """A server that listens. `url` has its token; `run` answers until a signal or `stop`."""
 
-    def __init__(self, paths: list[Path], *, port: int) -> None:
+    def __init__(self, paths: Sequence[Path], *, port: int) -> None:
         self.site = Site(paths)
         self._socket = listen(port)
         self.port = int(self._socket.getsockname()[1])
         self.token = secrets.token_urlsafe(24)
         self.url = f"http://{HOST}:{self.port}/?token={self.token}"
         guarded = Guard(app(self.site), token=self.token, port=self.port)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                guarded,
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=2,
-            )
+        config = uvicorn.Config(
+            guarded,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
         )
+        self._server = _Uvicorn(config)
 
-    def run(self) -> None:
-        """Answer requests."""
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Answer requests; `ready` is called when the first can be answered."""
+        self._server.ready = ready
         with contextlib.closing(self._socket):
             self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
         """End `run`, from another thread."""
         self._server.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    ready: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.ready()
