@@ -16,7 +16,7 @@ from lockstep.errors import DataError
 from lockstep.view.about import About
 from lockstep.view.curves import CurveReader, Curves
 from lockstep.view.presets import Preset, presets
-from lockstep.view.rollouts import RolloutReader
+from lockstep.view.rollout_reader import RolloutReader
 from lockstep.view.steps import StepDetail, step_detail
 
 STATES = (
@@ -83,7 +83,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, RunReader]:
-    """Return a reader of each run under `paths`, by an id that is unique among them. Raises as `find_runs`."""
+    """Return a reader of each run under `paths`, by unique id. Raises as `find_runs`."""
     readers: dict[str, RunReader] = {}
     for path in find_runs(paths):
         name, number = path.resolve().name, 1
