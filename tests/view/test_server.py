@@ -160,6 +160,14 @@ def test_the_table_of_runs(client):
     assert client.page("/?sort=-run").all("a", class_="row")[0]["href"] == "/run/run-b"
 
 
+def test_a_run_that_begins_later_is_found(tmp_path):
+    make_run(tmp_path / "old")
+    with serving(tmp_path) as client:
+        make_run(tmp_path / "new")
+        assert client.page("/run/new/step/1").all("g")
+        assert {has["href"] for has in client.page("/").all("a", class_="row")} == {"/run/old", "/run/new"}
+
+
 def test_curves_are_those_of_the_run(client):
     answer = json.loads(client.ask(f"/run/{RUN}/curves.json?names=reward/mean,loss,nothing").content)
     assert set(answer["series"]) == {"reward/mean", "loss"}

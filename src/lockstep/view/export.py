@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -33,7 +34,11 @@ def write(paths: Sequence[Path], file: Path) -> str:
         DataError: there is no run.
     """
     check_writable(file, flag="--export")
-    site = Site(paths)
+    with contextlib.closing(Site(paths)) as site:
+        return _write(site, file)
+
+
+def _write(site: Site, file: Path) -> str:
     readers = site.runs()
     pages: Pages = {}
     if len(readers) > 1:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import math
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,8 +82,13 @@ class Site:
     """Addresses of all pages of an exported file, which link only to each other; None: a server's."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = tuple(paths)
+        self._paths, self._lock = tuple(paths), threading.Lock()
         self._readers = open_runs(self._paths)
+
+    def close(self) -> None:
+        """End what the readers do in the background."""
+        for reader in self._readers.values():
+            reader.rollouts.close()
 
     # Pages. Those of a run take its id; `query` is the URL's.
 
@@ -249,7 +257,13 @@ class Site:
     # Parts.
 
     def runs(self) -> dict[str, RunReader]:
-        """The runs by id, with those that have begun since."""
+        """The runs by id: those that were there once, and those that have begun since."""
+        with self._lock, contextlib.suppress(DataError):  # none is left
+            there = {reader.path for reader in self._readers.values()}
+            for name, reader in open_runs(self._paths).items():
+                if reader.path not in there:
+                    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+                    self._readers[next(each for each in names if each not in self._readers)] = reader
         return self._readers
 
     def page_of(self, reader: RunReader, query: Query) -> RolloutPage:
@@ -257,10 +271,10 @@ class Site:
         return reader.rollouts.page(_rollout_query(query)[0])
 
     def _run(self, run: str) -> RunReader:
-        readers = self.runs()
-        if run not in readers:
+        reader = self._readers.get(run) or self.runs().get(run)
+        if reader is None:
             raise ConfigError(f"unknown-name: there is no run {run!r} here")
-        return readers[run]
+        return reader
 
     def _row(self, reader: RunReader) -> RunRow:
         return reader.row()
@@ -453,7 +467,7 @@ def figure(value: object) -> str:
         return f"{value:,.0f}"
     if size >= 1e9 or size < 1e-4:
         return f"{value:.3e}"
-    return f"{value:,.{max(0, min(6, 3 - math.floor(math.log10(size))))}f}"
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
 
 
 def fixed(value: float | None, form: str) -> str:

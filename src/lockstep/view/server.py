@@ -258,7 +258,7 @@ class Server:
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Answer requests; `ready` is called when the first can be answered."""
         self._server.ready = ready
-        with contextlib.closing(self._socket):
+        with contextlib.closing(self._socket), contextlib.closing(self.site):
             self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:

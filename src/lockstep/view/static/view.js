@@ -31,7 +31,7 @@ function figure(value) {
   const size = Math.abs(value);
   if (value === 0 || (Number.isInteger(value) && size < 1e9)) return value.toLocaleString("en");
   if (size >= 1e9 || size < 1e-4) return value.toExponential(3);
-  const digits = Math.max(0, Math.min(6, 3 - Math.floor(Math.log10(size))));
+  const digits = Math.max(0, 3 - Math.floor(Math.log10(size)));
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 const tick = value => value === null ? "" : Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-3)
@@ -244,7 +244,7 @@ const token = element => Object.fromEntries(element.dataset.t.split(",").map((te
 const PAINTS = {
   // kind: [share of full colour from -1 to 1, ends of the scale]
   logprob: { share: t => Math.min(1, -t.logprob / 6), ends: () => ["0", "≤ −6 nats"], above: "s1" },
-  gap: { share: (t, most) => t.gap / most, ends: most => [`−${figure(most)}`, `+${figure(most)} nats`], above: "s0", below: "bad" },
+  gap: { share: (t, most) => Math.sign(t.gap) * Math.sqrt(Math.abs(t.gap) / most), ends: most => [`−${figure(most)}`, `+${figure(most)} nats`], above: "s0", below: "bad" },
   entropy: { share: (t, most) => t.entropy / most, ends: most => ["0", `${figure(most)} nats`], above: "s3" },
   advantage: { share: (t, most) => t.advantage / most, ends: most => [`−${figure(most)}`, `+${figure(most)}`], above: "good", below: "bad" },
 };
