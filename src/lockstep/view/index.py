@@ -5,11 +5,11 @@
     found = index.find(query, files)          # None: it does not hold all of these files yet
 
 The index knows each file by size and time: the rows of a file that has changed are dropped and read again.
-
-Text and token ids of some rows together are a chunk. FTS5 knows which chunks have all trigrams of a text, and
-the chunks themselves, which are searched as bytes, say which of their rows have it. So a common word is found
-as fast as a rare one, and the trigrams of 480 MB of rollouts take 12 MB. The FTS5 table has no content and
-cannot delete a row: numbers of dropped chunks stay in it, and are never used again.
+What rows are filtered and sorted by is an array per file. Text and token ids of some rows together are a
+chunk. FTS5 knows which chunks have all trigrams of a text, and the chunks themselves, which are searched as
+bytes, say which of their rows have it. So a common word is found as fast as a rare one, and the trigrams of
+480 MB of rollouts take 12 MB. The FTS5 table has no content and cannot delete a row: numbers of dropped
+chunks stay in it, and are never used again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from __future__ import annotations
 import bisect
 import contextlib
 import hashlib
-import json
+import math
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -45,21 +45,28 @@ _BUSY_SECONDS = 5.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TABLES = """
 CREATE TABLE about (run TEXT, next INTEGER);
-CREATE TABLE files (name TEXT PRIMARY KEY, id INTEGER, size INTEGER, mtime_ns INTEGER);
-CREATE TABLE rollouts (
-    id INTEGER PRIMARY KEY, file INTEGER, number INTEGER, offset INTEGER, size INTEGER, step INTEGER,
-    evaluation TEXT, prompt_index INTEGER, prompt INTEGER, reward REAL, gap REAL, length INTEGER, finish TEXT
+CREATE TABLE files (
+    name TEXT PRIMARY KEY, id INTEGER UNIQUE, size INTEGER, mtime_ns INTEGER, evaluation TEXT, rows BLOB
 );
-CREATE INDEX rollouts_of_file ON rollouts (file);
-CREATE TABLE chunks (
-    id INTEGER PRIMARY KEY, file INTEGER, first INTEGER, lengths BLOB, text BLOB, id_lengths BLOB, ids BLOB
-);
-CREATE INDEX chunks_of_file ON chunks (file);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, file INTEGER, first INTEGER, lengths BLOB, data BLOB);
+CREATE TABLE token_ids (id INTEGER PRIMARY KEY, file INTEGER, first INTEGER, lengths BLOB, data BLOB);
+CREATE INDEX texts_of_file ON texts (file);
+CREATE INDEX token_ids_of_file ON token_ids (file);
 CREATE VIRTUAL TABLE trigrams USING fts5(
     text, content='', columnsize=0, detail=none, tokenize='trigram case_sensitive 1'
 );
 """
-_INSERT = "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ROW = np.dtype(
+    [
+        *((name, np.int64) for name in ("id", "file", "line", "offset", "size", "step", "prompt_index")),
+        *(("prompt", np.int64), ("length", np.int64), ("reward", np.float64), ("gap", np.float64)),
+        ("finish", "S16"),
+    ]
+)
+"""A rollout as it is filtered and sorted. id, prompt: their numbers in chunks. NaN: it has no such value."""
+_ID = np.dtype("<u4")
+"""A token id."""
+Rows = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +95,8 @@ class RolloutIndex:
     folder: Path | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _reading: sqlite3.Connection | None = None
+    _loaded: dict[int, Rows] = field(default_factory=dict)
+    """File -> its rows."""
 
     @property
     def path(self) -> Path:
@@ -148,25 +157,32 @@ class RolloutIndex:
             IndexUnavailable: as `holds`.
         """
         with self._errors(), self._connected() as database:
-            where, values = _conditions(database, query)
-            order, down = query.ranked
-            direction = "DESC" if down else "ASC"
-            rows = database.execute(
-                "SELECT files.name, rollouts.offset, rollouts.size, count(*) OVER () FROM rollouts "
-                f"JOIN files ON files.id = rollouts.file WHERE {where} "
-                f"ORDER BY rollouts.{order} {direction} NULLS LAST, step, number LIMIT ? OFFSET ?",
-                (*values, query.limit, query.offset),
-            ).fetchall()
-            if rows or not query.offset:
-                total = rows[0][3] if rows else 0
-            else:  # a page after the last one
-                found = database.execute(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()
-                total = found[0]
-        return Found(places=tuple(row[:3] for row in rows), total=total)
+            rows, names = self._rows(database, query.evaluation)
+            rows = rows[_selected(rows, query)]
+            if query.text:
+                rows = rows[_among(rows, _with_text(database, query.text))]
+            if query.ids:
+                rows = rows[_among(rows, _with_ids(database, query.ids))]
+        order, down = query.ranked
+        # NaN, no value, comes last either way.
+        key = -rows[order] if down else rows[order]
+        best = np.lexsort((rows["line"], rows["step"], key))[query.offset : query.offset + query.limit]
+        places = tuple((names[row["file"]], int(row["offset"]), int(row["size"])) for row in rows[best])
+        return Found(places=places, total=len(rows))
+
+    def _rows(self, database: sqlite3.Connection, evaluation: str | None) -> tuple[Rows, dict[int, str]]:
+        """The rows of training steps, or of an evaluation, and the names of their files."""
+        asked = "SELECT id, name FROM files WHERE evaluation IS ?"
+        names: dict[int, str] = dict(database.execute(asked, (evaluation,)).fetchall())
+        for number in names.keys() - self._loaded.keys():
+            (blob,) = database.execute("SELECT rows FROM files WHERE id = ?", (number,)).fetchone()
+            self._loaded[number] = np.frombuffer(blob, _ROW)
+        return np.concatenate([np.empty(0, _ROW), *(self._loaded[number] for number in names)]), names
 
     def forget(self) -> None:
         """Remove the index, so that it is built again."""
         self.close()
+        self._loaded.clear()
         for end in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + end).unlink(missing_ok=True)
 
@@ -201,6 +217,7 @@ class RolloutIndex:
                 database.close()
                 self.forget()
                 return self._open()
+            database.execute("PRAGMA page_size = 32768")
             database.execute("PRAGMA journal_mode = WAL")
             # A power cut may damage it: then it is built again.
             database.execute("PRAGMA synchronous = OFF")
@@ -250,7 +267,7 @@ def _known(database: sqlite3.Connection) -> dict[str, tuple[int, int, int]]:
 
 def _drop(database: sqlite3.Connection, name: str, number: int) -> None:
     with _transaction(database):
-        for table in ("rollouts", "chunks"):
+        for table in ("texts", "token_ids"):
             database.execute(f"DELETE FROM {table} WHERE file = ?", (number,))
         database.execute("DELETE FROM files WHERE name = ?", (name,))
 
@@ -272,70 +289,72 @@ def _add_files(
 
 def _add(database: sqlite3.Connection, file: RolloutFile, *, stop: Callable[[], bool]) -> int:
     """Add the rows of a file; returns how many."""
-    rows, added, prompts = read_rows(file, problems=[]), 0, dict[tuple[str | None, tuple[int, ...]], int]()
     number = _take_numbers(database, 1)
-    values = (file.path.name, number, file.size, file.mtime_ns)
-    database.execute("INSERT INTO files VALUES (?, ?, ?, ?)", values)
+    rows, prompts, records = read_rows(file, problems=[]), dict[_Prompt, int](), list[Rows]()
     while chunk := list(islice(rows, _CHUNK)):
         if stop():
             raise _Stopped
-        _add_rows(database, number, chunk, prompts)
-        added += len(chunk)
-    return added
+        records.append(_add_rows(database, number, chunk, prompts))
+    table = np.concatenate([np.empty(0, _ROW), *records])
+    values = (file.path.name, number, file.size, file.mtime_ns, file.evaluation, table.tobytes())
+    database.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
+    return len(table)
+
+
+_Prompt = tuple[str | None, tuple[int, ...]]
 
 
 def _add_rows(
-    database: sqlite3.Connection,
-    file: int,
-    rows: Sequence[Row],
-    prompts: dict[tuple[str | None, tuple[int, ...]], int],
-) -> None:
-    """Add rows of a file. prompts: those of the file that have a number already; new ones are added."""
+    database: sqlite3.Connection, file: int, rows: Sequence[Row], prompts: dict[_Prompt, int]
+) -> Rows:
+    """Add the chunks of rows of a file, and return what they are filtered by. prompts: those of the file that
+    have a number already; new ones are added."""
     keys = [(row.rollout.spans[0].text, row.rollout.spans[0].token_ids) for row in rows]
     new = [key for key in dict.fromkeys(keys) if key not in prompts]
     first_prompt, first = _take_numbers(database, len(new)), _take_numbers(database, len(rows))
     prompts.update(zip(new, range(first_prompt, first_prompt + len(new)), strict=True))
-    records = []
-    for number, (row, key) in enumerate(zip(rows, keys, strict=True), start=first):
+    records = np.empty(len(rows), _ROW)
+    for index, (row, key) in enumerate(zip(rows, keys, strict=True)):
         one = row.rollout
-        place = (number, file, row.number, row.offset, row.size)
-        values = (one.step, one.evaluation, one.prompt_index, prompts[key], one.reward, one.gap, one.length)
-        records.append((*place, *values, one.finish_reason))
-    database.executemany(_INSERT, records)
-    spans = [row.rollout.spans[1:] for row in rows]
-    answers = ["\n".join(span.text for span in each if span.text) for each in spans]
-    ids = [[id for span in each for id in span.token_ids] for each in spans]
-    _add_chunk(database, file, first, texts=answers, ids=ids)
-    if new:
-        texts = [text or "" for text, _ in new]
-        _add_chunk(database, file, first_prompt, texts=texts, ids=[ids for _, ids in new])
+        place = (first + index, file, row.number, row.offset, row.size)
+        values = (one.step, one.prompt_index, prompts[key], one.length, _float(one.reward), _float(one.gap))
+        records[index] = (*place, *values, one.finish_reason.encode()[:16])
+    answers = [row.rollout.spans[1:] for row in rows]
+    _add_texts(database, file, first, ["\n".join(s.text for s in spans if s.text) for spans in answers])
+    _add_ids(database, file, first, [[id for span in spans for id in span.token_ids] for spans in answers])
+    _add_texts(database, file, first_prompt, [text or "" for text, _ in new])
+    _add_ids(database, file, first_prompt, [ids for _, ids in new])
+    return records
 
 
-def _add_chunk(
-    database: sqlite3.Connection,
-    file: int,
-    first: int,
-    *,
-    texts: Sequence[str],
-    ids: Sequence[Sequence[int]],
-) -> None:
-    """Add what rows, or prompts, with the numbers from `first` on are searched for."""
+def _float(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _add_texts(database: sqlite3.Connection, file: int, first: int, texts: Sequence[str]) -> None:
+    """Add a chunk of texts, of the numbers from `first` on."""
     data = [_folded(text) for text in texts]
     whole, number = b"".join(data), _take_numbers(database, 1)
-    lengths, id_lengths = (np.array([*map(len, each)], np.int64).tobytes() for each in (data, ids))
-    blob = np.fromiter(chain.from_iterable(ids), np.int64).astype(_ID).tobytes()
-    values = (number, file, first, lengths, whole, id_lengths, blob)
-    database.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)", values)
     if whole:
+        values = (number, file, first, _lengths(data), whole)
+        database.execute("INSERT INTO texts VALUES (?, ?, ?, ?, ?)", values)
         values = (number, whole.decode())
         database.execute("INSERT INTO trigrams (rowid, text) VALUES (?, ?)", values)
 
 
-_ID = np.dtype("<u4")
+def _add_ids(database: sqlite3.Connection, file: int, first: int, ids: Sequence[Sequence[int]]) -> None:
+    """Add a chunk of token ids, of the numbers from `first` on."""
+    data = np.fromiter(chain.from_iterable(ids), np.int64).astype(_ID).tobytes()
+    values = (_take_numbers(database, 1), file, first, _lengths(ids), data)
+    database.execute("INSERT INTO token_ids VALUES (?, ?, ?, ?, ?)", values)
+
+
+def _lengths(parts: Sequence[Sequence[int]] | Sequence[bytes]) -> bytes:
+    return np.array([*map(len, parts)], np.int64).tobytes()
 
 
 def _folded(text: str) -> bytes:
-    """Text as it is searched: in lower case; FTS5 ends at a NUL, and UTF-8 has no half of a surrogate pair."""
+    """Text as it is searched: in lower case. FTS5 ends at a NUL, and UTF-8 has no half surrogate pairs."""
     return text.lower().replace("\0", " ").encode("utf-8", "replace")
 
 
@@ -357,46 +376,43 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
     database.execute("COMMIT")
 
 
-def _conditions(database: sqlite3.Connection, query: RolloutQuery) -> tuple[str, list[Any]]:
-    """The condition of a query, and its values."""
-    order, _ = query.ranked
-    plain: Mapping[str, Any] = {
-        "step >= ?": query.first_step,
-        "step <= ?": query.last_step,
-        "reward >= ?": query.min_reward,
-        "reward <= ?": query.max_reward,
-        "length >= ?": query.min_length,
-        "length <= ?": query.max_length,
-        "finish = ?": query.finish_reason,
-        "prompt_index = ?": query.prompt_index,
+def _selected(rows: Rows, query: RolloutQuery) -> Rows:
+    """Which rows fulfil the conditions of a query, apart from its text and its ids."""
+    ranges = {
+        "step": (query.first_step, query.last_step),
+        "reward": (query.min_reward, query.max_reward),
+        "length": (query.min_length, query.max_length),
+        "prompt_index": (query.prompt_index, query.prompt_index),
     }
-    parts, values = ["evaluation IS ?"], [query.evaluation]
-    for text, value in plain.items():
-        if value is not None:
-            parts.append(text)
-            values.append(value)
-    if query.only == "truncated":
-        parts.append("finish = 'length'")
-    elif query.only is not None:
-        parts.append(f"{order} IS NOT NULL")
-    found = [_with_text(database, query.text)] if query.text else []
-    found += [_with_ids(database, query.ids)] if query.ids else []
-    for numbers in found:
-        among = "IN (SELECT value FROM json_each(?))"
-        parts.append(f"(rollouts.id {among} OR prompt {among})")
-        values += [json.dumps(numbers)] * 2
-    return " AND ".join(parts), values
+    selected = np.ones(len(rows), bool)
+    for name, (low, high) in ranges.items():
+        if low is not None:
+            selected &= rows[name] >= low
+        if high is not None:
+            selected &= rows[name] <= high
+    finish = "length" if query.only == "truncated" else query.finish_reason
+    if finish is not None:
+        selected &= rows["finish"] == finish.encode()[:16]
+    if query.only in ("largest gap", "highest reward"):
+        selected &= ~np.isnan(rows[query.ranked[0]])
+    return selected
+
+
+def _among(rows: Rows, numbers: Sequence[int]) -> Rows:
+    """Which rows have one of these numbers, or their prompt has."""
+    return np.isin(rows["id"], numbers) | np.isin(rows["prompt"], numbers)
 
 
 def _with_text(database: sqlite3.Connection, text: str) -> list[int]:
     """The numbers of the rollouts and of the prompts that have a text."""
     wanted = _folded(text)
-    trigrams = {wanted.decode()[at : at + _TRIGRAM] for at in range(len(wanted.decode()) - _TRIGRAM + 1)}
+    letters = wanted.decode()
+    trigrams = {letters[at : at + _TRIGRAM] for at in range(len(letters) - _TRIGRAM + 1)}
     where, values = "", []
     if trigrams:
         where = "WHERE id IN (SELECT rowid FROM trigrams WHERE trigrams MATCH ?)"
         values = [" AND ".join('"' + each.replace('"', '""') + '"' for each in sorted(trigrams))]
-    rows = database.execute(f"SELECT first, lengths, text FROM chunks {where}", values)
+    rows = database.execute(f"SELECT first, lengths, data FROM texts {where}", values)
     return [number for first, lengths, data in rows for number in _having(data, wanted, first, lengths)]
 
 
@@ -404,12 +420,12 @@ def _with_ids(database: sqlite3.Connection, ids: Sequence[int]) -> list[int]:
     """The same for token ids in a row."""
     if not all(0 <= id < 2**32 for id in ids):
         return []
-    wanted = np.array(ids, _ID).tobytes()
-    rows = database.execute("SELECT first, id_lengths, ids FROM chunks")
+    wanted, width = np.array(ids, _ID).tobytes(), _ID.itemsize
+    rows = database.execute("SELECT first, lengths, data FROM token_ids")
     return [
         number
         for first, lengths, data in rows
-        for number in _having(data, wanted, first, lengths, width=_ID.itemsize)
+        for number in _having(data, wanted, first, lengths, width=width)
     ]
 
 
