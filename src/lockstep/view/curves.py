@@ -36,6 +36,8 @@ class Curves:
     """[n]."""
     times: Column
     """[n], seconds since the run began."""
+    started: float | None
+    """Unix seconds of time 0; None before the first line."""
     columns: Mapping[str, Column]
     """Name -> [n]; NaN where a step has no such metric."""
     not_finite: Mapping[str, tuple[int, ...]]
@@ -155,6 +157,11 @@ class CurveReader:
         self._lock = threading.Lock()
         self._curves: Curves | None = None
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the file was read already, so that `read` is quick."""
+        return self._curves is not None
+
     def read(self, *, started: float | None = None) -> Curves:
         """Return the metrics that are there now.
 
@@ -240,7 +247,8 @@ class _Table:
 
     def curves(self, problems: tuple[str, ...], *, started: float | None) -> Curves:
         """Return what there is."""
-        start = started if started is not None else self._first or 0.0
+        started = self._first if started is None else started
+        start = started or 0.0
         for column in self._columns.values():
             column.pad(self._count)
         evaluations = [
@@ -251,6 +259,7 @@ class _Table:
             names=tuple(self._columns),
             steps=self._steps.values(),
             times=self._stamps.values() - start,
+            started=started,
             columns={name: column.values() for name, column in self._columns.items()},
             not_finite={name: tuple(steps) for name, steps in self._not_finite.items()},
             evaluations=tuple(evaluations),

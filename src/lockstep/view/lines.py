@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -13,8 +14,28 @@ from lockstep.observe.files import JSON_BYTES, open_plain
 
 _MARK = 64
 """Bytes before the place where reading stopped that show whether the file is still the one that was read."""
+_HEAD, _TAIL = 1 << 16, 1 << 18
+"""Bytes of a large file's ends."""
 _MOST_NAMED = 20
 """Damaged lines of one file that are named."""
+
+
+def ends_of(path: Path, *, root: Path) -> list[dict[str, Any]]:
+    """Return the objects of the first and the last lines of a large file, in order; none if it cannot be
+    read."""
+    try:
+        with open_plain(path, DataError, root=root) as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(_HEAD).split(b"\n")[:-1]
+            file.seek(max(file.tell(), size - _TAIL))
+            tail = file.read(_TAIL).split(b"\n")[1:-1]
+    except DataError:
+        return []
+    rows = []
+    for raw in (*head, *tail):
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(raw))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 class GrowingLines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 from lockstep.view.index import IndexUnavailable, RolloutIndex
@@ -42,6 +42,12 @@ class RolloutReader:
     def evaluations(self) -> list[str]:
         """Return the names of the evaluations of which there are rollouts; "before" first, "after" last."""
         return [file.evaluation for file in list_files(self._run) if file.evaluation is not None]
+
+    def first_of(self, evaluation: str, count: int) -> list[Rollout]:
+        """Return the first rollouts of an evaluation, at most `count`."""
+        files = [file for file in list_files(self._run) if file.evaluation == evaluation]
+        rows = (row for file in files for row in read_rows(file, pieces=self._pieces, problems=[]))
+        return [row.rollout for row in islice(rows, count)]
 
     def page(self, query: RolloutQuery) -> RolloutPage:
         """Return the rollouts that a query asks for. Files that the index does not hold yet start it in a

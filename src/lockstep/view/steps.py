@@ -1,9 +1,33 @@
-"""One step of a run: where its time and memory went."""
+"""One step of a run: where its time and its memory went.
+
+A run logs how long each phase of a step took on rank 0, but not when it began: rank 0's bars are in the
+order of the loop. The bars of other ranks come from their flight records, which have the last 400
+collectives of each with their times; so only recent steps have them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import DataError
+from lockstep.observe import flight
+from lockstep.observe.flight import Collective, Flight
+from lockstep.ranks.hang import find_records
+from lockstep.view.curves import Curves
+
+IDLE = "idle"
+_ORDER = (
+    *("data", "generate", "reward", "pack", "values", "logprobs", "forward_backward", "optimizer", "value"),
+    *("weights", "verify", "sleep", "record", "log"),
+)
+_BETWEEN = ("evaluate", "save", "peer_copy")
+"""Before the step, and no part of its time."""
+_SUMS = ("step", "host", "host_share", *_BETWEEN)
+_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,7 +35,7 @@ class Bar:
     """Part of a timeline."""
 
     phase: str
-    """generate, reward, pack, ...; "idle": none of the timers ran."""
+    """generate, reward, pack, ...; IDLE: on rank 0 outside of all timers, on other ranks in a collective."""
     start: float
     """Seconds since the step began."""
     seconds: float
@@ -24,7 +48,7 @@ class RankTimeline:
     rank: int
     bars: tuple[Bar, ...]
     note: str = ""
-    """What the bars are, where they are not the timers of the step."""
+    """What the bars are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,43 +65,135 @@ class StepDetail:
     batch: Mapping[str, float]
     """Sizes: rollouts, tokens, micro-batches, slots, ..."""
     memory_planned: Mapping[str, float]
-    """GiB by part, from the plan that was in force."""
+    """GiB, of the memory plan; empty if the run has none."""
     memory_used: Mapping[str, float]
     """GiB, peaks of this step."""
     problems: tuple[str, ...] = ()
 
 
-_BETWEEN = ("evaluate", "save", "peer_copy")
+def step_detail(run: Path, step: int, curves: Curves, *, manifest: Mapping[str, Any]) -> StepDetail:
+    """Return one step; what is missing of it is in its problems.
 
-
-def step_detail(step: int, metrics: Mapping[str, float]) -> StepDetail:
-    """Return a step from its metrics."""
-    seconds = metrics.get("time/step")
-    bars, at = [], 0.0
-    for name, value in metrics.items():
-        phase = name.removeprefix("time/")
-        if name.startswith("time/") and phase not in ("step", "host", "host_share", *_BETWEEN) and value > 0:
-            bars.append(Bar(phase=phase, start=at, seconds=value))
-            at += value
-    if seconds is not None and seconds > at:
-        bars.append(Bar(phase="idle", start=at, seconds=seconds - at))
+    Args:
+        manifest: manifest.json of the run.
+    """
+    metrics = curves.at(step)
     problems = () if metrics else (f"metrics.jsonl has no step {step}",)
+    others, why = _other_ranks(run, step, began=_began(step, curves), seconds=metrics.get("time/step"))
+    batch = (
+        "rollout/samples",
+        "rollout/tokens",
+        "rollout/prompt_tokens_mean",
+        "rollout/completion_tokens_mean",
+    )
     return StepDetail(
         step=step,
-        seconds=seconds,
-        timeline=(RankTimeline(rank=0, bars=tuple(bars)),) if bars else (),
+        seconds=metrics.get("time/step"),
+        timeline=(*_first_rank(metrics), *others),
         between=tuple(
             Bar(phase=name, start=0.0, seconds=metrics[f"time/{name}"])
             for name in _BETWEEN
             if f"time/{name}" in metrics
         ),
         metrics=metrics,
-        batch={
-            name: value
-            for name, value in metrics.items()
-            if name.startswith("input/") or name in ("rollout/samples", "rollout/tokens")
-        },
-        memory_planned={},
+        batch={name: v for name, v in metrics.items() if name.startswith("input/") or name in batch},
+        memory_planned=_planned(manifest),
         memory_used={name: value for name, value in metrics.items() if name.startswith("memory/")},
-        problems=problems,
+        problems=(*problems, *curves.problems, *why),
     )
+
+
+def _first_rank(metrics: Mapping[str, float]) -> list[RankTimeline]:
+    timers = {
+        name.removeprefix("time/"): seconds
+        for name, seconds in metrics.items()
+        if name.startswith("time/") and name.removeprefix("time/") not in _SUMS and seconds > 0
+    }
+    ranked = sorted(timers, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+    bars, at = list[Bar](), 0.0
+    for phase in ranked:
+        bars.append(Bar(phase=phase, start=at, seconds=timers[phase]))
+        at += timers[phase]
+    left = metrics.get("time/step", 0.0) - at
+    if left > 0:
+        bars.append(Bar(phase=IDLE, start=at, seconds=left))
+    note = "timers of the step, in the order of the loop: when each began was not logged"
+    return [RankTimeline(rank=0, bars=tuple(bars), note=note)] if bars else []
+
+
+def _began(step: int, curves: Curves) -> float | None:
+    """Unix seconds at which a step began: its line is written at its end."""
+    times = {int(number): time for number, time in zip(curves.steps[-500:], curves.times[-500:], strict=True)}
+    seconds = curves.at(step).get("time/step")
+    if step not in times or seconds is None or curves.started is None:
+        return None
+    return float(curves.started + times[step] - seconds)
+
+
+def _other_ranks(
+    run: Path, step: int, *, began: float | None, seconds: float | None
+) -> tuple[list[RankTimeline], tuple[str, ...]]:
+    """The timelines of the ranks from 1 on, as far as their records still have the step; what is wrong."""
+    if began is None or seconds is None:
+        return [], ()
+    try:
+        flights = flight.read_all(find_records(run))
+    except DataError as error:
+        return [], () if error.code == "wrong-kind-of-file" else (str(error),)
+    found = []
+    for each in flights:
+        bars = _bars(each, step, began=began, seconds=seconds) if each.rank else []
+        if bars:
+            note = "from the flight record: idle is time in collectives, which wait for other ranks"
+            found.append(RankTimeline(rank=each.rank, bars=tuple(bars), note=note))
+    return found, ()
+
+
+def _bars(each: Flight, step: int, *, began: float, seconds: float) -> list[Bar]:
+    """What a rank did between its collectives of a step; none if the record no longer has all of them."""
+    own = [one for one in each.collectives if one.ended is not None and began <= one.began <= began + seconds]
+    own.sort(key=lambda one: one.began)
+    first = each.collectives[0] if each.collectives else None
+    if not own or first is None or (first.number > 1 and first.began >= began):
+        return []
+    bars, at = list[Bar](), 0.0
+    for one in own:
+        start, end = max(at, one.began - began), max(at, _end(one) - began)
+        if start > at:
+            bars.append(Bar(phase=_phase(one, step), start=at, seconds=start - at))
+        if end > start:
+            bars.append(Bar(phase=IDLE, start=start, seconds=end - start))
+        at = end
+    if at < seconds:
+        bars.append(Bar(phase=_phase(own[-1], step), start=at, seconds=seconds - at))
+    return _merged(bars)
+
+
+def _end(one: Collective) -> float:
+    return one.began if one.ended is None else one.ended
+
+
+def _phase(one: Collective, step: int) -> str:
+    """The phase in which a collective was called: its purpose is "step 3: generate", or has a name."""
+    head, colon, phase = one.purpose.partition(": ")
+    return phase if colon and head == f"step {step}" else "loop"
+
+
+def _merged(bars: Sequence[Bar]) -> list[Bar]:
+    """Bars of the same phase, one after the other, as one."""
+    merged = [*bars[:1]]
+    for before, bar in pairwise(bars):
+        if before.phase == bar.phase:
+            start = merged[-1].start
+            merged[-1] = Bar(phase=bar.phase, start=start, seconds=bar.start + bar.seconds - start)
+        else:
+            merged.append(bar)
+    return merged
+
+
+def _planned(manifest: Mapping[str, Any]) -> dict[str, float]:
+    axes = manifest.get("axes")
+    memory = axes.get("memory") if isinstance(axes, dict) else None
+    names = {"peak": "peak_bytes", "allocated": "allocated_bytes", "of": "total_bytes"}
+    found = {name: memory.get(key) for name, key in names.items()} if isinstance(memory, dict) else {}
+    return {name: value / _GIB for name, value in found.items() if isinstance(value, int)}
