@@ -30,8 +30,8 @@ name = "ids"
 """
 
 
-def make_run(folder: Path, *, text: str = EVIL, metric: str = "loss") -> Path:
-    """Write a run of three steps, with two prompts of two samples in each."""
+def make_run(folder: Path, *, text: str = EVIL, metric: str = "loss", details: bool = True) -> Path:
+    """Write a run of three steps, with two prompts of two samples in each; `details`: log.token_details."""
     (folder / "rollouts").mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG)
     manifest = {"started": "2026-01-02T03:04:05+00:00", "torch": "2.11", "axes": {"engine": "hf"}}
@@ -41,6 +41,9 @@ def make_run(folder: Path, *, text: str = EVIL, metric: str = "loss") -> Path:
         row = {"step": step, "timestamp": 101.0 + step, "reward/mean": reward, metric: -0.5 * step}
         rows.append(row | {"time/step": 2.0, "time/generate": 1.5, "time/optimizer": 0.25})
         samples = [_rollout(step, 2 * step + prompt, sample, text) for prompt in (0, 1) for sample in (0, 1)]
+        for one in samples if not details else ():
+            for name in ("policy_logprobs", "entropies", "advantages"):
+                del one[name]
         (folder / "rollouts" / f"step-{step:06d}.jsonl").write_text("".join(map(_line, samples)))
     (folder / "metrics.jsonl").write_text("".join(map(_line, rows)))
     (folder / "summary.json").write_text(json.dumps({"outcome": "finished", "wall_seconds": 4.0}))

@@ -193,6 +193,20 @@ def test_tokens_carry_their_figures(client):
     assert not any("disabled" in has for has in page.all("button"))
 
 
+def test_without_token_details_the_page_says_how_to_have_them(tmp_path):
+    make_run(tmp_path / "run", details=False)
+    with serving(tmp_path) as client:
+        page = client.page("/run/run/rollouts/1/2?sample=1")
+    assert [has["data-t"] for has in page.all("i") if "data-t" in has] == [
+        "7,-0.5,,,",
+        "8,-1.25,,,",
+        "9,-2,,,",
+    ]
+    assert "log.token_details = true" in page.text
+    disabled = [has["data-paint"] for has in page.all("button") if "disabled" in has]
+    assert disabled == ["gap", "entropy", "advantage"]
+
+
 def test_a_step(client):
     page = client.page(f"/run/{RUN}/step/1")
     widths = {
@@ -295,10 +309,11 @@ def test_the_command_says_the_url_and_ends_quietly(runs):
         (12345.6, "12,346"),
         (123.456, "123.5"),
         (0.012345, "0.01235"),
+        (0.0012345, "0.001234"),
         (-0.5, "-0.5000"),
-        (1.234e-7, "1.234e-07"),
+        (1.234e-7, "1.234e-7"),
         (3, "3"),
-        (2e12, "2.000e+12"),
+        (2e12, "2.000e12"),
         ("text", "text"),
         (True, "True"),
     ],

@@ -13,15 +13,13 @@ from typing import Any
 from markupsafe import Markup
 
 from lockstep.observe.files import check_writable, write_atomic
-from lockstep.view.render import STATIC, Site, address, finite, names_of, template
+from lockstep.view.render import STATIC, Site, address, finite, names_of, smoothing, template
 from lockstep.view.runs import RunReader
 
 MOST_ROLLOUTS = 50
 """Of each run: the groups of the first of its last step that has rollouts."""
 POINTS = 600
 """Of each metric."""
-SMOOTH = 10
-"""Values that a smoothed curve is the mean of, as the pages have it preset."""
 Pages = dict[str, Callable[[], str]]
 """Path of a page on the server -> what renders its section."""
 
@@ -76,7 +74,8 @@ def _add(pages: Pages, site: Site, run: str, reader: RunReader) -> int:
 
 
 def _curves(reader: RunReader, x: Any) -> dict[str, Any]:
-    return dict(finite(reader.curves().json(names_of(reader), x=x, points=POINTS, smooth=SMOOTH)))
+    smooth = smoothing([reader])
+    return dict(finite(reader.curves().json(names_of(reader), x=x, points=POINTS, smooth=smooth)))
 
 
 def _file(sections: Sequence[str], data: Any) -> str:

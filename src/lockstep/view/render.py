@@ -33,6 +33,8 @@ NOTHING = "\N{EN DASH}"
 PAGE_ROWS, MOST_ROWS = 50, 100
 MOST_TOKENS = 2000
 """Of one rollout beside others; alone, a rollout is shown whole."""
+SMOOTHINGS = (0, 5, 10, 20, 50, 100, 200, 500, 1000)
+"""Numbers of values that a curve can be the mean of."""
 Query = Mapping[str, str]
 _SORTED = {
     "run": "id",
@@ -119,13 +121,14 @@ class Site:
             title="Compare",
             rows=[self._row(reader) for reader in readers],
             differences=_differences(settings),
+            smooth=smoothing(readers),
             **_charts(readers[0].presets(), list(names)),
         )
 
     def curves(self, run: str, *, query: Query) -> str:
         """A run's curves."""
         reader = self._run(run)
-        charts = _charts(reader.presets(), names_of(reader))
+        charts = _charts(reader.presets(), names_of(reader)) | {"smooth": smoothing([reader])}
         return self._page("curves", address("run", run), title="Curves", **self._of(reader), **charts)
 
     def rollouts(self, run: str, *, query: Query) -> str:
@@ -389,6 +392,12 @@ def _charts(presets: Iterable[Preset], names: Sequence[str]) -> dict[str, Any]:
     return {"presets": first, "groups": groups}
 
 
+def smoothing(readers: Iterable[RunReader]) -> int:
+    """How many values a curve is the mean of, unless the user says otherwise: a fiftieth of the steps."""
+    steps = max(len(reader.curves().steps) for reader in readers)
+    return max((each for each in SMOOTHINGS if each * 50 <= steps), default=0)
+
+
 def _differences(runs: Sequence[Mapping[str, Setting]]) -> list[tuple[str, list[str]]]:
     """Return (key, value of each run) of the settings that are not the same in all runs."""
     keys = dict.fromkeys(key for settings in runs for key in settings)
@@ -452,11 +461,11 @@ def _phases(timeline: Iterable[Any]) -> list[tuple[str, float, float]]:
 
 
 def figure(value: object) -> str:
-    r"""A number with four significant digits, such as 12,345 or 0.01234 or 1.2e-07; of other values the text.
+    r"""A number with four significant digits, such as 12,345 or 1.234e-7; text stays as it is.
 
     Example:
         >>> [figure(value) for value in (None, 12345.6, 3, 0.0123456, 1.234e-7, float("nan"))]
-        ['\u2013', '12,346', '3', '0.01235', '1.234e-07', '\u2013']
+        ['\u2013', '12,346', '3', '0.01235', '1.234e-7', '\u2013']
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return NOTHING
@@ -465,8 +474,9 @@ def figure(value: object) -> str:
     size = abs(value)
     if value == 0 or ((isinstance(value, int) or value.is_integer()) and size < 1e9):
         return f"{value:,.0f}"
-    if size >= 1e9 or size < 1e-4:
-        return f"{value:.3e}"
+    if size >= 1e9 or size < 1e-3:
+        mantissa, _, exponent = f"{value:.3e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
     return f"{value:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
 
 
@@ -539,6 +549,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["SMOOTHINGS"] = SMOOTHINGS
     environment.filters |= {
         "figure": figure,
         "fixed": fixed,

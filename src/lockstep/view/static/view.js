@@ -30,7 +30,7 @@ function figure(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (value === 0 || (Number.isInteger(value) && size < 1e9)) return value.toLocaleString("en");
-  if (size >= 1e9 || size < 1e-4) return value.toExponential(3);
+  if (size >= 1e9 || size < 1e-3) return value.toExponential(3).replace("e+", "e");
   const digits = Math.max(0, 3 - Math.floor(Math.log10(size)));
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
@@ -63,7 +63,7 @@ class Charts {
     new ResizeObserver(() => this.size()).observe(root);
     this.load(true);
   }
-  shown() { return [...this.figures.keys()].filter(each => each.offsetParent !== null); }
+  shown() { return [...this.figures.keys()].filter(each => each.checkVisibility()); }
   axis(x) {
     this.x = x;
     for (const each of $$("[data-x]", this.root)) each.setAttribute("aria-pressed", each.dataset.x === x);
@@ -72,6 +72,7 @@ class Charts {
   range(zoom) {
     this.zoom = zoom;
     $('[data-do="reset"]', this.root).hidden = !zoom;
+    if (zoom) this.draw();  // with the points that are there; those between them come
     this.load(true);
   }
   find(word) {
@@ -137,8 +138,8 @@ class Charts {
     const spaced = { stroke: color, font, ticks: { show: false }, grid, gap: 4 };
     const lines = there.flatMap(each => {
       const few = { show: each.x.length <= 40, size: 4 };
-      const raw = { stroke: ink(`s${each.n % SERIES}`, each.smooth ? .32 : 1), width: each.smooth ? 1 : 1.5, points: few, spanGaps: true };
-      return each.smooth ? [raw, { stroke: ink(`s${each.n % SERIES}`), width: 2, points: { show: false }, spanGaps: true }] : [raw];
+      const raw = { stroke: ink(`s${each.n % SERIES}`, each.smooth ? .3 : 1), width: each.smooth ? 1 : 1.5, points: few, spanGaps: true };
+      return each.smooth ? [raw, { stroke: ink(`s${each.n % SERIES}`), width: 1.5, points: { show: false }, spanGaps: true }] : [raw];
     });
     const options = {
       width: box.clientWidth, height: box.clientHeight, legend: { show: false }, series: [{}, ...lines], padding: [6, 6, 0, 0],
@@ -161,7 +162,15 @@ class Charts {
         }],
       },
     };
-    return new uPlot(options, data, box);
+    const chart = new uPlot(options, data, box);
+    let down = 0;
+    chart.over.addEventListener("mousedown", event => { down = event.clientX; });
+    chart.over.addEventListener("click", event => Math.abs(event.clientX - down) < 4 && this.open());
+    return chart;
+  }
+  open() {
+    const one = this.runs.length === 1 && !EXPORTED() && this.step !== undefined;
+    if (one && matchMedia("(hover: hover)").matches) location.assign(`/run/${encodeURIComponent(this.runs[0])}/step/${this.step}`);
   }
   size() {
     for (const [figure, chart] of this.figures) {
@@ -185,7 +194,8 @@ class Charts {
     }
     const line = $(".at", this.root);
     line.replaceChildren();
-    if (step === null) return;
+    this.step = step ?? undefined;
+    if (step === null || (at === null && this.runs.length > 1)) return;
     const bold = document.createElement("b");
     bold.textContent = `${at === null ? "last " : ""}step ${step.toLocaleString("en")}`;
     line.append(bold, this.x === "time" ? ` at ${clock(when)}` : "");
@@ -322,13 +332,13 @@ async function live() {
 // --- keys ----------------------------------------------------------------------------------------------------
 
 function move(by) {
-  const rows = $$("[data-row]").filter(each => each.offsetParent !== null);
+  const rows = $$("[data-row]").filter(each => each.checkVisibility());
   const next = rows[Math.max(0, Math.min(rows.length - 1, rows.findIndex(each => each.classList.contains("cur")) + by))];
   for (const each of rows) each.classList.toggle("cur", each === next);
   $("a.row", next ?? document)?.focus({ preventScroll: true });
   next?.scrollIntoView({ block: "nearest" });
 }
-const follow = selector => $$(selector).find(each => each.offsetParent !== null)?.click();
+const follow = selector => $$(selector).find(each => each.checkVisibility())?.click();
 const DO = {
   theme: () => theme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % 3]),
   help: () => $("dialog.keys").showModal(),
@@ -336,7 +346,7 @@ const DO = {
 const KEYS = {
   j: () => move(1), k: () => move(-1), t: DO.theme, "?": DO.help, u: () => follow(".mark"),
   ArrowLeft: () => follow('a[rel="prev"]'), ArrowRight: () => follow('a[rel="next"]'),
-  "/": () => $$("[data-search]").find(each => each.offsetParent !== null)?.focus(),
+  "/": () => $$("[data-search]").find(each => each.checkVisibility())?.focus(),
   c: () => follow(`[data-paint="${paint.now}"] ~ button:not(:disabled)`) ?? follow("[data-paint]"),
   Escape: () => charts.forEach(section => section.zoom && section.range(null)),
   ...Object.fromEntries([1, 2, 3, 4].map(n => [n, () => follow(`.tabs a:nth-child(${n})`)])),
