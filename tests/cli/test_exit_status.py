@@ -24,6 +24,7 @@ GIVEN = {
     "select": ["--data", "nope.jsonl", "--best-of-n", "--out", "out.jsonl"],
     "submit": ["nope.toml", "--cluster", "http://127.0.0.1:1"],
     "data": ["check", "nope.toml"],
+    "runs": ["nope"],
     "status": ["nope"],
     "stop": ["nope"],
     "logs": ["nope"],

@@ -51,6 +51,7 @@ COMMANDS = {
     ),
     "view": ("lockstep.cli.view", "see runs in a browser: curves, rollouts, steps and settings"),
     "submit": ("lockstep.cli.submit", "submit a run to a Ray cluster, where it outlives this shell"),
+    "runs": ("lockstep.cli.run_table", "list the runs in a folder: state, steps, reward, accuracy, speed"),
     "status": ("lockstep.cli.runs:status", "show whether a run is alive and what it is doing"),
     "stop": ("lockstep.cli.runs:stop", "ask a run to save a checkpoint and exit, and wait until it has"),
     "logs": ("lockstep.cli.runs:logs", "show the end of a rank's log; --follow shows new lines, too"),

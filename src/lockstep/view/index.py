@@ -41,12 +41,15 @@ _CHUNK = 64
 """Rows of a chunk; a stop waits for no more."""
 _TRANSACTION = 2000
 """Rows after which a transaction ends, at the end of a file: a file is in the index whole or not at all."""
+_MOST_NAMED = 5
+"""Damaged rows of a file that are named."""
 _BUSY_SECONDS = 5.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TABLES = """
 CREATE TABLE about (run TEXT, next INTEGER);
 CREATE TABLE files (
-    name TEXT PRIMARY KEY, id INTEGER UNIQUE, size INTEGER, mtime_ns INTEGER, evaluation TEXT, rows BLOB
+    name TEXT PRIMARY KEY, id INTEGER UNIQUE, size INTEGER, mtime_ns INTEGER, evaluation TEXT, problems TEXT,
+    rows BLOB
 );
 CREATE TABLE texts (id INTEGER PRIMARY KEY, file INTEGER, first INTEGER, lengths BLOB, data BLOB);
 CREATE TABLE token_ids (id INTEGER PRIMARY KEY, file INTEGER, first INTEGER, lengths BLOB, data BLOB);
@@ -76,6 +79,8 @@ class Found:
     places: tuple[tuple[str, int, int], ...]
     """(file name, offset, size) of the rows of the page."""
     total: int
+    problems: tuple[str, ...]
+    """Rows that are damaged, which no query finds."""
 
 
 class IndexUnavailable(Exception):
@@ -163,12 +168,16 @@ class RolloutIndex:
                 rows = rows[_among(rows, _with_text(database, query.text))]
             if query.ids:
                 rows = rows[_among(rows, _with_ids(database, query.ids))]
+            damaged = database.execute(
+                "SELECT problems FROM files WHERE problems != '' ORDER BY name LIMIT 20"
+            )
+            problems = tuple(line for (text,) in damaged for line in text.split("\n"))
         order, down = query.ranked
         # NaN, no value, comes last either way.
         key = -rows[order] if down else rows[order]
         best = np.lexsort((rows["line"], rows["step"], key))[query.offset : query.offset + query.limit]
         places = tuple((names[row["file"]], int(row["offset"]), int(row["size"])) for row in rows[best])
-        return Found(places=places, total=len(rows))
+        return Found(places=places, total=len(rows), problems=problems)
 
     def _rows(self, database: sqlite3.Connection, evaluation: str | None) -> tuple[Rows, dict[int, str]]:
         """The rows of training steps, or of an evaluation, and the names of their files."""
@@ -290,14 +299,16 @@ def _add_files(
 def _add(database: sqlite3.Connection, file: RolloutFile, *, stop: Callable[[], bool]) -> int:
     """Add the rows of a file; returns how many."""
     number = _take_numbers(database, 1)
-    rows, prompts, records = read_rows(file, problems=[]), dict[_Prompt, int](), list[Rows]()
+    problems, prompts, records = list[str](), dict[_Prompt, int](), list[Rows]()
+    rows = read_rows(file, problems=problems)
     while chunk := list(islice(rows, _CHUNK)):
         if stop():
             raise _Stopped
         records.append(_add_rows(database, number, chunk, prompts))
     table = np.concatenate([np.empty(0, _ROW), *records])
-    values = (file.path.name, number, file.size, file.mtime_ns, file.evaluation, table.tobytes())
-    database.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
+    seen, wrong = (file.size, file.mtime_ns, file.evaluation), "\n".join(problems[:_MOST_NAMED])
+    values = (file.path.name, number, *seen, wrong.encode("utf-8", "replace").decode(), table.tobytes())
+    database.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", values)
     return len(table)
 
 

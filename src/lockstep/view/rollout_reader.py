@@ -133,7 +133,7 @@ class RolloutReader:
             query=query,
             indexed=1.0,
             scanned=(),
-            problems=tuple(problems),
+            problems=(*problems, *found.problems)[:_MOST_NAMED],
         )
 
     def _load(

@@ -19,8 +19,8 @@ _REPLACED = "\ufffd"
 class TokenSpeller:
     """Spells the token ids of a run. Safe from several threads.
 
-    The tokenizer is that of the run's export, of the model if it is a folder, or that in the cache of Lockstep
-    or Hugging Face. It is read at the first use.
+    The tokenizer is that of the run's export, of the model if it is a folder, or that in the cache of
+    Lockstep or Hugging Face. It is read at the first use.
 
     Args:
         model: returns the model's name.
@@ -34,8 +34,8 @@ class TokenSpeller:
 
     def pieces(self, ids: Sequence[int]) -> list[str] | None:
         """Return the text of each id, which together are the text of all; None if the run has no tokenizer
-        that can be read. A token that ends in the middle of a character has no text; the one that completes the
-        character has it."""
+        that can be read. A token that ends in the middle of a character has no text; the one that completes
+        the character has it."""
         with self._lock:
             tokenizer = self._loaded()
             return None if tokenizer is None else _spell(tokenizer, ids)
