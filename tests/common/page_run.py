@@ -39,6 +39,7 @@ def make_run(folder: Path, *, text: str = EVIL, metric: str = "loss", details: b
     rows = [{"step": 0, "evaluation": "before", "timestamp": 100.0, "eval/mean_reward": 0.125}]
     for step, reward in enumerate(REWARDS):
         row = {"step": step, "timestamp": 101.0 + step, "reward/mean": reward, metric: -0.5 * step}
+        row["entropy"] = (1.0, "NaN", "Infinity")[step]
         rows.append(row | {"time/step": 2.0, "time/generate": 1.5, "time/optimizer": 0.25})
         samples = [_rollout(step, 2 * step + prompt, sample, text) for prompt in (0, 1) for sample in (0, 1)]
         for one in samples if not details else ():

@@ -174,6 +174,9 @@ def test_curves_are_those_of_the_run(client):
     assert answer["series"]["reward/mean"]["y"] == list(REWARDS)
     assert answer["series"]["loss"]["y"] == [0, -0.5, -1]
     assert answer["series"]["loss"]["step"] == [0, 1, 2]
+    odd = json.loads(client.ask(f"/run/{RUN}/curves.json?names=entropy").content)["series"]["entropy"]
+    assert (odd["y"], odd["not_finite"]) == ([1.0], [1, 2])
+    assert "entropyinf" in client.page(f"/run/{RUN}/step/2").text
     assert client.ask(f"/run/{RUN}/curves.json?names=loss&points=x").status == 400
     assert client.ask("/run/none/curves.json?names=loss").status == 400
     values = json.loads(client.ask(f"/run/{RUN}/step/2/values.json").content)
@@ -304,7 +307,8 @@ def test_the_command_says_the_url_and_ends_quietly(runs):
     ("value", "shown"),
     [
         (None, "\u2013"),
-        (float("nan"), "\u2013"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
         (0.0, "0"),
         (12345.6, "12,346"),
         (123.456, "123.5"),

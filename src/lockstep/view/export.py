@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from lockstep.observe.files import check_writable, write_atomic
-from lockstep.view.render import STATIC, Site, address, finite, names_of, smoothing, template
+from lockstep.view.render import STATIC, Site, address, names_of, smoothing, template
 from lockstep.view.runs import RunReader
 
 MOST_ROLLOUTS = 50
@@ -75,7 +75,7 @@ def _add(pages: Pages, site: Site, run: str, reader: RunReader) -> int:
 
 def _curves(reader: RunReader, x: Any) -> dict[str, Any]:
     smooth = smoothing([reader])
-    return dict(finite(reader.curves().json(names_of(reader), x=x, points=POINTS, smooth=smooth)))
+    return reader.curves().json(names_of(reader), x=x, points=POINTS, smooth=smooth)
 
 
 def _file(sections: Sequence[str], data: Any) -> str:

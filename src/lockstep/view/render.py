@@ -90,7 +90,7 @@ class Site:
     def close(self) -> None:
         """End what the readers do in the background."""
         for reader in self._readers.values():
-            reader.rollouts.close()
+            reader.close()
 
     # Pages. Those of a run take its id; `query` is the URL's.
 
@@ -244,11 +244,13 @@ class Site:
 
     def curve_data(self, run: str, names: Iterable[str], **options: Any) -> dict[str, Any]:
         """What the charts of these metrics draw: `Curves.json`. Raises ConfigError: no such run."""
-        return dict(finite(self._run(run).curves().json(list(names), **options)))
+        return self._run(run).curves().json(list(names), **options)
 
     def values(self, run: str, step: int) -> dict[str, Any]:
         """All metrics of a step, exactly as they were logged."""
-        return {"step": step, "values": finite(self._run(run).curves().at(step))}
+        values = self._run(run).curves().at(step)
+        # JSON has no NaN and no infinities.
+        return {"step": step, "values": {n: v if math.isfinite(v) else None for n, v in values.items()}}
 
     def report(self, run: str, name: str) -> tuple[Path, bool]:
         """Return a report's file and whether it is a whole page. Raises DataError: none."""
@@ -464,12 +466,12 @@ def figure(value: object) -> str:
     r"""A number with four significant digits, such as 12,345 or 1.234e-7; text stays as it is.
 
     Example:
-        >>> [figure(value) for value in (None, 12345.6, 3, 0.0123456, 1.234e-7, float("nan"))]
-        ['\u2013', '12,346', '3', '0.01235', '1.234e-7', '\u2013']
+        >>> [figure(value) for value in (None, 12345.6, 3, 0.0123456, 1.234e-7, float("inf"))]
+        ['\u2013', '12,346', '3', '0.01235', '1.234e-7', 'inf']
     """
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if value is None:
         return NOTHING
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return str(value)
     size = abs(value)
     if value == 0 or ((isinstance(value, int) or value.is_integer()) and size < 1e9):
@@ -527,15 +529,6 @@ def around(text: str, word: str, *, end: bool = False, size: int = 240) -> str:
     at = found - size // 3 if found >= 0 else len(text) - size if end else 0
     at = max(0, at)
     return ("…" if at else "") + text[at : at + size] + ("…" if at + size < len(text) else "")
-
-
-def finite(value: Any) -> Any:
-    """JSON without NaN and infinities, which charts do not draw: None in their place."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, list) else value
 
 
 @functools.cache

@@ -197,7 +197,7 @@ def app(site: Site) -> Starlette:
 
 
 def _status(error: LockstepError) -> int:
-    return 404 if error.code in ("unknown-name", "no-such-file") else 500
+    return 404 if error.code in ("unknown-name", "no-such-file") else 400
 
 
 def _json(request: Request, data: object, status: int = 200) -> Response:

@@ -5,7 +5,7 @@
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const EXPORTED = () => $("#exported") && (EXPORTED.data ??= JSON.parse($("#exported").textContent));
-const POLL = 2000, SERIES = 8;
+const POLL = 2000, SERIES = 8, EVALUATED = "eval/";
 
 // --- theme ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +93,10 @@ class Charts {
       const data = EXPORTED() ? EXPORTED().curves[run][this.x] : await this.fetch(run, names, smooth, always);
       if (!data || this.asked !== asked) return;
       changed = true;
-      for (const name of names) (this.seen[name] ??= {})[run] = data.series[name];
+      for (const name of names) {
+        const series = (this.seen[name] ??= {})[run] = data.series[name];
+        if (series && name.startsWith(EVALUATED)) series.smooth = undefined;  // few, and far apart
+      }
     }));
     if (changed && this.asked === asked) this.draw();
   }
@@ -117,6 +120,8 @@ class Charts {
     const key = [this.x, log, document.documentElement.dataset.theme, there.map(each => each.n), smoothed.length].join();
     $(".plot", figure).classList.toggle("empty", !there.length);
     figure.series = there;
+    const lost = there.flatMap(each => each.not_finite ?? []);
+    $(".lost", figure).textContent = lost.length ? `NaN or infinite at step ${lost.slice(0, 5).join(", ")}${lost.length > 5 ? ` and ${lost.length - 5} more` : ""}` : "";
     const data = there.length ? uPlot.join(tables) : [[], []];
     let chart = this.figures.get(figure);
     if (chart?.key === key) {
@@ -188,7 +193,7 @@ class Charts {
       for (const each of figure.series ?? []) {
         const i = at === null ? each.x.length - 1 : nearest(each.x, at);
         parts.push({ run: each.n, value: each.y[i], smooth: each.smooth?.[i], raw: each.raw });
-        if (!figure.dataset.metric.startsWith("eval/")) [step, when] = [each.step[i], each.x[i]];
+        if (!figure.dataset.metric.startsWith(EVALUATED)) [step, when] = [each.step[i], each.x[i]];
       }
       show(figure, parts, this.runs.length > 1);
     }
@@ -388,7 +393,7 @@ addEventListener("DOMContentLoaded", () => {
     else if (button) DO[button.dataset.do]?.();
   });
   document.addEventListener("change", event => {
-    if (event.target.matches("[data-differs]")) $("table.settings:not([hidden])").classList.toggle("only", event.target.checked);
+    if (event.target.matches("[data-all]")) event.target.closest("section").classList.toggle("all", event.target.checked);
   });
   matchMedia("(prefers-color-scheme: dark)").onchange = () => charts.forEach(section => section.draw());
   if (EXPORTED()) { addEventListener("hashchange", route); route(); } else { start(document); setTimeout(live, POLL); }
