@@ -105,7 +105,10 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
     "rollout.sampling": (SamplingConfig, [{"min_tokens": 9, "max_tokens": 8}, {"top_k": 0}]),
     "run": (SFTRun, [{"train": {"min_lr_ratio": 0.1, "schedule": "constant"}}]),
     "run (dpo)": (DPORun, [{"algorithm": {"name": "kto"}, "batch_size": 1}]),
-    "run (offline)": (SFTRun, [{"train": {"reuse_rollout_logprobs": False}}]),
+    "run (offline)": (
+        SFTRun,
+        [{"train": {"reuse_rollout_logprobs": False}}, {"log": {"token_details": True}}],
+    ),
     "run (ppo)": (
         PPORun,
         [
@@ -123,6 +126,7 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
             {"algorithm": {"mask_truncated": True}, "rollout": ENDLESS},
             {"rollout": GREEDY},
             {"rewards": ()},
+            {"log": {"token_details": True}, "rollout": {"save": False}},
         ],
     ),
     "run (rl offload)": (

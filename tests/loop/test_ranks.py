@@ -28,6 +28,7 @@ from lockstep.recording.weights import load_weights
 
 SECONDS = 300
 RL = ("train", "tiny.toml")
+DETAILS = ("policy_logprobs", "entropies", "advantages")
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,25 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> None:
 
 def rows(run: Path) -> dict[str, Any]:
     """All rollouts and evaluations, without their logprobs."""
-    found = {}
-    for file in sorted((run / "rollouts").iterdir()):
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        found[file.name] = [{k: v for k, v in line.items() if k != "rollout_logprobs"} for line in lines]
-    return found
+    rounded = ("rollout_logprobs", *DETAILS)
+    return {
+        name: [{k: v for k, v in line.items() if k not in rounded} for line in lines]
+        for name, lines in lines_of(run).items()
+    }
+
+
+def details(run: Path) -> dict[str, list[Any]]:
+    """What log.token_details adds to the rollouts of all steps, one after the other."""
+    lines = [line for name, each in lines_of(run).items() if name.startswith("step-") for line in each]
+    return {
+        name: [value for line in lines for value in line[name] or [None] * len(line["advantages"])]
+        for name in DETAILS
+    }
+
+
+def lines_of(run: Path) -> dict[str, Any]:
+    files = sorted((run / "rollouts").iterdir())
+    return {file.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 
 
 def assert_close(run: Path, reference: Path, *, relative: float = 1e-4) -> None:
@@ -172,9 +187,10 @@ def test_a_slow_rank_samples_less_and_changes_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder, monkeypatch):
-    here(folder, monkeypatch, *RL, "--run-dir", "alone")
+    detailed = (*RL, "--log.token-details")
+    here(folder, monkeypatch, *detailed, "--run-dir", "alone")
     spread = ("--train.backend", "fsdp2", "--ranks", "2", "--record")
-    straight = lockstep(folder, *RL, "--run-dir", "straight", *spread, "--json", "summary.json")
+    straight = lockstep(folder, *detailed, "--run-dir", "straight", *spread, "--json", "summary.json")
     assert straight.code == 0, straight.out + straight.err
     assert_close(folder / "straight", folder / "alone")
     assert straight.out.splitlines()[-1].startswith("train: finished, 4 steps")
@@ -182,9 +198,12 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder, 
     (logs,) = (folder / "straight/logs/ranks").iterdir()
     assert (logs / "rank-1.log").read_text() == "" and "step 4/4" in (logs / "rank-0.log").read_text()
     assert_recorded(folder / "straight")
+    alone = details(folder / "alone")
+    for name, values in details(folder / "straight").items():
+        assert values and values == pytest.approx(alone[name], abs=1e-5), name
 
     # 8 completions in a step and 2 in an evaluation: the 23rd is of step 2.
-    stopped = lockstep(folder, *RL, "--run-dir", "stopped", *spread, at="1:23:terminate")
+    stopped = lockstep(folder, *detailed, "--run-dir", "stopped", *spread, at="1:23:terminate")
     assert stopped.code == 143, stopped.out + stopped.err
     last = stopped.out.splitlines()[-1]
     assert last.startswith("train: interrupted, ")
@@ -193,7 +212,7 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder, 
     resumed = lockstep(folder, *command)
     assert resumed.code == 0, resumed.out + resumed.err
     assert metrics_of(folder / "stopped") == metrics_of(folder / "straight")
-    assert rows(folder / "stopped") == rows(folder / "straight")
+    assert lines_of(folder / "stopped") == lines_of(folder / "straight")
     ours, theirs = (load_file(folder / r / "export/model.safetensors") for r in ("stopped", "straight"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert recorded(folder / "stopped") == recorded(folder / "straight")
@@ -204,8 +223,19 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder, 
 def test_a_run_moves_from_one_backend_to_another(adapters, folder, monkeypatch):
     """deepspeed on 2 ranks, then fsdp2 on 2, then one process; and the result is that of one process."""
     lora = ("--model.lora.rank", "4", "--algorithm.kl.coef", "0.1") if adapters else ()
-    here(folder, monkeypatch, *RL, "--run-dir", "alone", "--steps", "3", *lora)
-    first = ("--train.backend", "deepspeed", "--ranks", "2", "--steps", "1", "--run-dir", "run", *lora)
+    here(folder, monkeypatch, *RL, "--run-dir", "alone", "--steps", "3", "--log.token-details", *lora)
+    first = (
+        "--log.token-details",
+        "--train.backend",
+        "deepspeed",
+        "--ranks",
+        "2",
+        "--steps",
+        "1",
+        "--run-dir",
+        "run",
+        *lora,
+    )
     second = ("--resume", "run", "--train.backend", "fsdp2", "--ranks", "2", "--steps", "2")
     third = ("--resume", "run", "--train.backend", "local", "--steps", "3")
     for command in ((*RL, *first), ("train", *second)):
@@ -215,6 +245,9 @@ def test_a_run_moves_from_one_backend_to_another(adapters, folder, monkeypatch):
     assert [row["loss"] for row in metrics_of(folder / "run") if "loss" in row] == pytest.approx(
         [row["loss"] for row in metrics_of(folder / "alone") if "loss" in row], abs=1e-5
     )
+    alone = details(folder / "alone")
+    for name, values in details(folder / "run").items():
+        assert values and values == pytest.approx(alone[name], abs=1e-5), name
 
 
 @pytest.mark.slow

@@ -273,6 +273,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "no-effect: train.reuse_rollout_logprobs = {0.train.reuse_rollout_logprobs} has no effect "
             "with kind = {0.kind!r}, which has no rollouts; leave it out",
         ),
+        Rule(
+            lambda r: r.log.token_details,
+            "no-effect: log.token_details = true has no effect with kind = {0.kind!r}, which has no "
+            "rollouts; leave it out",
+        ),
     ),
     "run (ppo)": (
         Rule(
@@ -395,6 +400,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             lambda r: not r.rewards and r.reward_model is None,
             "missing-setting: rewards is empty; name at least one reward, such as rewards = [{{name = "
             "'verifier'}}], or a reward_model",
+        ),
+        Rule(
+            lambda r: r.log.token_details and not r.rollout.save,
+            "no-effect: log.token_details = true adds to the rows of rollouts/, which are not written with "
+            "rollout.save = false; set rollout.save = true, or leave it out",
         ),
     ),
     "run (rm)": (

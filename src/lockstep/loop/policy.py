@@ -20,6 +20,7 @@ from lockstep.loop.gap_check import BitwiseCheck
 from lockstep.loop.metrics import combine, shape_metrics
 from lockstep.loop.resolve import Resolved, Run
 from lockstep.loop.rollouts import RolloutEngine
+from lockstep.loop.token_details import TokenDetails
 from lockstep.models.load import LoadedModel
 from lockstep.observe.metrics import Spans
 from lockstep.packing import Planner, split_samples
@@ -92,6 +93,8 @@ class Policy(Trained):
         """Set where trainer and engine have the same kernel contract; None: their logprobs are close, not
         equal."""
         self.recorder: Recorder | None = None
+        self.details: TokenDetails | None = None
+        """Set where the rows of rollouts/ get what each step computes for their tokens."""
         self._train: TrainConfig = loaded.resolved.run.train
         self.spans = spans
         self._checks_first = False
@@ -127,6 +130,8 @@ class Policy(Trained):
             self.check.begin(step, estimates.groups)
             self._checks_first = True
         trained = policy_samples(samples, estimates.advantages, ref_logprobs=ref_logprobs)
+        if self.details is not None:
+            self.details.begin(trained)
         with self._working():
             with self.spans("pack"):
                 scored = self._with_gradient(step, estimates.groups, trained, loss)
@@ -143,6 +148,8 @@ class Policy(Trained):
             if self._checks_first and self.check is not None:  # the weights are still those of the rollouts
                 self.check.check(batches, stats.logprobs)
                 self._checks_first = False
+            if self.details is not None:
+                self.details.add(batches, stats)
             with self.spans("optimizer"):
                 update = self.backend.optimizer_step()
             return {"loss": float(sum(stats.losses))} | update | loss.metrics(batches, stats)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from lockstep.loop.token_details import TokenDetails
 from lockstep.observe.metrics import sample_id
 from lockstep.observe.run_dir import RunDir
 from lockstep.schema.rollout import RolloutGroup, SampleRecord, Trajectory
@@ -16,13 +17,21 @@ Rows = list[dict[str, Any]]
 
 
 class RolloutLog:
-    """Writes rollouts in a thread, since a GPU leaves the processor idle in forward and backward."""
+    """Writes rollouts in a thread, since a GPU leaves the processor idle in forward and backward.
 
-    def __init__(self, directory: RunDir) -> None:
+    Args:
+        token_details: whether rows get `details`. They are then written a second time, after the step's
+            updates; the first time is for a step that fails.
+    """
+
+    def __init__(self, directory: RunDir, *, token_details: bool = False) -> None:
         self._dir = directory
+        self.details = TokenDetails() if token_details else None
+        """Gets what the policy's updates compute; None: the rows do not tell."""
         # One thread: steps are written in order.
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._rows: Future[tuple[Rows, Rows]] | None = None
+        self._step = 0
 
     def begin(
         self,
@@ -53,14 +62,18 @@ class RolloutLog:
             trained = Counter(rollout.trajectory.seed for group in groups for rollout in group.rollouts)
             return rows, ledger_rows(step, requested, trained)
 
-        self._rows = self._writer.submit(write)
+        self._rows, self._step = self._writer.submit(write), step
 
     def wait(self) -> tuple[Rows, Rows]:
         """Return the rows of the step that was begun last, once they are written, and those of the ledger,
         which are not. Raises LockstepError."""
         assert self._rows is not None, "begin() comes first"
-        rows, self._rows = self._rows, None
-        return rows.result()
+        begun, self._rows = self._rows, None
+        rows, ledger = begun.result()
+        if self.details is not None:
+            self.details.add_to(rows)
+            self._dir.write_rollouts(self._step, rows)
+        return rows, ledger
 
     @property
     def begun(self) -> bool:

@@ -166,7 +166,7 @@ class Run:
         self._steps_logged = 0
         self._between: dict[str, float] = {}
         """Seconds of evaluations and saves since the last step."""
-        self._rollouts = RolloutLog(self.dir)
+        self._rollouts = RolloutLog(self.dir, token_details=config.log.token_details and self.ranks.is_first)
         self._sampled: SampledStep | None = None
         """The rollouts that the step is on; None: it is on documents."""
         self._restart = recovery()
@@ -326,6 +326,7 @@ class Run:
         """Load the checkpoint to go on from, if any; from here on these are what a checkpoint holds, and what
         is recorded."""
         self._policy, self._compiled = policy, CompileMeter(policy.backend, ranks=self.ranks)
+        policy.details = self._rollouts.details
         done = self._saving.load(self._saved(policy, critic, algorithm)) if self._resumed else 0
         self._begin(done)
         self._attach_recorders(policy, critic)
