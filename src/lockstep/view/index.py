@@ -98,7 +98,7 @@ class RolloutIndex:
 
     run: Path
     folder: Path | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: Any = field(default_factory=threading.RLock)
     _reading: sqlite3.Connection | None = None
     _loaded: dict[int, Rows] = field(default_factory=dict)
     """File -> its rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -210,5 +211,7 @@ def _has_step_of(query: RolloutQuery, file: RolloutFile) -> bool:
 
 
 def _rank(value: float | None, down: bool) -> tuple[bool, float]:
-    """Sorts None last."""
-    return (value is None, 0.0 if value is None else -value if down else value)
+    """Sorts None and NaN last."""
+    if value is None or math.isnan(value):
+        return True, 0.0
+    return False, -value if down else value

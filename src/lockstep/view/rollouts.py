@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -172,7 +173,7 @@ class RolloutQuery:
             and self.finish_reason in (None, one.finish_reason)
             and self.prompt_index in (None, one.prompt_index)
             and (self.only != "truncated" or one.finish_reason == "length")
-            and (order not in ("reward", "gap") or self.only is None or getattr(one, order) is not None)
+            and (self.only in (None, "truncated") or _is_number(getattr(one, order)))
             and self._has_text(one)
             and self._has_ids(one)
         )
@@ -191,6 +192,10 @@ class RolloutQuery:
             for ids in (one.spans[0].token_ids, answer)
             for at in range(len(ids) - count + 1)
         )
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
 
 
 def _within(value: float | None, low: float | None, high: float | None) -> bool:
