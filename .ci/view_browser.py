@@ -37,7 +37,6 @@ class Browser:
         self.problems: list[str] = []
         self.origin = ""
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._loaded = asyncio.Event()
         self._number = 0
 
     async def __aenter__(self) -> Browser:
@@ -89,9 +88,7 @@ class Browser:
                 self._event(told["method"], told["params"])
 
     def _event(self, method: str, told: Any) -> None:
-        if method == "Page.loadEventFired":
-            self._loaded.set()
-        elif method == "Runtime.exceptionThrown":
+        if method == "Runtime.exceptionThrown":
             self.problems.append(f"exception: {told['exceptionDetails']}")
         elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning"):
             self.problems.append(f"console: {told['args']}")
@@ -106,10 +103,10 @@ class Browser:
 
     async def open(self, url: str) -> None:
         """Load a page."""
-        self._loaded.clear()
-        told = await self.call("Page.navigate", url=url)
-        if "loaderId" in told:  # else only the fragment differs
-            await asyncio.wait_for(self._loaded.wait(), SECONDS)
+        await self.call(
+            "Page.navigate", url=url
+        )  # returns when the new document has taken the old one's place
+        await self.wait("document.readyState === 'complete'")
 
     async def look(self, expression: str) -> Any:
         """The value of an expression of JavaScript."""

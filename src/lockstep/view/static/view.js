@@ -224,7 +224,8 @@ class Charts {
 }
 function around(low, high) {
   if (low === null || high === null) return [0, 1];
-  const margin = (high - low) * .06 || Math.abs(high) * .1 || 1;
+  // What differs by rounding alone is one value.
+  const margin = high - low > Math.abs(high) * 1e-9 ? (high - low) * .06 : Math.abs(high) * .1 || 1;
   return [low - margin, high + margin];
 }
 function nearest(xs, value) {
