@@ -11,8 +11,8 @@ from lockstep.observe import flight
 from lockstep.ranks.hang import find_records
 from lockstep.ranks.watchdog import Signs, progress, signs_of
 
-_BETWEEN_SECONDS = 0.2
-"""Between two looks at the CPU time, where there was none before."""
+_BETWEEN_SECONDS = 0.5
+"""Between two looks at the CPU time, at least."""
 
 
 class HangWatch:
@@ -46,11 +46,11 @@ class HangWatch:
         with self._lock:
             if self._looked is None:
                 self._looked = time.monotonic(), _signs(folder)
-                time.sleep(_BETWEEN_SECONDS)
             then, before = self._looked
+            # The system counts CPU time in hundredths of a second.
+            time.sleep(max(0.0, then + _BETWEEN_SECONDS - time.monotonic()))
             passed, now = time.monotonic() - then, _signs(folder)
-            if passed >= _BETWEEN_SECONDS:
-                self._looked = time.monotonic(), now
+            self._looked = time.monotonic(), now
         return any(progress(before.get(rank), each, passed) for rank, each in now.items())
 
 
