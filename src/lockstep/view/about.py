@@ -117,7 +117,8 @@ def read_about(
         ended_early: whether it can be resumed.
     """
     problems = list[str]()
-    axes = manifest.get("axes") if isinstance(manifest.get("axes"), dict) else {}
+    found = manifest.get("axes")
+    axes: Mapping[str, Any] = found if isinstance(found, dict) else {}
     memory, contract = axes.get("memory"), manifest.get("contract")
     return About(
         config=settings(config, problems),

@@ -135,7 +135,8 @@ def thin(values: Column, points: int) -> NDArray[np.intp]:
     filled = np.concatenate([values, np.full(-count % width, values[-1])]).reshape(-1, width)
     starts = np.arange(len(filled)) * width
     extremes = [starts + filled.argmin(axis=1), starts + filled.argmax(axis=1)]
-    return np.minimum(np.unique(np.concatenate([[0, count - 1], *extremes])), count - 1)
+    kept: NDArray[np.intp] = np.unique(np.concatenate([[0, count - 1], *extremes]))
+    return kept
 
 
 def trailing_mean(values: Column, width: int) -> Column:

@@ -64,4 +64,4 @@ def _signs(folder: Path) -> dict[int, Signs]:
 def _last_sign(each: flight.Flight) -> float:
     """Unix seconds of the last that a rank recorded."""
     collectives = [one.ended or one.began for one in each.collectives]
-    return max(each.started, each.heartbeat.get("time", 0.0), *collectives)
+    return max(each.started, float(each.heartbeat.get("time", 0.0)), *collectives)

@@ -349,8 +349,7 @@ def _add_texts(database: sqlite3.Connection, file: int, first: int, texts: Seque
     if whole:
         values = (number, file, first, _lengths(data), whole)
         database.execute("INSERT INTO texts VALUES (?, ?, ?, ?, ?)", values)
-        values = (number, whole.decode())
-        database.execute("INSERT INTO trigrams (rowid, text) VALUES (?, ?)", values)
+        database.execute("INSERT INTO trigrams (rowid, text) VALUES (?, ?)", (number, whole.decode()))
 
 
 def _add_ids(database: sqlite3.Connection, file: int, first: int, ids: Sequence[Sequence[int]]) -> None:

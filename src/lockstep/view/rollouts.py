@@ -90,7 +90,7 @@ class Rollout:
         """Return the policy's tokens from `first` on, at most `count`: a long rollout has many."""
         ids = [one for span in self.spans if span.author == "policy" for one in span.token_ids]
         stop = len(ids) if count is None else min(len(ids), first + count)
-        pieces = self._pieces(ids[:stop]) or [None] * stop
+        pieces: Sequence[str | None] = self._pieces(ids[:stop]) or [None] * stop
         columns = (self.logprobs, self.gaps, self.entropies, self.advantages)
         rows = zip(
             ids[first:stop],
