@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lockstep.view.tokens import TokenSpeller
@@ -33,3 +34,8 @@ def test_a_tokenizer_that_is_damaged_is_none(tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "tokenizer.json").write_text("{}")
     assert TokenSpeller(tmp_path, model=lambda: "").pieces([1, 2]) is None
+
+
+@pytest.mark.parametrize("name", ["<a>/b", "x" * 5000, "~nobody-has-this-name/x", "a\0/b", "-a/b"])
+def test_a_model_of_any_name_has_no_tokenizer(tmp_path: Path, name: str) -> None:
+    assert TokenSpeller(tmp_path, model=lambda: name).pieces([1, 2]) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,7 +45,7 @@ class TokenSpeller:
     def _loaded(self) -> Any:
         # Looked for again until there is one: the export comes at the end of a run.
         if self._tokenizer is None:
-            path = next((path for path in self._places() if path.is_file()), None)
+            path = next((path for path in self._places() if os.path.isfile(path)), None)
             if path is not None and path != self._tried:
                 self._tried, self._tokenizer = path, _load(path)
         return self._tokenizer
@@ -55,13 +57,16 @@ class TokenSpeller:
             yield cache_root() / name.removeprefix(_BUNDLED) / "tokenizer.json"
         if not name or ":" in name:
             return
-        yield Path(name).expanduser() / "tokenizer.json"
+        # Of os.path, since a config may name anything: Path raises if a name is too long, or of no user.
+        yield Path(os.path.expanduser(name)) / "tokenizer.json"
         if name.count("/") == 1 and not name.startswith((".", "/", "~")):
             from huggingface_hub import try_to_load_from_cache
+            from huggingface_hub.errors import HFValidationError
 
-            found = try_to_load_from_cache(name, "tokenizer.json")
-            if isinstance(found, str):
-                yield Path(found)
+            with contextlib.suppress(HFValidationError):  # it is the name of no repository
+                found = try_to_load_from_cache(name, "tokenizer.json")
+                if isinstance(found, str):
+                    yield Path(found)
 
 
 def _load(path: Path) -> Any:
