@@ -90,8 +90,9 @@ class Charts {
     const asked = this.asked = {};
     let changed = always;
     await Promise.all(this.runs.map(async run => {
-      const data = EXPORTED() ? EXPORTED().curves[run][this.x] : await this.fetch(run, names, smooth, always);
+      const { data, tag } = EXPORTED() ? { data: EXPORTED().curves[run][this.x] } : await this.fetch(run, names, smooth, always);
       if (!data || this.asked !== asked) return;
+      this.tags[run] = tag;  // of what is drawn: an answer that came too late is asked for again
       changed = true;
       for (const name of names) {
         const series = (this.seen[name] ??= {})[run] = data.series[name];
@@ -104,9 +105,8 @@ class Charts {
     const query = new URLSearchParams({ names: names.join(","), x: this.x, smooth });
     if (this.zoom) { query.set("from", this.zoom[0]); query.set("to", this.zoom[1]); }
     const answer = await ask(`/run/${encodeURIComponent(run)}/curves.json?${query}`);
-    if (!answer || (!always && answer.headers.get("etag") === this.tags[run])) return null;
-    this.tags[run] = answer.headers.get("etag");
-    return answer.json();
+    const tag = answer?.headers.get("etag");
+    return !answer || (!always && tag === this.tags[run]) ? {} : { data: await answer.json(), tag };
   }
   draw() {
     for (const each of this.shown()) this.one(each);
