@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,17 @@ def test_a_run_that_is_deleted_while_it_is_open_has_no_rollouts(tmp_path: Path) 
     path.unlink()
     path.parent.rmdir()
     assert (reader.steps(), reader.page(RolloutQuery()).rollouts, reader.group(0, 0)) == ([], (), [])
+
+
+def test_indexes_that_nobody_opens_for_a_month_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for name, days in (("old.sqlite", 31), ("recent.sqlite", 29), ("old.txt", 99)):
+        (folder / name).write_text("")
+        then = time.time() - days * 86400
+        os.utime(folder / name, (then, then))
+    write(tmp_path, 0, [row(0, 0, 0)])
+    reader = reader_of(tmp_path, tmp_path)
+    assert reader.page(RolloutQuery()).total == 1
+    assert {path.name for path in folder.iterdir()} >= {"recent.sqlite", "old.txt", reader._index.path.name}
+    assert not (folder / "old.sqlite").exists()

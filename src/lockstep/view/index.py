@@ -21,6 +21,7 @@ import math
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -43,6 +44,7 @@ _TRANSACTION = 2000
 """Rows after which a transaction ends, at the end of a file: a file is in the index whole or not at all."""
 _MOST_NAMED = 5
 """Damaged rows of a file that are named."""
+_KEPT_SECONDS = 30 * 86400.0
 _BUSY_SECONDS = 5.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TABLES = """
@@ -257,10 +259,21 @@ class RolloutIndex:
             if not flock_within(0.0, handle):
                 yield None
                 return
+            _remove_unused(self.path)
             with contextlib.closing(self._open()) as database:
                 yield database
         finally:
             os.close(handle)
+
+
+def _remove_unused(own: Path) -> None:
+    """Remove the indexes beside `own` that nobody has opened for a month."""
+    if own.exists():
+        os.utime(own)
+    for path in own.parent.glob("*.sqlite"):
+        if path != own and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
+            for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+                path.with_name(name).unlink(missing_ok=True)
 
 
 def _is_of(database: sqlite3.Connection, run: Path) -> bool:
