@@ -76,7 +76,7 @@ def record(run: Path, monkeypatch: pytest.MonkeyPatch, *, earlier: bool) -> None
 
 
 def test_other_ranks_from_their_flight_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, step=10.0, generate=10.0)
+    write(tmp_path, step=10.0, generate=6.0, forward_backward=4.0)
     record(tmp_path, monkeypatch, earlier=True)
     detail = step_detail(tmp_path, 3, CurveReader(tmp_path).read(), manifest={})
     (_, other) = detail.timeline

@@ -79,7 +79,8 @@ def step_detail(run: Path, step: int, curves: Curves, *, manifest: Mapping[str, 
     """
     metrics = curves.at(step)
     problems = () if metrics else (f"metrics.jsonl has no step {step}",)
-    others, why = _other_ranks(run, step, began=_began(step, curves), seconds=metrics.get("time/step"))
+    first = _first_rank(metrics)
+    others, why = _other_ranks(run, step, began=_began(step, curves), first=first)
     batch = (
         "rollout/samples",
         "rollout/tokens",
@@ -89,7 +90,7 @@ def step_detail(run: Path, step: int, curves: Curves, *, manifest: Mapping[str, 
     return StepDetail(
         step=step,
         seconds=metrics.get("time/step"),
-        timeline=(*_first_rank(metrics), *others),
+        timeline=(*first, *others),
         between=tuple(
             Bar(phase=name, start=0.0, seconds=metrics[f"time/{name}"])
             for name in _BETWEEN
@@ -131,10 +132,15 @@ def _began(step: int, curves: Curves) -> float | None:
 
 
 def _other_ranks(
-    run: Path, step: int, *, began: float | None, seconds: float | None
+    run: Path, step: int, *, began: float | None, first: Sequence[RankTimeline]
 ) -> tuple[list[RankTimeline], tuple[str, ...]]:
-    """The timelines of the ranks from 1 on, as far as their records still have the step; what is wrong."""
-    if began is None or seconds is None:
+    """The timelines of the ranks from 1 on, as far as their records still have the step; what is wrong.
+
+    Args:
+        began: Unix seconds.
+        first: rank 0's timeline.
+    """
+    if began is None or not first:
         return [], ()
     try:
         flights = flight.read_all(find_records(run))
@@ -142,30 +148,34 @@ def _other_ranks(
         return [], () if error.code == "wrong-kind-of-file" else (str(error),)
     found = []
     for each in flights:
-        bars = _bars(each, step, began=began, seconds=seconds) if each.rank else []
+        bars = _bars(each, step, began=began, first=first[0].bars) if each.rank else []
         if bars:
-            note = "from the flight record: idle is time in collectives, which wait for other ranks"
+            note = (
+                "from the flight record: idle is time in collectives, which wait for other ranks; between "
+                "collectives that do not name their phase, the phase is rank 0's at that time"
+            )
             found.append(RankTimeline(rank=each.rank, bars=tuple(bars), note=note))
     return found, ()
 
 
-def _bars(each: Flight, step: int, *, began: float, seconds: float) -> list[Bar]:
+def _bars(each: Flight, step: int, *, began: float, first: Sequence[Bar]) -> list[Bar]:
     """What a rank did between its collectives of a step; none if the record no longer has all of them."""
+    seconds = first[-1].start + first[-1].seconds
     own = [one for one in each.collectives if one.ended is not None and began <= one.began <= began + seconds]
     own.sort(key=lambda one: one.began)
-    first = each.collectives[0] if each.collectives else None
-    if not own or first is None or (first.number > 1 and first.began >= began):
+    if not own or (each.collectives[0].number > 1 and each.collectives[0].began >= began):
         return []
     bars, at = list[Bar](), 0.0
     for one in own:
         start, end = max(at, one.began - began), max(at, _end(one) - began)
         if start > at:
-            bars.append(Bar(phase=_phase(one, step), start=at, seconds=start - at))
+            phase = _phase(one, step) or _phase_at(first, (at + start) / 2)
+            bars.append(Bar(phase=phase, start=at, seconds=start - at))
         if end > start:
             bars.append(Bar(phase=IDLE, start=start, seconds=end - start))
         at = end
     if at < seconds:
-        bars.append(Bar(phase=_phase(own[-1], step), start=at, seconds=seconds - at))
+        bars.append(Bar(phase=_phase_at(first, (at + seconds) / 2), start=at, seconds=seconds - at))
     return _merged(bars)
 
 
@@ -173,10 +183,15 @@ def _end(one: Collective) -> float:
     return one.began if one.ended is None else one.ended
 
 
-def _phase(one: Collective, step: int) -> str:
-    """The phase in which a collective was called: its purpose is "step 3: generate", or has a name."""
+def _phase(one: Collective, step: int) -> str | None:
+    """The phase in which a collective was called, if its purpose is "step 3: generate"; None if it has a
+    purpose of its own, such as "the step's boundary"."""
     head, colon, phase = one.purpose.partition(": ")
-    return phase if colon and head == f"step {step}" else "loop"
+    return phase if colon and head == f"step {step}" else None
+
+
+def _phase_at(bars: Sequence[Bar], at: float) -> str:
+    return next((bar.phase for bar in bars if at <= bar.start + bar.seconds), bars[-1].phase)
 
 
 def _merged(bars: Sequence[Bar]) -> list[Bar]:
