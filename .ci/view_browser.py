@@ -35,26 +35,38 @@ class Browser:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.requests: list[str] = []
         self.origin = ""
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
+        self._loaded: set[str] = set()
+        self._reader: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Browser:
         self._profile = tempfile.mkdtemp(prefix="chromium-")
         command = ["chromium", *FLAGS, f"--user-data-dir={self._profile}", "about:blank"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        port = (await _until(self._port_file)).split()[0]
         self._session = aiohttp.ClientSession()
+        try:
+            await self._attach()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _attach(self) -> None:
+        port = (await _until(self._port_file)).split()[0]
         async with self._session.get(f"http://127.0.0.1:{port}/json/list") as answer:
             pages = [each for each in await answer.json() if each["type"] == "page"]
         self._socket = await self._session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=2**28)
         self._reader = asyncio.create_task(self._read())
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self.call(f"{domain}.enable")
-        return self
+        await self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     async def __aexit__(self, *_: object) -> None:
-        self._reader.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
         await self._session.close()
         self._process.terminate()
         try:
@@ -88,7 +100,11 @@ class Browser:
                 self._event(told["method"], told["params"])
 
     def _event(self, method: str, told: Any) -> None:
-        if method == "Runtime.exceptionThrown":
+        if method == "Page.lifecycleEvent" and told["name"] == "load":
+            self._loaded.add(told["loaderId"])
+        elif method == "Page.javascriptDialogOpening":
+            self.problems.append(f"dialog: {told['message']}")
+        elif method == "Runtime.exceptionThrown":
             self.problems.append(f"exception: {told['exceptionDetails']}")
         elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning"):
             self.problems.append(f"console: {told['args']}")
@@ -97,16 +113,20 @@ class Browser:
         elif method == "Network.loadingFailed" and not told.get("canceled"):
             self.problems.append(f"request failed: {told['errorText']} {told.get('blockedReason', '')}")
         elif method == "Network.requestWillBeSent":
-            url = told["request"]["url"]
+            url = told["request"]["url"] + told["request"].get("urlFragment", "")
+            self.requests.append(url)
             if not url.startswith((self.origin, "data:", "about:")):
                 self.problems.append(f"request to elsewhere: {url}")
 
     async def open(self, url: str) -> None:
         """Load a page."""
-        await self.call(
-            "Page.navigate", url=url
-        )  # returns when the new document has taken the old one's place
-        await self.wait("document.readyState === 'complete'")
+        told = await self.call("Page.navigate", url=url)
+        # Not any load event will do: an earlier page may still be loading. A fragment alone loads nothing.
+        until = time.monotonic() + SECONDS
+        while "loaderId" in told and told["loaderId"] not in self._loaded:
+            if time.monotonic() > until:
+                raise TimeoutError(f"not loaded after {SECONDS:g} s: {url}")
+            await asyncio.sleep(0.02)
 
     async def look(self, expression: str) -> Any:
         """The value of an expression of JavaScript."""
@@ -117,10 +137,19 @@ class Browser:
             raise RuntimeError(f"{expression}: {told['exceptionDetails']['exception']['description']}")
         return told["result"].get("value")
 
+    async def _look(self, expression: str) -> Any:
+        """As `look`; None while one document takes the place of another."""
+        try:
+            return await self.look(expression)
+        except RuntimeError as error:
+            if "context" in str(error) or "navigated" in str(error):
+                return None
+            raise
+
     async def wait(self, expression: str) -> Any:
         """Wait until an expression is true; its value."""
         until = time.monotonic() + SECONDS
-        while not (value := await self.look(expression)):
+        while not (value := await self._look(expression)):
             if time.monotonic() > until:
                 raise TimeoutError(f"still false after {SECONDS:g} s: {expression}")
             await asyncio.sleep(0.05)
@@ -146,9 +175,15 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    async def shoot(self, file: Path) -> None:
-        """Write a picture of the window."""
-        told = await self.call("Page.captureScreenshot", format="png")
+    async def shoot(self, file: Path, *, height: int | None = None) -> None:
+        """Write a picture of the window, or of the first `height` pixels of the page."""
+        clip = {}
+        if height is not None:
+            width = await self.look("innerWidth")
+            clip = {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}}
+        told = await self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=bool(clip), **clip
+        )
         file.write_bytes(base64.b64decode(told["data"]))
 
 
