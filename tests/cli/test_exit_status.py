@@ -25,10 +25,12 @@ GIVEN = {
     "select": ["--data", "nope.jsonl", "--best-of-n", "--out", "out.jsonl"],
     "submit": ["nope.toml", "--cluster", "http://127.0.0.1:1"],
     "data": ["check", "nope.toml"],
+    "runs": ["nope"],
     "status": ["nope"],
     "stop": ["nope"],
     "logs": ["nope"],
     "hang": ["nope"],
+    "view": ["nope"],
     "support": ["--backend", "nope"],
 }
 

@@ -15,8 +15,8 @@ import pytest
 from raising import raises
 
 from lockstep.cli.main import main
-from lockstep.cli.runs import look
 from lockstep.errors import LockstepError
+from lockstep.view.look import look
 
 HOLDER = """
 import signal, sys, time

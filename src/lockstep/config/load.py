@@ -148,12 +148,15 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
     if run.schedules != {"constant"}:
         refused += [d for d in differences if d[0] in ("steps", "epochs")]
     if refused:
-        lines = [f"  {path}: {_show(old)} in the run, now {_show(new)}" for path, old, new in refused]
+        # A decay ends at the last step.
+        why = {"steps": " (only train.schedule = 'constant' lets it change)"}
+        lines = [
+            f"  {path}: {_show(old)} in the run, now {_show(new)}{why.get(path, '')}"
+            for path, old, new in refused
+        ]
         raise ConfigError(
-            f"not-resumable: cannot resume {str(folder)!r} with different settings (only "
-            f"{', '.join(RESUMABLE)} may change; in train, only {', '.join(PARALLELISM)}; in engine, only "
-            f"{', '.join(ENGINE_SIZES)}; and steps only with train.schedule = 'constant', because a decay "
-            "ends at the last step); start a new run:\n" + "\n".join(lines)
+            f"not-resumable: cannot resume {str(folder)!r} with other settings; leave them out, or start a "
+            f"new run with lockstep train {folder / 'config.toml'}:\n" + "\n".join(lines)
         )
 
 

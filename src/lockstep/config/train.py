@@ -277,8 +277,8 @@ class CheckpointConfig(Config):
 class LogConfig(Config):
     """What to log in addition to metrics.jsonl, and where."""
 
-    tensorboard: bool = True
-    """Write event files under logs/tensorboard."""
+    tensorboard: bool | Auto = "auto"
+    """Write event files under logs/tensorboard. auto: if the package tensorboard is installed."""
     wandb: bool = False
     """Log to Weights & Biases, which needs the package and a login."""
     wandb_project: Name = "lockstep"

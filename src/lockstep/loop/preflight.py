@@ -29,7 +29,7 @@ from lockstep.errors import ConfigError, DataError, LockstepError, ModelError, n
 from lockstep.loop.hub import check_hub
 from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.files import path_problem
-from lockstep.observe.metrics import check_wandb
+from lockstep.observe.metrics import check_wandb, writes_tensorboard
 from lockstep.observe.run_dir import check_free, finished
 from lockstep.registry import load_object, require_call, require_members
 from lockstep.rollout.verifiers import check_row, require_package
@@ -131,6 +131,7 @@ def _check_packages(run: RunConfig) -> None:
     """Check that optional packages which a setting needs are installed; imports none of them."""
     if run.log.wandb:
         check_wandb()
+    writes_tensorboard(run.log.tensorboard)
     train = run.train
     needed = {
         "peft": ("model.lora", run.model.lora is not None, "pip install lockstep-rl[lora]"),

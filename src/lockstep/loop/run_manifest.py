@@ -17,7 +17,7 @@ from lockstep.loop.resolve import Resolved
 from lockstep.models.load import LoadedModel
 from lockstep.observe.memory_plans import by_step
 from lockstep.observe.run_dir import RunDir
-from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, check_against_ledger, rollout_gaps
+from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, RANK_TIMEOUT, check_against_ledger, rollout_gaps
 from lockstep.observe.text import printable
 from lockstep.ranks.context import RankContext
 
@@ -66,6 +66,7 @@ class RunManifest:
                 "cpu_threads": torch.get_num_threads(),
                 "spread": self._parallel_layout(),
                 FLAGS: resume_flags(self.ranks),
+                RANK_TIMEOUT: self.ranks.seconds if self.ranks.world_size > 1 else None,
                 "algorithm": self._algorithm(),
             }
             | self._plans(resolved, done)

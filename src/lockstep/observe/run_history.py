@@ -34,6 +34,9 @@ _FLAGS = re.compile(r"--ranks \d{1,7}|\(on \d{1,7} ranks, under the launcher tha
 LEDGER_SINCE = "ledger_since"
 """Field of manifest.json: the first step of which the run has lines in ledger.jsonl."""
 
+RANK_TIMEOUT = "rank_timeout"
+"""Field of manifest.json: seconds that a rank waits for another; null for a single process."""
+
 FILES = (
     "config.toml",
     "manifest.json",

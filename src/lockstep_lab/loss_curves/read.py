@@ -7,6 +7,7 @@ size. Which key or tag was taken is part of the result.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError
 from lockstep.observe.files import read_plain
 from lockstep.observe.run_history import EVALUATION
@@ -198,6 +200,8 @@ def _number(value: Any) -> float | None:
 def _from_tensorboard(path: Path, key: str | None) -> Losses:
     import logging
 
+    if importlib.util.find_spec("tensorboard") is None:
+        raise missing_package(f"{path}: reading event files", "tensorboard", extra="tensorboard")
     accumulators: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     tensor_util: Any = importlib.import_module("tensorboard.util.tensor_util")
 
