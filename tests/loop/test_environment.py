@@ -141,3 +141,56 @@ def test_what_the_environment_takes_the_place_of_is_not_read(tmp_path: Path) -> 
     assert "held_out of Asks returned no tasks" in str(caught.value)
     with raises(DataError, "too-long"):
         train_online(run_of(tmp_path / "long", **{"data.max_prompt_tokens": 2}), environment=Asks())
+
+
+class Talks(Asks):
+    """Replies until there is no room for another turn."""
+
+    async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
+        await sample()
+        while True:
+            await sample(self.reply)
+
+
+class Branches(Asks):
+    """The second turn has another context, in which the first one is repeated."""
+
+    async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
+        trajectory = await sample()
+        return await sample.branch((5, *trajectory.token_ids, 6))
+
+
+def test_turns_and_trajectories_have_limits_of_their_own(tmp_path: Path) -> None:
+    limits = {
+        "steps": 1,
+        "rollout.sampling.max_tokens": 4,
+        "rollout.max_trajectory_tokens": 20,
+        "rollout.max_turns": 3,
+    }
+    run = run_of(tmp_path / "turns", **limits)
+    assert run.longest_unit == run.longest_sequence == run.data.max_prompt_tokens + 20
+    assert run.eval_tokens(2) == (8, 40)
+    by_turns, by_tokens = Talks(), Talks()
+    train_online(run, environment=by_turns)
+    assert {(t.turns, t.added_tokens, t.end) for t in by_turns.seen} == {(3, 4 + 3 + 4 + 3 + 4, "turns")}
+    (step,) = read_lines(tmp_path / "turns" / "metrics.jsonl")
+    assert step["rollout/turns"] == step["rollout/turns_max"] == 3
+    assert step["rollout/ended_turns"] == step["rollout/truncated"] == 1.0 and step["rollout/ended_done"] == 0
+    assert step["input/longest_document"] == 3 + 18 and step["time/environment"] > 0
+    assert step["engine/recomputed_tokens"] == 8 * (7 + 14)  # hf keeps no keys between turns
+    run = run_of(tmp_path / "tokens", **limits | {"rollout.max_trajectory_tokens": 13})
+    train_online(run, environment=by_tokens)
+    # 4 + 3 + 4, and no room for 3 more and a token
+    assert {(t.turns, t.added_tokens, t.end) for t in by_tokens.seen} == {(2, 11, "tokens")}
+
+
+def test_a_branched_trajectory_is_trained_once_and_counts_once(tmp_path: Path) -> None:
+    limits = {"steps": 1, "rollout.sampling.max_tokens": 4, "rollout.max_trajectory_tokens": 20}
+    environment = Branches()
+    train_online(run_of(tmp_path / "run", **limits), environment=environment)
+    (step,) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert step["rollout/samples"] == step["rollout/branches"] == 8
+    assert step["input/documents"] == 16 and step["input/trained_tokens"] == 8 * (4 + 4)
+    assert step["logprob_gap_max"] < 1e-4
+    rows = list(read_lines(tmp_path / "run" / "rollouts" / "step-000000.jsonl"))
+    assert [row["spans"] for row in rows] == [[["policy", 4], ["prompt", 9], ["policy", 4]]] * 8
