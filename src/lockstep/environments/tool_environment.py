@@ -17,12 +17,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
-from lockstep.config.data import DataConfig
 from lockstep.config.environment import EnvironmentConfig
 from lockstep.data.chat import ChatFormat, Message
-from lockstep.data.prompts import PromptSet
+from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.environments.calls import CallError
 from lockstep.environments.checks import Checks
 from lockstep.environments.delta import Branch, ConversationTokens, Ledger
@@ -77,14 +75,14 @@ class ToolEnvironment(SingleTurn):
 
     Args:
         host: runs the class.
-        data: says which chat template is in force.
-        tokenizer: of the policy.
+        chat: the chat template in force, and the policy's tokenizer.
         rewards: functions and verifiers of the run, beside the rewards of the class; they get the text of the
             last turn.
         prompts, held_out: made with the tools (`tools_of`).
 
     Raises:
-        ConfigError: nothing gives a reward; there is no chat template, or one without tools.
+        ConfigError: nothing gives a reward; there is no chat template, or one without tools; the class fails
+            for one of the first rows.
     """
 
     def __init__(
@@ -93,8 +91,7 @@ class ToolEnvironment(SingleTurn):
         rewards: RewardSet,
         *,
         host: ToolHost,
-        data: DataConfig,
-        tokenizer: Any,
+        chat: ChatFormat,
         prompts: PromptSet | None = None,
         held_out: PromptSet | None = None,
     ) -> None:
@@ -103,16 +100,18 @@ class ToolEnvironment(SingleTurn):
         self._gym = host.describe()["form"] == "gym"
         if not rewards:
             host.require_reward()
-        self._chat = ChatFormat(data, tokenizer)
+        self._chat = chat
         self._conversations: dict[str, ConversationTokens] = {}
         self._outcomes: dict[int, _Outcome] = {}
         """By the seed of the trajectory, until it is scored."""
         self._counts, self._lock = _Counts(), threading.Lock()
+        if prompts is not None:
+            self._check_first(prompts)
 
-    def check_first(self, prompts: Sequence[Prompt]) -> None:
-        """Make and reset an instance for the first of these, before the first step. Raises ConfigError: the
-        class fails for one; there is no place for tools in the chat template."""
-        first = list(islice(prompts, _CHECKED_ROWS))
+    def _check_first(self, prompts: PromptSet) -> None:
+        """Make and reset an instance for the first rows."""
+        fixed = isinstance(prompts, FixedPrompts)
+        first = list(islice(prompts.first if fixed else prompts.batch(0, 1, 0), _CHECKED_ROWS))
         for prompt in first:
             self._conversation(prompt)
         asyncio.run(self.host.check([(prompt.where, prompt.row) for prompt in first]))

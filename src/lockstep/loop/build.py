@@ -17,6 +17,7 @@ import torch
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.engine import kind
 from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
+from lockstep.data.chat import ChatFormat
 from lockstep.data.held_out import (
     HoldOut,
     evaluates,
@@ -224,18 +225,8 @@ class Builder:
         host = tool_host(section)
         self._closing.callback(host.close)
         prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out, tools=host.tools)
-        environment = ToolEnvironment(
-            section,
-            rewards,
-            host=host,
-            data=config.data,
-            tokenizer=opened.tokenizer,
-            prompts=prompts,
-            held_out=held_out,
-        )
-        first = prompts.first if isinstance(prompts, FixedPrompts) else prompts.batch(0, 1, config.seed)
-        environment.check_first(first)
-        return environment
+        chat = ChatFormat(config.data, opened.tokenizer)
+        return ToolEnvironment(section, rewards, host=host, chat=chat, prompts=prompts, held_out=held_out)
 
     def algorithm(self) -> Algorithm:
         """Return advantages and loss."""
