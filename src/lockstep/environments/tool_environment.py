@@ -110,8 +110,8 @@ class ToolEnvironment(SingleTurn):
 
     def _check_first(self, prompts: PromptSet) -> None:
         """Make and reset an instance for the first rows."""
-        fixed = isinstance(prompts, FixedPrompts)
-        first = list(islice(prompts.first if fixed else prompts.batch(0, 1, 0), _CHECKED_ROWS))
+        some = prompts.first if isinstance(prompts, FixedPrompts) else prompts.batch(0, 1, 0)
+        first = list(islice(some, _CHECKED_ROWS))
         for prompt in first:
             self._conversation(prompt)
         asyncio.run(self.host.check([(prompt.where, prompt.row) for prompt in first]))
