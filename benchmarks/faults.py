@@ -589,19 +589,19 @@ def main(argv: Sequence[str]) -> int:
             f"faults: {result['overhead']['share']:.4%} of a step in the flight record: {result['overhead']}"
         )
         if arguments.resume is not None:
-            arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+            arguments.resume.write_text(json.dumps(result) + "\n")
         return 0 if result["overhead"]["share"] <= MOST_OVERHEAD else 1
     if arguments.what == "provider":
         found = result["provider"] = provider()
         print(f"faults: {found['share']:.3%} of a step in the provider: {found}")
         if arguments.resume is not None:
-            arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+            arguments.resume.write_text(json.dumps(result) + "\n")
         return 0 if found["share"] <= MOST_PROVIDER else 1
     if arguments.what == "slow":
         found = result["slow"] = slow(arguments.n)
         print(f"faults: {found}")
         if arguments.resume is not None:
-            arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+            arguments.resume.write_text(json.dumps(result) + "\n")
         return 0 if found["status"] == 0 and found["steps"] == arguments.n else 1
     right = True
     for kind in [arguments.kind] if arguments.kind else EXPECTED:
@@ -611,7 +611,7 @@ def main(argv: Sequence[str]) -> int:
             result["cases"].append(one)
             print(f"{kind} {number + 1}: {'right' if one['right'] else 'WRONG'}, {one}", flush=True)
             if arguments.resume is not None:
-                arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+                arguments.resume.write_text(json.dumps(result) + "\n")
     total = len(result["cases"])
     good = sum(each["right"] for each in result["cases"])
     print(f"faults: {good} of {total} hangs with the right rank and cause")

@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
             print(number, json.dumps(cases[-1]), flush=True)
             shutil.rmtree(root / str(number), ignore_errors=True)
             if args.resume is not None:
-                args.resume.write_text(json.dumps([*before, result], indent=1) + "\n")
+                args.resume.write_text(json.dumps([*before, result]) + "\n")
     finally:
         shutil.rmtree(root, ignore_errors=True)
     equal = sum(each["equal"] for each in cases)

@@ -1,4 +1,4 @@
-"""The JSON of benchmarks/native.py as Markdown, for docs/explanation/lockstep-step.md.
+"""The JSON of benchmarks/native.py as Markdown, for benchmarks/invariance.md.
 
 gunzip -k benchmarks/results/native-h200.json.gz
 python benchmarks/native_tables.py benchmarks/results/native-h200.json

@@ -1,5 +1,5 @@
 """Fill the demo blocks from finished runs: the README shows what the first printed and the curve, and
-docs/explanation/demo.md the table, and completions before and after.
+benchmarks/demo.md the table, and completions before and after.
 
 python scripts/demo_report.py runs/demo-0 runs/demo-1 runs/demo-2 --log demo.log
 """
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
-    parser.add_argument("--page", type=Path, default=Path("docs/explanation/demo.md"))
+    parser.add_argument("--page", type=Path, default=Path("benchmarks/demo.md"))
     parser.add_argument("--image", type=Path, default=Path("docs/images/demo.png"))
     parser.add_argument("--cpu", help="the processor; default: what this machine calls its own")
     parser.add_argument("--log", type=Path, help="what the first run printed; its main lines are shown")
@@ -113,7 +113,7 @@ def console(printed: list[str], *, command: str) -> str:
     start = next(i for i, line in enumerate(printed) if line.startswith("run directory"))
     before = [line for line in printed[start : first + 1] if not line.endswith(" ...")]
     kept = [*before, "...", *printed[last - 1 :]]
-    lines = ["<!-- test: listed: ten minutes -->", "```console", f"$ {command}", *kept, "```"]
+    lines = ["<!-- test: listed: six minutes -->", "```console", f"$ {command}", *kept, "```"]
     return "\n".join(line.rstrip() for line in lines)
 
 

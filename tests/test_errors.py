@@ -281,3 +281,8 @@ def test_a_package_that_is_there_but_broken_is_not_called_missing(
 ) -> None:
     error = missing_package("data.source", "reasoning-gym", cause=cause)
     assert why in str(error) and error.code == "missing-package"
+
+
+def test_a_package_of_an_extra_is_installed_with_it() -> None:
+    error = missing_package("rows.parquet", "pyarrow", extra="data")
+    assert str(error).endswith("needs pyarrow, which is not installed; pip install 'lockstep-rl[data]'")

@@ -31,18 +31,20 @@ def unknown(
 
 
 def missing_package(
-    needed_by: str, package: str, *, or_else: str = "", cause: ImportError | None = None
+    needed_by: str, package: str, *, extra: str = "", or_else: str = "", cause: ImportError | None = None
 ) -> ConfigError:
     """A package that is not installed, or cannot be imported.
 
     Args:
+        extra: the extra of lockstep-rl that installs it; empty: pip installs the package itself.
         or_else: another way out.
         cause: what its import raised. It is named if it is not that the package itself is missing.
     """
     end = f", or {or_else}" if or_else else ""
     missing = cause is None or (cause.name or "").partition(".")[0] == package.replace("-", "_")
     why = "which is not installed" if missing else f"which cannot be imported ({cause})"
-    return ConfigError(f"missing-package: {needed_by} needs {package}, {why}; pip install {package}{end}")
+    wanted = f"'lockstep-rl[{extra}]'" if extra else package
+    return ConfigError(f"missing-package: {needed_by} needs {package}, {why}; pip install {wanted}{end}")
 
 
 def cannot_write(

@@ -9,6 +9,7 @@ from lockstep.cli.main import COMMANDS, main
 GIVEN = {
     # command: arguments that name what does not exist
     "train": ["sft", "--model.name", "shape:tiny-llama", "--data.source", "nope.jsonl"],
+    "init": ["grpo", "nope.jsonl"],
     "sample": ["runs/nope", "--prompt", "x"],
     "chat": ["runs/nope"],
     "recording": ["info", "nope"],

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from platform import python_version
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from lockstep.cli import main as module
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError, LockstepError, RewardError
+from lockstep.version import __version__
 
 
 def command(monkeypatch: pytest.MonkeyPatch, error: BaseException | int) -> None:
@@ -55,7 +57,7 @@ def test_help_version_and_unknown_commands(capsys):
     _, training, laboratory = re.split(r"(?m)^(?:train and use models|laboratory):$", shown)
     groups = [re.findall(r"(?m)^  (\w+) ", group) for group in (training, laboratory)]
     assert [" ".join(group) for group in groups] == [
-        "train sample chat generate score select data plan doctor support view submit runs status stop "
+        "train init sample chat generate score select data plan doctor support view submit runs status stop "
         "logs hang",
         "recording replay matrix bisect parity bench",
     ]
@@ -63,8 +65,15 @@ def test_help_version_and_unknown_commands(capsys):
     capsys.readouterr()
     assert main(["trian"]) == 2
     assert "unknown command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_the_version_names_torch_and_transformers(capsys):
+    import torch
+    import transformers
+
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("lockstep 0.")
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    assert capsys.readouterr().out == f"lockstep {__version__} ({libraries}, Python {python_version()})\n"
 
 
 def test_every_command_runs_from_the_sources_alone():
@@ -113,7 +122,7 @@ def test_what_a_command_imports_and_does_not_find_keeps_its_traceback(monkeypatc
 
 def test_help_loads_nothing():
     code = (
-        "import sys; from lockstep.cli.main import main; main(['--help']); "
+        "import sys; from lockstep.cli.main import main; main(['--help']); main(['--version']); "
         "print(*sorted({'torch', 'tyro', 'pydantic', 'rich', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from raising import raises
 
 from lockstep.cli import train
 from lockstep.cli.main import main
-from lockstep.config.load import dump_toml, load_run
+from lockstep.config.load import RUN_KINDS, dump_toml, load_run, recipes
+from lockstep.config.show import shown_config
 from lockstep.errors import ConfigError
 
 BASE = load_run(kind="grpo")
@@ -127,10 +129,28 @@ def test_a_command_that_makes_no_sense_exits_with_2(argv, told, tmp_path, monkey
     assert told in capsys.readouterr().err
 
 
-def test_help_shows_the_docs_and_the_loaded_defaults(tmp_path, capsys):
+@pytest.mark.parametrize("kind", RUN_KINDS)
+def test_help_shows_the_settings_that_most_runs_change(kind, tmp_path, capsys):
+    (tmp_path / "run.toml").write_text(f'kind = "{kind}"\nsteps = 123\n[train]\nlr = 3e-5')
+    for name in ("--help", "-h"):
+        with pytest.raises(SystemExit) as caught:
+            main(["train", str(tmp_path / "run.toml"), name])
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+    settings, own = shown.split("the command's own flags:")
+    flags = re.findall(r"(?m)^  --(\S+)", settings)
+    assert len(flags) == len(set(flags)) == 25
+    text = " ".join(settings.split())
+    assert "--train.lr Learning rate after warm-up. [3e-05]" in text
+    assert "optimizer steps (sft, dpo, rm). [123]" in text
+    assert "--recipe" in own and "--help-all" in own and "--print-config" in own
+    assert len(shown.splitlines()) < 70
+
+
+def test_help_all_shows_the_docs_and_the_loaded_defaults(tmp_path, capsys):
     (tmp_path / "run.toml").write_text('kind = "grpo"\nsteps = 123\n')
     with pytest.raises(SystemExit) as caught:
-        main(["train", str(tmp_path / "run.toml"), "--help"])
+        main(["train", str(tmp_path / "run.toml"), "--help-all"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     steps = "--steps INT Number of rollout batches (grpo, ppo) or optimizer steps (sft, dpo, rm)."
@@ -147,6 +167,65 @@ def test_print_config_prints_what_would_run(capsys, tmp_path):
     file = tmp_path / "printed.toml"
     file.write_text(capsys.readouterr().out)
     assert load_run(file) == load_run(kind="grpo", overrides={"train.lr": 1e-5})
+
+
+def test_print_config_shows_what_a_name_resolves_to(capsys):
+    flags = ["--algorithm.name", "dapo", "--algorithm.clip-low", "0.1"]
+    assert main(["train", "grpo", *flags, "--print-config"]) == 0
+    text = capsys.readouterr().out
+    comments = re.findall("(?m)^# (.*)$", text)
+    # arXiv 2503.14476; clip_low is set
+    assert comments == [
+        '"dapo" resolves what is not set to:',
+        'advantage = "group_mean_std"',
+        'aggregation = "token_mean"',
+        "clip_high = 0.28",
+        'ratio = "token"',
+        'objective = "ppo_clip"',
+        "dynamic_sampling = true",
+        "overlong.penalty = 1.0",
+        'kl.estimator = "k3"',
+    ]
+    algorithm = text.partition("[algorithm]\n")[2].partition("\n\n")[0]
+    assert algorithm.endswith("# " + comments[-1])
+    assert main(["train", "dpo", "--print-config=short"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        'kind = "dpo"',
+        "",
+        "[algorithm]",
+        '# "dpo" resolves what is not set to:',
+        "# beta = 0.1",
+        "# label_smoothing = 0.0",
+        "# average = false",
+    ]
+
+
+def test_print_config_short_prints_what_differs(capsys):
+    flags = ["--model.lora.rank", "8", "--rewards", "math", "format=0.2", "--eval-data.source", "x.jsonl"]
+    assert main(["train", "grpo", "--algorithm.name", "dr_grpo", *flags, "--print-config=short"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert lines == [
+        'kind = "grpo"',
+        'rewards = [{name = "math"}, {name = "format", weight = 0.2}]',
+        "",
+        "[model.lora]",
+        "rank = 8",
+        "",
+        "[algorithm]",
+        'name = "dr_grpo"',
+        "",
+        "[eval_data]",
+        'source = "x.jsonl"',
+    ]
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_both_forms_of_print_config_are_the_same_run(name, tmp_path):
+    for more in ({}, {"epochs": 2, "model.lora": {}}):
+        run = load_run(name, overrides=more)
+        for short in (False, True):
+            (tmp_path / "run.toml").write_text(shown_config(run, short=short))
+            assert load_run(tmp_path / "run.toml") == run, (short, more)
 
 
 SUMMARY = {

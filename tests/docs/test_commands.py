@@ -3,12 +3,13 @@
 A fenced ```console or ```bash block follows an HTML comment that says which:
 
     <!-- test: run -->                  executed; each output line shown must appear, in order
+    <!-- test: example: WHY -->         the same, but its numbers are examples: they depend on the machine
     <!-- test: listed: ten minutes -->  not executed (over a minute, or needs a GPU), and why; shows output
 
 In ```console lines that begin with "$ " are commands, the rest is output; in ```bash all lines are commands.
-In shown output `...` stands for anything, and a number for any number. All blocks of a page share one scratch
-folder, which has the repository's files in it. `lockstep` is forked from a process that has imported torch
-(warm_lockstep.py); other commands, and what a command starts, are new processes.
+In shown output `...` stands for anything, and a time or a speed for any other; other numbers are compared.
+All blocks of a page share one scratch folder, which has the files of the repository. `lockstep` is forked
+from a process that has imported torch (warm_lockstep.py); other commands, and what one starts, are new ones.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TIMEOUT_SECONDS = 300
 
 _BLOCK = re.compile(
-    r"(?:^<!-- test: (?P<kind>run|listed)(?:: (?P<why>[^\n]+))? -->\n\n?)?"
+    r"(?:^<!-- test: (?P<kind>run|example|listed)(?:: (?P<why>[^\n]+))? -->\n\n?)?"
     r"^```(?P<language>console|bash|sh|shell)\n(?P<body>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+_TIME = re.compile(rf"{_NUMBER.pattern}(?= (?:s|ms|tok/s|tokens/s)(?![\w/]))|(?<=ETA )[\d:]+")
 
 
 @dataclass(frozen=True)
@@ -68,22 +70,22 @@ def _split(body: str, *, console: bool) -> tuple[tuple[str, ...], tuple[str, ...
     return commands, tuple(line for line in lines if not line.startswith("$ "))
 
 
-def missing(shown: tuple[str, ...], real: str) -> str | None:
+def missing(shown: tuple[str, ...], real: str, *, example: bool = False) -> str | None:
     """The first shown line that the real output does not have after the lines before it; None: all there."""
     rest = iter(real.splitlines())
     for line in shown:
-        pattern = re.compile(_pattern(line))
+        pattern = re.compile(_pattern(line, varies=_NUMBER if example else _TIME))
         if line.strip() != "..." and not any(pattern.search(candidate) for candidate in rest):
             return line
     return None
 
 
-def _pattern(line: str) -> str:
-    parts = [
-        _NUMBER.pattern.join(re.escape(text) for text in _NUMBER.split(part))
-        for part in line.strip().split("...")
-    ]
-    return r"\s+".join(".*".join(parts).replace("\\ ", " ").split())
+def _pattern(line: str, *, varies: re.Pattern[str]) -> str:
+    any_of_them = r"[-\d.,:e+]+"
+    parts = [any_of_them.join(map(re.escape, varies.split(part))) for part in line.strip().split("...")]
+    # A number is compared as a whole: 2 is not the end of 12, nor the beginning of 23.
+    text = r"\s+".join(".*".join(parts).replace("\\ ", " ").split())
+    return rf"(?<!\d){text}(?!\d)"
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,8 @@ def test_every_block_is_marked(page: Path) -> None:
             f"{block.where}: put <!-- test: run --> or <!-- test: listed: WHY --> above"
         )
         assert block.commands, f"{block.where}: no command; ```console wants '$ ' before each"
+        if block.kind == "example":
+            assert block.why, f"{block.where}: say why its numbers vary: <!-- test: example: WHY -->"
         if block.kind == "listed":
             assert block.why, f"{block.where}: say why it is not run: <!-- test: listed: WHY -->"
             assert block.output, f"{block.where}: show the last real output, in a ```console block"
@@ -143,7 +147,7 @@ LONG = (
 RUNNABLE = [
     pytest.param(page, marks=[pytest.mark.exhaustive] if page.name in LONG else [])
     for page in PAGES
-    if any(b.kind == "run" for b in blocks_of(page.read_text(encoding="utf-8"), ""))
+    if any(b.kind in ("run", "example") for b in blocks_of(page.read_text(encoding="utf-8"), ""))
 ]
 
 
@@ -151,9 +155,9 @@ RUNNABLE = [
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path, bin_folder: Path) -> None:
     for block in blocks_of(page.read_text(encoding="utf-8"), page.name):
-        if block.kind == "run":
+        if block.kind in ("run", "example"):
             real = run(block, tmp_path, bin_folder=bin_folder)
-            absent = missing(block.output, real)
+            absent = missing(block.output, real, example=block.kind == "example")
             assert absent is None, f"{block.where}: {absent!r} is not in the real output:\n{real}"
 
 
@@ -164,7 +168,7 @@ PAGE = """
 ```console
 $ echo "step 3/10 in 4.5 s" && \\
   echo done
-step 7/20 ... s
+step 3/10 in 1.2 s
 done
 ```
 
@@ -190,5 +194,8 @@ def test_blocks_are_found_run_and_compared(tmp_path: Path) -> None:
     assert missing(first.output, real) is None
     assert missing(("done", "step 1/2"), real) == "step 1/2", "lines must come in order"
     assert missing(("step x",), real) == "step x"
+    assert missing(("step 3/1",), real) == "step 3/1", "numbers are compared, as a whole"
+    assert missing(("step 3/11 in 4.5 s",), real, example=True) is None
+    assert missing(("0.5 s  12,000 tok/s  ETA 1:02",), "0.7 s  9 tok/s  ETA 0:01") is None
     with pytest.raises(AssertionError, match="exit status 3"):
         run(Block("page.md:1", "run", None, ("echo a", "exit 3", "echo b"), ()), tmp_path)

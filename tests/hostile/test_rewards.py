@@ -330,5 +330,5 @@ def test_a_worker_imports_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "def f(*, prompt, completion, row): return float(bool(large & {*sys.modules}))\n"
     )
     worker = RewardWorker("light:f", "light:f", kwargs=dict, timeout=60.0, concurrency=1)
-    assert worker.one(sample()) == 0.0
+    assert worker.one([sample()]) == [0.0]
     worker.close()

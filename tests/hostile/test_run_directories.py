@@ -629,6 +629,7 @@ def test_a_step_that_needs_more_prompts_than_there_are(tmp_path):
     ("package", "settings", "about"),
     [
         ("wandb", {"log.wandb": True}, "log.wandb"),
+        ("tensorboard", {"log.tensorboard": True}, "log.tensorboard = true"),
         ("peft", {"model.lora.rank": 4}, "model.lora"),
         ("torchao", {"train.optimizer": "adamw8bit"}, "train.optimizer = 'adamw8bit'"),
         ("deepspeed", {"train.backend": "deepspeed"}, "train.backend = 'deepspeed'"),

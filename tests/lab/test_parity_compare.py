@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lockstep_lab.loss_curves.differences import falls, relative, spread
+from lockstep_lab.loss_curves.differences import direction, falls, relative, spread
 from lockstep_lab.train_parity.compare import compare, gradient_error, gradient_errors, logprob_spread
 from lockstep_lab.train_parity.job import StepRow
 
@@ -40,6 +40,16 @@ def test_a_loss_that_rises_stays_or_is_not_finite_does_not_fall() -> None:
     assert falls([float(i) for i in range(10)]).trend == "does not fall"
     assert falls([5.0, 4.0, math.nan, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0]).trend == "does not fall"
     assert falls([math.inf, *(5.0 - i for i in range(10))]).trend == "does not fall"
+
+
+def test_a_direction_is_a_fall_a_rise_or_neither() -> None:
+    # as above: the means differ by 3.1 and 2.9 standard errors
+    head = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert direction([*head, *(x - 3.1 for x in head)]) == "falls"
+    assert direction([*head, *(x + 3.1 for x in head)]) == "rises"
+    assert direction([*head, *(x + 2.9 for x in head)]) == "flat"
+    assert direction([1.0, math.nan, 2.0, 3.0]) == "not finite"
+    assert direction([1.0, 2.0, 3.0]) == "too few steps"
 
 
 def test_short_runs_are_judged_by_their_halves() -> None:

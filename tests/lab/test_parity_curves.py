@@ -184,7 +184,21 @@ def test_two_runs_step_by_step(tmp_path: Path) -> None:
         "parity: 2 of 3 losses differ by more than 0.05 (largest relative difference 0.2 at step 2)"
     )
     values = worse.as_dict()
-    assert values["ok"] is False and values["at_step"] == 2 and values["a"]["losses"] == [4.0, 2.0, 1.0]
+    assert values["ok"] is False and values["at_step"] == 2 and values["a"]["values"] == [4.0, 2.0, 1.0]
+
+
+def test_a_figure_that_is_no_loss_is_called_by_its_name(tmp_path: Path) -> None:
+    rising = [{"step": i, "loss": 1.0, "reward/mean": 0.1 * (i + 1)} for i in range(6)]
+    a = read_losses(write(tmp_path / "a.jsonl", lines(*rising)), key="reward/mean")
+    found = compare_losses(a, a, threshold=0.05)
+    assert found.verdict.startswith("parity: 6 values of reward/mean agree within 0.05 (")
+    assert found.as_dict()["a"]["trend"] == "rises" and found.as_dict()["a"]["key"] == "reward/mean"
+    text = "".join(f"step {i} loss: 1.0 mean_loss: {0.2 * (i + 1)}\n" for i in range(6))
+    b = read_losses(write(tmp_path / "b.log", text), key="mean_loss")
+    both = compare_losses(a, b, threshold=0.05)
+    assert both.verdict.startswith(
+        "parity: 6 of 6 values of reward/mean and mean_loss differ by more than 0.05 ("
+    )
 
 
 def test_steps_that_are_counted_differently(tmp_path: Path) -> None:
@@ -205,7 +219,7 @@ def test_a_loss_that_is_nan_is_a_difference(tmp_path: Path) -> None:
     a = losses(tmp_path, "a.jsonl", [2.0, math.nan])
     found = compare_losses(a, a, threshold=0.5)
     assert not found.ok
-    assert found.verdict == f"parity: differs, the loss of {a.path} is nan at step 1"
+    assert found.verdict == f"parity: differs, loss of {a.path} is nan at step 1"
 
 
 def test_losses_around_zero(tmp_path: Path) -> None:

@@ -168,6 +168,18 @@ def test_kinds_of_problems_are_reported_apart() -> None:
     assert numbers["lenient_accuracy/products"] is None
 
 
+def test_an_evaluation_is_printed_in_three_lines() -> None:
+    rewards = SimpleNamespace(strict=lambda row, completion: completion == "2", pop_counts=dict)
+    groups = [answered("1 + 1", "2", completion="2"), answered("3 - 1", "2", completion="2 of 4")]
+    evaluation = judged(rewards, groups, {"sums": r"\+"})
+    assert str(evaluation).splitlines() == [
+        "strict accuracy 0.500, lenient accuracy 1.000, lenient accuracy of sums 1.000, mean reward 0.000",
+        "2 prompts, 2 samples",
+        "1.0 tokens on average, 0 samples cut off at 8 tokens",
+    ]
+    assert "Rollout" not in repr(evaluation)
+
+
 def test_a_kind_that_is_no_regular_expression_is_refused() -> None:
     with raises(ValueError, "wrong-format: kinds.sums"):
         EvalConfig(kinds={"sums": "("})

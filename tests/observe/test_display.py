@@ -12,7 +12,7 @@ import pytest
 from starting import until
 
 from lockstep.observe import display as module
-from lockstep.observe.display import Display, Status, clock
+from lockstep.observe.display import Display, Status, clock, step_line
 
 
 def test_plain_mode_writes_one_line_per_step() -> None:
@@ -41,6 +41,35 @@ def test_a_slow_phase_ticks_from_the_thread(monkeypatch: pytest.MonkeyPatch) -> 
         until(lambda: "generate" in out.getvalue())
     assert re.match(r"step 1/4  generate \d s, 12/64 completions \.\.\.\n", out.getvalue())
     assert not [t for t in threading.enumerate() if t.name == "display"]
+
+
+def test_a_slow_save_is_reported_soon_and_then_as_seldom_as_any_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    out = io.StringIO()
+    display = Display("demo", total_steps=4, mode="plain", stream=out)
+    display.phase(("save",))
+    said = []
+    for seconds in range(70):
+        now = 1000.0 + seconds
+        before = out.tell()
+        display._view.tick()
+        if out.tell() > before:
+            said.append(seconds)
+    assert said == [3, 33, 63]
+
+
+def test_a_line_shows_what_its_kind_of_run_is_judged_by() -> None:
+    def line(**metrics: float) -> str:
+        status = Status("demo", total_steps=9, compiled=False, step=9, metrics=metrics)
+        return step_line(status, 1.0)
+
+    pairs = line(reward_margin=-0.25, accuracy=0.75, loss=0.6931, reward_chosen=0.1)
+    assert pairs == "step 9/9  loss 0.6931  accuracy 0.750  margin -0.250  1.0 s"
+    # the loss of the sampling policy is 0 but for rounding
+    assert line(loss=-4e-6, grad_norm=0.5) == "step 9/9  loss 0.0000  grad 0.5  1.0 s"
 
 
 def test_the_save_after_the_last_step_is_no_further_step() -> None:

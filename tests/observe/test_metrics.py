@@ -1,3 +1,4 @@
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -36,6 +37,22 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(tmp_path, monk
     assert events(tmp_path / "logs" / "tensorboard") == {"loss": [(0, 0.0), (1, 1.0), (2, 20.0)]}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+
+
+def test_auto_writes_tensorboard_where_it_is_installed(tmp_path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tensorboard" else real(name)
+    )
+    with RunDir.create(tmp_path, config_toml="", manifest={}) as run:
+        with contextlib.closing(MetricsLog.of_run(run, tensorboard="auto")) as log:
+            log.write(0, {"loss": 1.0})
+        assert not (tmp_path / "logs" / "tensorboard").exists()
+        with raises(ConfigError, "missing-package: log.tensorboard = true needs tensorboard"):
+            MetricsLog.of_run(run, tensorboard=True)
+        monkeypatch.undo()
+        with contextlib.closing(MetricsLog.of_run(run, tensorboard="auto")):
+            assert list((tmp_path / "logs" / "tensorboard").glob("events.out.tfevents.*"))
 
 
 def test_a_missing_wandb_is_named_before_anything_is_written(tmp_path, monkeypatch):

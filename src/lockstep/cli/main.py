@@ -27,10 +27,11 @@ from lockstep.observe.text import echo, printable
 from lockstep.processes.child import relax_gc
 from lockstep.ranks.environment import in_launcher, without_local_rank
 from lockstep.ranks.launch import leave
-from lockstep.version import __version__
+from lockstep.version import version_line
 
 COMMANDS = {
     "train": ("lockstep.cli.train", "train a policy: lockstep train grpo --recipe demo"),
+    "init": ("lockstep.cli.init", "write a short run file for your data: lockstep init grpo problems.jsonl"),
     "sample": ("lockstep.cli.sample:sample", "print completions of a run's checkpoint"),
     "chat": ("lockstep.cli.sample:chat", "chat with a run's checkpoint"),
     "generate": ("lockstep.cli.generate", "sample completions of many prompts into a file"),
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         echo(usage())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        echo(f"lockstep {__version__}")
+        echo(version_line())
         return 0
     status = _run(*arguments)
     leave(status)

@@ -32,9 +32,10 @@ from lockstep.cli.arguments import leading_word
 from lockstep.cli.common_model import check_heads, default_ranks
 from lockstep.cli.flags import named_run, parse_flags
 from lockstep.config.cluster import ClusterConfig
-from lockstep.config.load import dump_toml, load_restarted, load_resumed, override, recipes
+from lockstep.config.load import load_restarted, load_resumed, override, recipes
 from lockstep.config.run import RunConfig
 from lockstep.config.run_config import on_ranks
+from lockstep.config.show import shown_config
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import check_writable, file_errors, write_atomic
 from lockstep.observe.lock import SHARED_MEMORY, remove_left
@@ -60,13 +61,15 @@ USAGE = """usage: lockstep train grpo|ppo|sft|dpo|rm [--recipe NAME] [OPTIONS]
        lockstep train --restart RUN_DIR [OPTIONS]
 
 Recipes: {recipes}
-Every setting is also a flag. `lockstep train grpo --help` lists the flags with their current values, and so
-does --help after a recipe, a file, --resume or --restart. --print-config prints the resolved TOML and exits.
+Every setting is also a flag. `lockstep train grpo --help` lists the common ones with their values, and so
+does --help after a recipe, a file, --resume or --restart; --help-all lists every setting. --print-config
+prints the resolved TOML and exits; --print-config=short prints only what differs from the defaults.
 --restart runs the config in a folder again from the first step, and moves earlier output to
 RUN_DIR/before-restart-N."""
 
 
 EXIT = {"finished": 0, "failed": 1, "interrupted": 130}
+_SHORT = "--print-config=short"
 TERMINATED = 143
 """Exit status of a run that SIGTERM interrupted: 128 + its number, as for Ctrl-C."""
 
@@ -93,7 +96,13 @@ class General(TypedDict):
         ),
     ]
     json: Annotated[Path | None, tyro.conf.arg(help="Write the run's summary to this file.", metavar="FILE")]
-    print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved config and exit.")]
+    print_config: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Print the resolved config and exit; with --print-config=short only what differs from the "
+            "defaults."
+        ),
+    ]
     ranks: Annotated[
         int | Literal["auto"] | None,
         tyro.conf.arg(
@@ -139,7 +148,7 @@ class TrainCommand:
     restart: bool = False
     """Begin the run in `run.run_dir` again."""
     json: Path | None
-    print_config: bool
+    print_config: Literal["whole", "short"] | None
     ranks: int | None = None
     """None: as many as there are GPUs."""
     rank_timeout: float | None = None
@@ -153,9 +162,13 @@ def main(argv: Sequence[str]) -> int:
         echo(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
     command = parse(argv)
-    if command.print_config:
-        echo(dump_toml(command.run), end="")
+    if command.print_config is not None:
+        echo(shown_config(command.run, short=command.print_config == "short"), end="")
         return 0
+    if command.run.epochs is not None:
+        from lockstep.loop.epochs import with_steps
+
+        command = dataclasses.replace(command, run=with_steps(command.run))
     if not in_launcher():
         _remove_left()
     if in_launcher():
@@ -193,6 +206,8 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         ConfigError: a flag or setting is wrong.
     """
     source, flags = leading_word(argv)
+    short = _SHORT in flags
+    flags = ["--print-config" if word == _SHORT else word for word in flags]
     early = _early(flags)
     run = _base_run(source, early)
     values, overrides = parse_flags(
@@ -219,7 +234,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         checkpoint=early.checkpoint,
         restart=early.restart is not None,
         json=values["json"],
-        print_config=bool(values["print_config"]),
+        print_config=("short" if short else "whole") if values["print_config"] else None,
         ranks=None if values["ranks"] == "auto" else values["ranks"],
         rank_timeout=values["rank_timeout"],
         cluster=None if values["provider"] == "none" else values["provider"],
@@ -436,8 +451,8 @@ def verdict(summary: Mapping[str, Any]) -> str:
     budgets = before.get("max_tokens"), after.get("max_tokens")
     for key in ("strict_accuracy", "lenient_accuracy", "mean_reward", "loss"):
         if after.get(key) is not None:
-            old = f"{before[key]:.3f} -> " if before.get(key) is not None else ""
-            parts.append(f"{key.replace('_', ' ')} {old}{after[key]:.3f}")
+            old = f"{before[key]:z.3f} -> " if before.get(key) is not None else ""
+            parts.append(f"{key.replace('_', ' ')} {old}{after[key]:z.3f}")
     if None not in budgets and budgets[0] != budgets[1]:
         parts.append(f"evaluated with at most {budgets[0]} tokens before, {budgets[1]} after")
     parts.append(str(summary["run_dir"]))

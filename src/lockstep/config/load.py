@@ -43,7 +43,7 @@ TOML_BYTES = 2**20
 _LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
 """tomllib takes time with the square of a key's parts: minutes for a key of some hundred kilobytes."""
 
-RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every", "cluster", "offload")
+RESUMABLE = ("steps", "epochs", "log", "checkpoint", "record", "eval", "eval_every", "cluster", "offload")
 """Tables that may differ when a run is resumed: none of them changes what one step computes."""
 
 PARALLELISM = (
@@ -146,14 +146,17 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
     single = {f"train.{name}" for name in PARALLELISM} | {f"engine.{name}" for name in ENGINE_SIZES}
     refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE and d[0] not in single]
     if run.schedules != {"constant"}:
-        refused += [d for d in differences if d[0] == "steps"]
+        refused += [d for d in differences if d[0] in ("steps", "epochs")]
     if refused:
-        lines = [f"  {path}: {_show(old)} in the run, now {_show(new)}" for path, old, new in refused]
+        # A decay ends at the last step.
+        why = {"steps": " (only train.schedule = 'constant' lets it change)"}
+        lines = [
+            f"  {path}: {_show(old)} in the run, now {_show(new)}{why.get(path, '')}"
+            for path, old, new in refused
+        ]
         raise ConfigError(
-            f"not-resumable: cannot resume {str(folder)!r} with different settings (only "
-            f"{', '.join(RESUMABLE)} may change; in train, only {', '.join(PARALLELISM)}; in engine, only "
-            f"{', '.join(ENGINE_SIZES)}; and steps only with train.schedule = 'constant', because a decay "
-            "ends at the last step); start a new run:\n" + "\n".join(lines)
+            f"not-resumable: cannot resume {str(folder)!r} with other settings; leave them out, or start a "
+            f"new run with lockstep train {folder / 'config.toml'}:\n" + "\n".join(lines)
         )
 
 
@@ -303,6 +306,12 @@ def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
         raise ConfigError(
             f"unknown-name: {origin}: {what}; write kind = 'grpo' or kind = 'sft' at the top", setting="kind"
         )
+    if None not in (values.get("steps"), values.get("epochs")):
+        raise ConfigError(
+            f"contradiction: {origin}: steps = {values['steps']!r} and epochs = {values['epochs']!r} both "
+            "say how long the run is; leave one of them out",
+            setting="epochs",
+        )
     return check(values, RUN_KINDS[kind], origin=origin)
 
 
@@ -332,16 +341,21 @@ def check(values: Mapping[str, Any], model: type[AnyConfig], *, origin: str) -> 
 def to_values(run: Config) -> dict[str, Any]:
     """Return the nested plain values of a config (None left out), as TOML and `build` take them."""
     values: dict[str, Any] = json.loads(run.model_dump_json(exclude_none=True))
+    if "epochs" in values:  # its steps are not known yet
+        del values["steps"]
     return values
 
 
-def dump_toml(run: Config) -> str:
+def dump_toml(run: Config, *, only: Mapping[str, Any] | None = None) -> str:
     """Return TOML with every setting of the run; `load_run` of it gives an equal run.
+
+    Args:
+        only: nested values to write in place of all.
 
     Raises:
         ConfigError: when a free-form table (data.task, ...) holds what TOML has no value for.
     """
-    values = to_values(run)
+    values = to_values(run) if only is None else dict(only)
     ordered = {"kind": values.pop("kind")} | values if "kind" in values else values
     try:
         return to_toml(ordered, inline=_free_tables(type(run)))
@@ -351,8 +365,11 @@ def dump_toml(run: Config) -> str:
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of nested `values` with dotted `overrides` set; None removes a setting. Both may have old
-    names; an override wins over a value."""
+    names; an override wins over a value, and of steps and epochs over the other one, too."""
     result = current(_plain(values), origin="settings")
+    for named, other in (("steps", "epochs"), ("epochs", "steps")):
+        if overrides.get(named) is not None:
+            result.pop(other, None)
     for path, value in current_overrides(overrides, origin="overrides").items():
         *sections, key = path.split(".")
         table = result
@@ -468,7 +485,10 @@ def _write_table(
         else:
             lines.append(f"{_key(key)} = {toml_value(value, path=dotted)}")
     for key, value in later:
-        lines += ["", "[" + ".".join(_key(part) for part in (*path, key)) + "]"]
+        dotted = ".".join((*path, key))
+        only_tables = [isinstance(v, Mapping) and f"{dotted}.{k}" not in inline for k, v in value.items()]
+        if not only_tables or not all(only_tables):  # else the tables inside say that it is there
+            lines += ["", "[" + ".".join(_key(part) for part in (*path, key)) + "]"]
         _write_table(value, path=(*path, key), inline=inline, lines=lines)
 
 

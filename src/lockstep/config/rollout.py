@@ -98,9 +98,10 @@ class RewardConfig(Config):
     fraction of the completion's ids that are even (for models without a tokenizer). length: -|tokens -
     target| / target, with kwargs {target}. format: 1 if the regular expression in kwargs {pattern} is found,
     else 0. http: a service at `url`. `module:attribute`: a function, sync or async, that is called with the
-    keyword arguments prompt, completion and row, and with kwargs; or a class that is created with kwargs and
-    whose instances are called with one RewardInput. The module may be in the working directory; it is
-    imported in a separate process."""
+    keyword arguments prompt, completion and row, and with kwargs; or one with a parameter `completions`,
+    which as in TRL is called as f(prompts, completions, **columns), here with the samples of one prompt; or a
+    class that is created with kwargs and whose instances are called with one RewardInput. The module may be
+    in the working directory; it is imported in a separate process."""
     weight: float = 1.0
     """Weight of this reward in the total."""
     on_error: Literal["fail", "drop"] = "fail"

@@ -281,7 +281,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "run (ppo)": (
         Rule(
-            lambda r: r.value.warmup_batches >= r.steps,
+            lambda r: r.epochs is None and r.value.warmup_batches >= r.steps,
             "nothing-to-do: value.warmup_batches = {0.value.warmup_batches} is not below steps = "
             "{0.steps}, so the policy would never be trained; lower it, or raise steps",
         ),
@@ -300,7 +300,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "run (record)": (
         Rule(
-            lambda r: r.record.enabled and r.record.first_step >= r.steps,
+            lambda r: r.epochs is None and r.record.enabled and r.record.first_step >= r.steps,
             "nothing-to-do: record.first_step = {0.record.first_step} is not below steps = {0.steps}, so "
             "nothing would be recorded; lower it, or raise steps (they count from 0)",
         ),

@@ -47,6 +47,7 @@ class GRPORun(RunConfig):
     nothing is held out."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
+    """Rewards of a completion: verifiers, built-in ones and your own `module:attribute`."""
     reward_model: RewardRoleConfig | None = None
     """Without this section, only reward functions and verifiers give rewards."""
     engine: EngineConfig = EngineConfig()

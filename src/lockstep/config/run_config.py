@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from lockstep.config.base import Config, FilePath, Name, PositiveInt, Seed, check
 from lockstep.config.cluster import ClusterConfig
@@ -31,6 +31,10 @@ class RunConfig(Config):
     """Seed for the data order and the sampling noise."""
     steps: PositiveInt = 100
     """Number of rollout batches (grpo, ppo) or optimizer steps (sft, dpo, rm)."""
+    epochs: float | None = Field(None, gt=0.0, le=1e6)
+    """Passes over the rows of the data, in place of steps: as many steps as that takes are done. Held-out
+    prompts do not count, but rows do that are too long or at fault, and groups that dynamic_sampling draws
+    again do not. config.toml in the run directory has the steps."""
     run_dir: FilePath | None = None
     """Folder for all output. If unset, runs/NAME-TIMESTAMP is used."""
     name: Name = "run"

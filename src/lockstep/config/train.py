@@ -257,13 +257,28 @@ class CheckpointConfig(Config):
     all checkpoints are saved in the foreground, without host memory for a copy."""
     export_at_end: bool = True
     """Write the trained model as a Hugging Face folder under export/."""
+    push_to_hub: Name | None = Field(None, json_schema_extra={"alias": "--push-to-hub"})
+    """Repository (OWNER/NAME) of the Hugging Face hub to which export/ is uploaded at the end. It is created
+    if it does not exist. This needs a token: `hf auth login`, or HF_TOKEN."""
+    hub_private: bool = True
+    """Whether a repository that push_to_hub creates is private."""
+
+    @check
+    def _check_hub(self) -> CheckpointConfig:
+        if self.push_to_hub is not None and not self.export_at_end:
+            raise ConfigError(
+                f"contradiction: push_to_hub = {self.push_to_hub!r} with export_at_end = false, so there is "
+                "nothing to upload; leave export_at_end out",
+                setting="push_to_hub",
+            )
+        return self
 
 
 class LogConfig(Config):
     """What to log in addition to metrics.jsonl, and where."""
 
-    tensorboard: bool = True
-    """Write event files under logs/tensorboard."""
+    tensorboard: bool | Auto = "auto"
+    """Write event files under logs/tensorboard. auto: if the package tensorboard is installed."""
     wandb: bool = False
     """Log to Weights & Biases, which needs the package and a login."""
     wandb_project: Name = "lockstep"

@@ -82,7 +82,7 @@ def opened_parquet(path: Path) -> Iterator[ParquetFile]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise missing_package(f"{path}: reading Parquet", "pyarrow", cause=error) from error
+        raise missing_package(f"{path}: reading Parquet", "pyarrow", extra="data", cause=error) from error
     errors = foreign_errors(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
     with errors, pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
         yield file

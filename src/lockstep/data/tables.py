@@ -448,7 +448,7 @@ def _datasets(source: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise missing_package(f"data.source = {source!r}", "datasets", cause=error) from error
+        raise missing_package(f"data.source = {source!r}", "datasets", extra="data", cause=error) from error
     return datasets
 
 

@@ -26,7 +26,7 @@ EVAL_STEP = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """One pass over the held-out prompts."""
+    """One pass over the held-out prompts. `print` shows it in three lines."""
 
     strict_accuracy: float | None
     """Share that the task's verifier accepts; None for data without answers."""
@@ -38,9 +38,24 @@ class Evaluation:
     mean_completion_tokens: float
     max_tokens: int
     """Longest completion that was allowed."""
-    groups: tuple[RolloutGroup, ...]
+    groups: tuple[RolloutGroup, ...] = field(repr=False)
     lenient_by_kind: Mapping[str, float | None] = field(default_factory=dict)
     """lenient_accuracy of the prompts of each of `eval.kinds`; None where no numbers are asked for."""
+
+    def __str__(self) -> str:
+        """Return the accuracies and the reward; the numbers of prompts and samples; the lengths."""
+        shares = {"strict accuracy": self.strict_accuracy, "lenient accuracy": self.lenient_accuracy}
+        shares |= {f"lenient accuracy of {name}": value for name, value in self.lenient_by_kind.items()}
+        shares["mean reward"] = self.mean_reward
+        reasons = [r.trajectory.finish_reason for group in self.groups for r in group.rollouts]
+        return "\n".join(
+            [
+                ", ".join(f"{name} {value:z.3f}" for name, value in shares.items() if value is not None),
+                f"{self.num_prompts} prompts, {len(reasons)} samples",
+                f"{self.mean_completion_tokens:.1f} tokens on average, {reasons.count('length')} samples cut "
+                f"off at {self.max_tokens} tokens",
+            ]
+        )
 
     def as_dict(self) -> dict[str, float | int | None]:
         """The numbers, for summary.json and metrics.jsonl."""

@@ -26,9 +26,10 @@ from lockstep.data.rows import IdRows, reasoning_gym_dataset
 from lockstep.data.sources import FILE_SUFFIXES, Source, check_source, count_rows, load_rows, missing_column
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, DataError, LockstepError, ModelError, nearest, together, unknown_name
+from lockstep.loop.hub import check_hub
 from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.files import path_problem
-from lockstep.observe.metrics import check_wandb
+from lockstep.observe.metrics import check_wandb, writes_tensorboard
 from lockstep.observe.run_dir import check_free, finished
 from lockstep.registry import load_object, require_call, require_members
 from lockstep.rollout.verifiers import check_row, require_package
@@ -90,6 +91,7 @@ def _checks(run: RunConfig, *, own_data: bool) -> Iterator[Check]:
     yield partial(check_own_attention, run.train.attention)
     yield partial(_check_backend, run)
     yield partial(_check_packages, run)
+    yield partial(check_hub, run)
     if own_data:
         return
     for section, config in run.data_sections.items():
@@ -129,6 +131,7 @@ def _check_packages(run: RunConfig) -> None:
     """Check that optional packages which a setting needs are installed; imports none of them."""
     if run.log.wandb:
         check_wandb()
+    writes_tensorboard(run.log.tensorboard)
     train = run.train
     needed = {
         "peft": ("model.lora", run.model.lora is not None, "pip install lockstep-rl[lora]"),

@@ -37,6 +37,7 @@ from lockstep.loop.distributed import (
     saying_how_to_go_on,
 )
 from lockstep.loop.gap_check import gap_complaint
+from lockstep.loop.hub import push_export
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.loop.metrics import CompileMeter, memory_of_ranks
 from lockstep.loop.policy import Policy
@@ -551,9 +552,10 @@ class Run:
         saving.checkpoints.finish()
         self._close_recorders()
         if checkpoint.export_at_end:
+            folder, say = self.dir.path / "export", self.display.note
             with self.spans("export"), saying_how_to_go_on(self.dir.path, done, saved=saving.saved == done):
-                saving.export(self.dir.path / "export")
-            extra["export"] = str(self.dir.path / "export")
+                saving.export(folder)
+                extra |= push_export(checkpoint, folder, ranks=self.ranks, say=say) | {"export": str(folder)}
         return self._summary("finished", **extra)
 
     def _close_recorders(self) -> None:

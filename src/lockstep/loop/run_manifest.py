@@ -190,7 +190,7 @@ def wandb_settings(run: RunConfig) -> dict[str, Any] | None:
 
 def evaluation_line(name: str, done: int, numbers: Mapping[str, Any], *, budget_factor: int) -> str:
     """Return what is shown of an evaluation, see EvaluationResult."""
-    text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
+    text = "  ".join(f"{k} {v:z.3f}" for k, v in numbers.items() if isinstance(v, float))
     budget = ""
     if budget_factor != 1:
         most = numbers["max_tokens"]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack, cast
 
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, on_ranks
+from lockstep.errors import ConfigError
+from lockstep.loop.epochs import with_steps
 from lockstep.loop.preflight import preflight
 from lockstep.loop.run import Start
 from lockstep.loops import offline, rl
@@ -24,7 +26,8 @@ def train_online(
     summary.json: outcome, steps, run_dir, wall_seconds, trained_tokens, eval_before, eval_after.
 
     Args:
-        rewards: Python callables that replace `run.rewards`, called as f(prompt=, completion=, row=).
+        rewards: Python callables that replace `run.rewards`, called as f(prompt=, completion=, row=) or, with
+            the samples of one prompt, as f(prompts=, completions=, **columns).
         environment: takes the place of the config's data and rewards.
         resume: (Path) a run directory to go on from; `run` is its config.
         checkpoint: (int) the step of the checkpoint to go on from; by default the last.
@@ -38,6 +41,13 @@ def train_online(
         LockstepError: it failed on the way; what was trained is saved.
     """
     own_data = environment is not None
+    if own_data and run.epochs is not None:
+        raise ConfigError(
+            f"missing-setting: epochs = {run.epochs:g} with an environment, whose number of tasks is not "
+            "known; set steps instead",
+            setting="steps",
+        )
+    run = with_steps(run)
     finished = _check(run, start, own_rewards=bool(rewards) or own_data, own_data=own_data)
     return rl.train(run, rewards=rewards, environment=environment, **start) if finished is None else finished
 
@@ -45,6 +55,7 @@ def train_online(
 def train_offline(run: OfflineRun, **start: Unpack[Start]) -> dict[str, Any]:
     """Train on documents: SFT, DPO and its successors, KTO, reward models. See `train_online` for the summary
     and the arguments of `start`."""
+    run = with_steps(run)
     finished = _check(run, start)
     return offline.train(run, **start) if finished is None else finished
 

@@ -38,7 +38,7 @@ COMPILED_SPANS = frozenset({"logprobs", "forward", "backward", "forward_backward
 SLOW_SECONDS = 30.0
 """Plain mode reports a phase that has run this long, and again each time as much has passed."""
 _SOON = {"save": 3.0, "export": 3.0}
-"""The phases that are reported sooner: nothing else happens meanwhile."""
+"""The phases whose first report comes sooner: nothing else happens meanwhile."""
 
 
 @dataclass
@@ -175,13 +175,16 @@ class Display:
 
 
 SHOWN = {
-    "reward/mean": "reward {:.3f}",
-    "loss": "loss {:.4f}",
+    "reward/mean": "reward {:z.3f}",
+    "loss": "loss {:z.4f}",
+    "accuracy": "accuracy {:.3f}",
+    "reward_margin": "margin {:z.3f}",
     "rollout/completion_tokens_mean": "length {:.0f}",
     "grad_norm": "grad {:.3g}",
     "throughput/tokens_per_second": "{:,.0f} tok/s",
 }
-"""The metrics of a step's line, in this order, as far as the step has them."""
+"""The metrics of a step's line, in this order, as far as the step has them. z drops the sign of a rounded 0,
+as the loss of GRPO on its own samples is 0 but for rounding."""
 
 
 def step_line(status: Status, seconds: float) -> str:
@@ -221,8 +224,10 @@ class _PlainView(_View):
 
     def tick(self) -> None:
         now = time.monotonic()
-        slow = min(_SOON.get(self._status.phase, SLOW_SECONDS), SLOW_SECONDS)
-        if now - max(self._status.phase_since, self._reported) >= slow:
+        since, slow = self._status.phase_since, SLOW_SECONDS
+        if self._reported < since:  # not yet in this phase
+            slow = min(_SOON.get(self._status.phase, SLOW_SECONDS), SLOW_SECONDS)
+        if now - max(since, self._reported) >= slow:
             self._reported = now
             total = self._status.total_steps
             step = min(self._status.step + 1, total)  # the last save comes after the last step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import resource
 import secrets
@@ -15,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError, DataError, TrainError
@@ -31,6 +32,8 @@ from lockstep.observe.run_history import (
     saves_rollouts,
     trained_samples,
 )
+
+log = logging.getLogger(__name__)
 
 # Writers of a step's metrics: metrics.jsonl, TensorBoard, Weights & Biases.
 
@@ -133,6 +136,27 @@ class WandbWriter:
         self._run.finish()
 
 
+def writes_tensorboard(setting: bool | str) -> bool:
+    """Resolve log.tensorboard.
+
+    Raises:
+        ConfigError: it is true, and the package is not installed.
+    """
+    there = importlib.util.find_spec("tensorboard") is not None
+    if setting is True and not there:
+        raise missing_package(
+            "log.tensorboard = true",
+            "tensorboard",
+            extra="tensorboard",
+            or_else="set log.tensorboard = false",
+        )
+    if setting == "auto":
+        found = "is installed" if there else "is not installed"
+        log.info("log.tensorboard auto -> %s (tensorboard %s)", str(there).lower(), found)
+        return there
+    return bool(setting)
+
+
 def check_wandb() -> None:
     """Raise ConfigError if the package wandb is not installed."""
     spec = importlib.util.find_spec("wandb")
@@ -158,13 +182,14 @@ class MetricsLog:
         cls,
         run_dir: RunDir,
         *,
-        tensorboard: bool,
+        tensorboard: bool | Literal["auto"],
         wandb: Mapping[str, Any] | None = None,
         first_step: int = 0,
     ) -> MetricsLog:
         """Open metrics.jsonl and the configured writers.
 
         Args:
+            tensorboard: as log.tensorboard.
             wandb: project, name and config; None: no wandb.
             first_step: of this process; above 0 the run was resumed.
         """
@@ -178,7 +203,7 @@ class MetricsLog:
             if wandb is not None:  # first: it is the one that may be missing
                 add(WandbWriter(run_dir.logs, resumed=first_step > 0, **wandb))
             add(JsonlWriter(run_dir.metrics))
-            if tensorboard:
+            if writes_tensorboard(tensorboard):
                 purge = first_step if first_step > 0 else None
                 add(TensorBoardWriter(run_dir.logs / "tensorboard", purge_step=purge))
             opened.pop_all()

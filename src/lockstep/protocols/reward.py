@@ -9,8 +9,8 @@ from lockstep.schema.rollout import FinishReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInput:
-    """The input of a reward. A plain `module:function` gets the keyword arguments prompt, completion and row;
-    an instance of a class gets this record."""
+    """The input of a reward. A plain `module:function` gets the keyword arguments prompt, completion and row,
+    or those of all samples of a prompt as lists; an instance of a class gets this record."""
 
     prompt: str
     completion: str

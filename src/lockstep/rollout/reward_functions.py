@@ -15,12 +15,14 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from datetime import time as time_of_day
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from functools import partial
+from itertools import accumulate, groupby, islice, pairwise
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.text import printable
@@ -41,12 +43,106 @@ def matches(*, prompt: str, completion: str, row: Mapping[str, Any], pattern: st
     return float(re.search(pattern, completion, re.DOTALL) is not None)
 
 
-def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardInput], Any]:
-    """Return a callable of one RewardInput: an instance of a class gets the record, a function keyword
-    arguments.
+class RewardFailure(RuntimeError):
+    """A reward that gave no number. Its text follows the name of the reward; a note, if any, is the traceback
+    in the reward's process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnReward:
+    """A user's function or object, which is called with one sample, or in batches: with the samples of one
+    prompt."""
+
+    function: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+    form: Literal["record", "sample", "batch"]
+    """Called with a RewardInput; with the keyword arguments prompt, completion and row; or with prompts,
+    completions and one list per column of the rows, which is TRL's signature."""
+    columns: tuple[str, ...] = ()
+    """batch: parameters without a default, which must be columns of the rows."""
+
+    @property
+    def batched(self) -> bool:
+        """Whether a call is about all samples of a prompt."""
+        return self.form == "batch"
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether every call returns an awaitable."""
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004  (an instance with an async __call__)
+        )
+
+    def __call__(self, samples: Sequence[RewardInput]) -> Any:
+        """Call the function for the samples of one call, each with its own copy of the row."""
+        own = [dataclasses.replace(s, row=ReadOnlyRow(copy.deepcopy(dict(s.row)))) for s in samples]
+        if self.batched:
+            return self.function(**self._batch(own))
+        (sample,) = own
+        if self.form == "record":
+            return self.function(sample)
+        named = {"prompt": sample.prompt, "completion": sample.completion, "row": sample.row}
+        return self.function(**named, **self.kwargs)
+
+    def values(self, result: Any, count: int) -> list[Any]:
+        """Return the value of each of `count` samples that a call was about; see `score_of`.
+
+        Raises:
+            RewardFailure: a batch's result is not a list of as many values.
+        """
+        if not self.batched:
+            return [result]
+        listed = result.tolist() if hasattr(result, "tolist") else result
+        if isinstance(listed, list | tuple) and len(listed) == count:
+            return list(listed)
+        kind = printable(type(result).__name__)
+        many = f" of {len(listed)}" if isinstance(listed, list | tuple) else ""
+        raise RewardFailure(
+            f"returned a {kind}{many} instead of a list of {count} numbers, one per completion"
+        )
+
+    def _batch(self, samples: Sequence[RewardInput]) -> dict[str, Any]:
+        """The arguments, as TRL passes them: a conversation stays one, and so does its completion."""
+        rows = [sample.row for sample in samples]
+        names = dict.fromkeys(name for row in rows for name in row if name not in _BATCH)
+        if missing := [name for name in self.columns if name not in names]:
+            raise RewardFailure(no_column(missing[0], names))
+        values: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+        talks = [isinstance(row.get("prompt"), list) for row in rows]
+        values |= {
+            "prompts": [row.get("prompt", sample.prompt) for row, sample in zip(rows, samples, strict=True)],
+            "completions": [
+                [{"role": "assistant", "content": sample.completion}] if talk else sample.completion
+                for talk, sample in zip(talks, samples, strict=True)
+            ],
+            "completion_ids": [list(sample.completion_token_ids) for sample in samples],
+            **self.kwargs,
+        }
+        known = inspect.signature(self.function).parameters.values()
+        if any(each.kind is each.VAR_KEYWORD for each in known):
+            return values
+        return {each.name: values[each.name] for each in known if each.name in values}
+
+
+def calls_of(samples: Sequence[RewardInput], *, batched: bool) -> list[slice]:
+    """Return the part of `samples` that each call of a reward gets: one of them, or in batches the samples of
+    a prompt, which stand side by side. More than that would let scores depend on what else was sampled in
+    time."""
+    if not batched:
+        return [slice(i, i + 1) for i in range(len(samples))]
+    ends = accumulate(len(list(own)) for _, own in groupby(samples, lambda s: (s.index, s.prompt)))
+    return [slice(*both) for both in pairwise([0, *ends])]
+
+
+_BATCH = frozenset({"prompts", "completions", "prompt", "completion", "completion_ids"})
+"""Arguments of a batch that no column replaces."""
+
+
+def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> OwnReward:
+    """Return the reward that a module's attribute is.
 
     Raises:
-        ConfigError: the value cannot be called like this.
+        ConfigError: the value cannot be called as a reward.
     """
     if inspect.isclass(value):
         try:
@@ -58,40 +154,47 @@ def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardIn
             ) from error
         if not callable(instance):
             raise ConfigError(f"wrong-part: reward {name!r}: instances must be callable with a RewardInput")
-        return cast(Callable[[RewardInput], Any], instance)
+        if _takes_batches(instance):
+            return OwnReward(function=instance, kwargs={}, form="batch", columns=_columns(instance, {}))
+        return OwnReward(function=instance, kwargs={}, form="record")
     if not callable(value):
         raise ConfigError(f"wrong-part: reward {name!r} is {type(value).__name__}, not a function or a class")
+    if _takes_batches(value):
+        return OwnReward(function=value, kwargs=dict(kwargs), form="batch", columns=_columns(value, kwargs))
     try:
         inspect.signature(value).bind(prompt="", completion="", row={}, **kwargs)
     except TypeError as error:
         raise ConfigError(
             f"wrong-part: reward {name!r} is called with the keyword arguments prompt, completion, "
-            f"row{''.join(', ' + name for name in kwargs)}, but its signature {inspect.signature(value)} "
-            f"does not accept them: {error}"
+            f"row{''.join(', ' + name for name in kwargs)}, or in batches if it has a parameter completions, "
+            f"but its signature {inspect.signature(value)} does not accept them: {error}"
         ) from error
-    return KeywordCall(value, dict(kwargs))
+    return OwnReward(function=value, kwargs=dict(kwargs), form="sample")
 
 
-@dataclass(frozen=True)
-class KeywordCall:
-    """A function that is called with keyword arguments."""
-
-    function: Callable[..., Any]
-    kwargs: Mapping[str, Any]
-
-    def __call__(self, sample: RewardInput) -> Any:
-        """Call the function for a sample."""
-        return self.function(
-            prompt=sample.prompt, completion=sample.completion, row=sample.row, **self.kwargs
-        )
+def _takes_batches(value: Callable[..., Any]) -> bool:
+    try:
+        names = inspect.signature(value).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return False
+    return "completions" in names and "completion" not in names
 
 
-def is_async(call: Callable[[RewardInput], Any]) -> bool:
-    """Return whether every call returns an awaitable."""
-    function = call.function if isinstance(call, KeywordCall) else call
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  (an instance with an async __call__)
+def _columns(value: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parameters that only a column can fill."""
+    return tuple(
+        each.name
+        for each in inspect.signature(value).parameters.values()
+        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        and each.default is each.empty
+        and each.name not in _BATCH | kwargs.keys()
     )
+
+
+def no_column(name: str, columns: Iterable[str]) -> str:
+    """Return a message about a parameter that no column of the rows fills."""
+    listed = ", ".join(printable(each[:80]) for each in islice(columns, 40))
+    return f"has the parameter {name!r}, which is no column of the rows ({listed}); give it a default"
 
 
 class ReadOnlyRow(dict[str, Any]):
@@ -105,11 +208,6 @@ class ReadOnlyRow(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
-
-
-def own_row(sample: RewardInput) -> RewardInput:
-    """Return the sample with its own copy of the row."""
-    return dataclasses.replace(sample, row=ReadOnlyRow(copy.deepcopy(dict(sample.row))))
 
 
 def score_of(value: Any) -> float | str:
@@ -309,6 +407,59 @@ async def gather(
                 raise _contained(error) from error  # the loop itself would end
 
     return await asyncio.gather(*(one(call) for call in calls), return_exceptions=True)
+
+
+def in_process(
+    reward: OwnReward, *, timeout: float, concurrency: int, stop_at_failure: bool
+) -> Callable[[Sequence[RewardInput]], list[Any]]:
+    """Return the scorer of a Python callable: a value or an exception for each sample. It runs in this
+    process, as it cannot be sent to another."""
+    loop, thread, batched = LoopThread(), CallThread(), reward.batched
+
+    async def awaited(value: Any) -> Any:
+        return await value
+
+    def values(result: Any, samples: Sequence[RewardInput]) -> list[Any]:
+        if isinstance(result, BaseException):
+            raise result
+        return reward.values(result, len(samples))
+
+    def one(samples: Sequence[RewardInput]) -> list[Any]:
+        result = thread.run(partial(reward, samples), timeout=timeout)
+        if inspect.isawaitable(result):
+            (result,) = loop.run([partial(awaited, result)], timeout=timeout, concurrency=concurrency)
+        return values(result, samples)
+
+    def together(inputs: Sequence[RewardInput]) -> list[Any]:
+        calls = [partial(reward, inputs[part]) for part in calls_of(inputs, batched=batched)]
+        try:
+            results = iter(loop.run(calls, timeout=timeout, concurrency=concurrency))
+        except TimeoutError as error:
+            return [error] * len(inputs)
+        return in_calls(lambda samples: values(next(results), samples), False, inputs, batched=batched)
+
+    return together if reward.asynchronous else partial(in_calls, one, stop_at_failure, batched=batched)
+
+
+def in_calls(
+    score: Callable[[Sequence[RewardInput]], list[Any]],
+    stop_at_failure: bool,
+    inputs: Sequence[RewardInput],
+    *,
+    batched: bool = False,
+) -> list[Any]:
+    """Return a value or an exception for each sample, call by call (`calls_of`); after a failure that ends
+    the run anyway, the rest is not computed (and not read)."""
+    outcomes: list[Any] = []
+    for part in calls_of(inputs, batched=batched):
+        try:
+            outcomes += score(inputs[part])
+        except Exception as error:  # settled by on_error, with the row's name
+            outcomes += [error] * len(inputs[part])
+        failed = [each for each in outcomes[part] if isinstance(each, Exception)]
+        if stop_at_failure and failed:
+            return outcomes + [failed[0]] * (len(inputs) - len(outcomes))
+    return outcomes
 
 
 # Lossless conversion of data rows to JSON and back: verifiers use tuples and integer keys, rewards dates and

@@ -29,7 +29,16 @@ from lockstep.processes.supervisor import supervise
 from lockstep.protocols.reward import RewardInput
 from lockstep.registry import load_object
 from lockstep.rollout import reward_functions
-from lockstep.rollout.reward_functions import bind, decoded, encoded, is_async, own_row, raised, score_of
+from lockstep.rollout.reward_functions import (
+    OwnReward,
+    RewardFailure,
+    bind,
+    calls_of,
+    decoded,
+    encoded,
+    raised,
+    score_of,
+)
 
 START_SECONDS = 600.0
 """Deadline of the user's imports, and of a class that loads a model."""
@@ -37,11 +46,6 @@ END_SECONDS = 5.0
 """Deadline of the module's exit handlers when the rewards are closed."""
 _LAST_OUTPUT_SECONDS = 1.0
 _LINE_BYTES = 1 << 16
-
-
-class RewardFailure(RuntimeError):
-    """An error in a reward's process. Its text follows the name of the reward, and its note is the
-    traceback."""
 
 
 class RewardWorker:
@@ -75,29 +79,30 @@ class RewardWorker:
         self._process: JobProcess | None = None
         self._output: threading.Thread | None = None
         self.asynchronous = False
+        self.batched = False
+        self.columns: tuple[str, ...] = ()
+        """Columns of the rows that a batched reward cannot do without."""
         self._running()
 
-    def one(self, sample: RewardInput) -> Any:
-        """Score one sample.
+    def one(self, samples: Sequence[RewardInput]) -> list[Any]:
+        """Return a score or an exception for each sample of one call.
 
         Raises:
             TimeoutError: the call took longer than `timeout_seconds`, and the process was killed.
-            RewardFailure: the reward raised, did not return a number, or its process died.
+            RewardFailure: the process died.
         """
-        (outcome,) = self._scores([sample], seconds=self._timeout)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        return self._scores(samples, seconds=self._timeout)
 
     def together(self, inputs: Sequence[RewardInput]) -> list[Any]:
         """Return a score or an exception for each sample of an async reward. If the process dies or has to be
         ended, that is the outcome of all."""
         timeout, concurrency = self._timeout, self._concurrency
-        limit = reward_functions.seconds_together(len(inputs), timeout, concurrency)
+        calls = len(calls_of(inputs, batched=self.batched))
+        limit = reward_functions.seconds_together(calls, timeout, concurrency)
         try:
             return self._scores(inputs, seconds=limit, timeout=timeout, concurrency=concurrency)
         except TimeoutError:
-            return [reward_functions.blocked(len(inputs), limit)] * len(inputs)
+            return [reward_functions.blocked(calls, limit)] * len(inputs)
         except (RewardFailure, LockstepError) as error:
             return [error] * len(inputs)
 
@@ -160,7 +165,8 @@ class RewardWorker:
         if "refused" in first:
             self._ended()
             raise ConfigError(printable(str(first["refused"])), code=str(first.get("code", "refused")))
-        self.asynchronous = bool(first.get("asynchronous"))
+        self.asynchronous, self.batched = bool(first.get("asynchronous")), bool(first.get("batched"))
+        self.columns = tuple(map(str, first.get("columns", ())))
         return process
 
     def _ended(self, seconds: float = _LAST_OUTPUT_SECONDS) -> None:
@@ -238,37 +244,44 @@ class Worker:
     """
 
     def __init__(self, target: str, name: str, kwargs: Mapping[str, Any]) -> None:
-        self._call = bind(name, kwargs, _load(target, name))
+        self.reward = bind(name, kwargs, _load(target, name))
         self._file = getattr(sys.modules[target.partition(":")[0]], "__file__", None)
         self._loop: Any = None
-        self.asynchronous = is_async(self._call)
 
     def outcomes(self, job: Message) -> list[Message]:
         """Return {score} or {problem, traceback} for each sample."""
         samples = [_sample(values) for values in job["samples"]]
-        if self.asynchronous:
-            return self._together(samples, job)
-        return [self._one(sample, seed) for sample, seed in zip(samples, job["seeds"], strict=True)]
+        calls = [
+            (samples[part], job["seeds"][part.start])
+            for part in calls_of(samples, batched=self.reward.batched)
+        ]
+        if self.reward.asynchronous:
+            results = self._together(calls, job)
+        else:
+            results = [self._one(*call) for call in calls]
+        return [o for (own, _), r in zip(calls, results, strict=True) for o in self._outcomes(r, len(own))]
 
-    def _one(self, sample: RewardInput, seed: int) -> Message:
+    def _one(self, samples: Sequence[RewardInput], seed: int) -> Any:
+        """The result of a call, or what it raised."""
         try:
             seed_generators(seed)
-            value = self._call(own_row(sample))
-            if inspect.isawaitable(value):
-                value = self._run(_awaited(value))
+            value = self.reward(samples)
+            return self._run(_awaited(value)) if inspect.isawaitable(value) else value
         except BaseException as error:  # also SystemExit, which is the reward's error and not our end
-            return self._failure(error)
-        return _outcome(value)
+            return error
 
-    def _together(self, samples: Sequence[RewardInput], job: Message) -> list[Message]:
-        from lockstep.rollout.reward_functions import gather
+    def _together(self, calls: Sequence[tuple[Sequence[RewardInput], int]], job: Message) -> list[Any]:
+        begun = [partial(_seeded, self.reward, samples, seed) for samples, seed in calls]
+        results: list[Any] = self._run(reward_functions.gather(begun, job["timeout"], job["concurrency"]))
+        return results
 
-        calls = [
-            partial(_seeded, self._call, sample, seed)
-            for sample, seed in zip(samples, job["seeds"], strict=True)
-        ]
-        outcomes = self._run(gather(calls, job["timeout"], job["concurrency"]))
-        return [self._failure(o) if isinstance(o, BaseException) else _outcome(o) for o in outcomes]
+    def _outcomes(self, result: Any, count: int) -> list[Message]:
+        try:
+            if isinstance(result, BaseException):
+                raise result
+            return [_outcome(value) for value in self.reward.values(result, count)]
+        except BaseException as error:  # of the call, or of a strange result
+            return [self._failure(error)] * count
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the single event loop of this process, to which the clients of a reward are
@@ -287,7 +300,8 @@ class Worker:
             lines = "".join(traceback.format_exception(error))[-TRACEBACK_LENGTH:]
         except Exception as second:
             lines = f"the traceback cannot be shown: {type(second).__name__}"
-        return {"problem": raised(error) + printable(place), "traceback": lines}
+        problem = printable(str(error)) if isinstance(error, RewardFailure) else raised(error)
+        return {"problem": problem + printable(place), "traceback": lines}
 
 
 def seed_generators(seed: int) -> None:
@@ -301,9 +315,9 @@ def seed_generators(seed: int) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-async def _seeded(call: Callable[[RewardInput], Any], sample: RewardInput, seed: int) -> Any:
+async def _seeded(reward: OwnReward, samples: Sequence[RewardInput], seed: int) -> Any:
     seed_generators(seed)
-    return await call(own_row(sample))
+    return await reward(samples)
 
 
 async def _awaited(value: Any) -> Any:
@@ -336,7 +350,9 @@ def _started(target: str, name: str, kwargs: Mapping[str, Any]) -> tuple[Worker 
         return None, {"refused": str(error), "code": error.code}
     except BaseException as error:
         return None, {"refused": f"reward {name!r}: starting it {raised(error)}"}
-    return worker, {"asynchronous": worker.asynchronous}
+    reward = worker.reward
+    names = ("asynchronous", "batched", "columns")
+    return worker, {name: getattr(reward, name) for name in names}
 
 
 def main(target: str, name: str, path: Sequence[str], *, jobs: int, replies: int) -> None:

@@ -28,7 +28,8 @@ from urllib.parse import urlsplit
 from lockstep.errors import ConfigError, LockstepError, hide, redacted
 from lockstep.observe.text import printable
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout.reward_process import RewardFailure, sent
+from lockstep.rollout.reward_functions import RewardFailure
+from lockstep.rollout.reward_process import sent
 
 PROTOCOL = "lockstep-reward-1"
 RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)

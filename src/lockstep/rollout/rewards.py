@@ -7,7 +7,6 @@ cannot parse (`junk`) score 0 and are counted, see VerifierProcess.reasoning_gym
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import threading
@@ -26,16 +25,16 @@ from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.reward_functions import (
     LARGEST_REWARD,
     MATCHES,
-    CallThread,
-    LoopThread,
+    RewardFailure,
     bind,
-    is_async,
-    own_row,
+    in_calls,
+    in_process,
+    no_column,
     raised,
     score_of,
     short_repr,
 )
-from lockstep.rollout.reward_process import RewardFailure, RewardWorker, close_all
+from lockstep.rollout.reward_process import RewardWorker, close_all
 from lockstep.rollout.reward_service import RewardService
 from lockstep.rollout.sandbox import probe
 from lockstep.rollout.verifiers import VerifierProcess, check_row, require_package
@@ -60,7 +59,7 @@ class Scored:
 class Scorer(Protocol):
     """Scores many completions by one reward: a value or an exception for each."""
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> list[Any]: ...
+    def __call__(self, inputs: Sequence[RewardInput], /) -> list[Any]: ...
 
 
 def check_total(total: float, by_name: Mapping[str, float]) -> None:
@@ -104,6 +103,8 @@ class RewardSet:
         self._workers: list[RewardWorker] = []
         self._services: list[RewardService] = []
         self._functions = bool(functions)
+        self._columns: dict[str, tuple[str, ...]] = {}
+        """Reward -> the columns of the rows that it cannot be called without."""
         if functions:
             self._configs = tuple(RewardConfig(name=_function_name(f)) for f in functions)
         else:
@@ -113,7 +114,7 @@ class RewardSet:
         values: list[Any] = list(functions) or [None] * len(self._configs)
         try:
             self._scorers = [
-                self._scorer(config, name, search_paths) if value is None else _callable_scorer(config, value)
+                self._scorer(config, name, search_paths) if value is None else self._callable(config, value)
                 for config, name, value in zip(self._configs, self._names, values, strict=True)
             ]
         except BaseException:
@@ -186,6 +187,10 @@ class RewardSet:
         """Check that a row has the columns that the rewards need, see reward_rows. Raises ConfigError."""
         for config in () if self._functions else self._configs:
             check_row(config, row)
+        for name, columns in self._columns.items():
+            missing = [column for column in columns if column not in row]
+            if missing:
+                raise ConfigError(f"missing-column: reward {name!r} {no_column(missing[0], row)}")
 
     def pop_counts(self) -> dict[str, int]:
         """Return and reset the counts: NAME/no_answer, NAME/junk, NAME/timeout (of the junk), NAME/failed,
@@ -278,8 +283,19 @@ class RewardSet:
             path=search_paths,
         )
         self._workers.append(worker)
-        return (
-            worker.together if worker.asynchronous else partial(_each, worker.one, config.on_error == "fail")
+        self._columns[config.name] = worker.columns
+        if worker.asynchronous:
+            return worker.together
+        return partial(in_calls, worker.one, config.on_error == "fail", batched=worker.batched)
+
+    def _callable(self, config: RewardConfig, value: Callable[..., Any]) -> Scorer:
+        reward = bind(config.name, {}, value)
+        self._columns[config.name] = reward.columns
+        return in_process(
+            reward,
+            timeout=config.timeout_seconds,
+            concurrency=config.max_concurrency,
+            stop_at_failure=config.on_error == "fail",
         )
 
     def _judge(
@@ -372,17 +388,8 @@ def lenient_accuracy(marks: Sequence[tuple[bool, bool]]) -> float:
 def _each(
     score: Callable[[RewardInput], Any], stop_at_failure: bool, inputs: Sequence[RewardInput]
 ) -> list[Any]:
-    """Return outcomes one by one; after a failure that ends the run anyway, the rest is not computed (and not
-    read)."""
-    outcomes: list[Any] = []
-    for sample in inputs:
-        try:
-            outcomes.append(score(sample))
-        except Exception as error:  # settled by on_error, with the row's name
-            outcomes.append(error)
-            if stop_at_failure:
-                return outcomes + [error] * (len(inputs) - len(outcomes))
-    return outcomes
+    """`in_calls` of one sample each."""
+    return in_calls(lambda samples: [score(samples[0])], stop_at_failure, inputs)
 
 
 def _ids(config: RewardConfig) -> Callable[[RewardInput], float]:
@@ -438,36 +445,6 @@ def _function_name(function: Callable[..., Any]) -> str:
 def _arguments(config: RewardConfig) -> dict[str, Any]:
     """The keyword arguments of a reward in its own process."""
     return {**config.kwargs, **read_secrets(config.secrets, setting="rewards.secrets")}
-
-
-def _callable_scorer(config: RewardConfig, value: Callable[..., Any]) -> Scorer:
-    """The scorer of a Python callable, in this process: it cannot be sent to another."""
-    call = bind(config.name, {}, value)
-    loop = LoopThread()
-    thread = CallThread()
-
-    def run_async(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return loop.run(calls, timeout=config.timeout_seconds, concurrency=config.max_concurrency)
-
-    async def awaited(value: Any) -> Any:
-        return await value
-
-    def one(sample: RewardInput) -> Any:
-        value = thread.run(partial(call, own_row(sample)), timeout=config.timeout_seconds)
-        if not inspect.isawaitable(value):
-            return value
-        outcome = run_async([partial(awaited, value)])[0]
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-    def together(inputs: Sequence[RewardInput]) -> list[Any]:
-        try:
-            return run_async([partial(call, own_row(sample)) for sample in inputs])
-        except TimeoutError as error:
-            return [error] * len(inputs)
-
-    return together if is_async(call) else partial(_each, one, config.on_error == "fail")
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

@@ -47,7 +47,7 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
         try:
             import pyarrow.parquet  # noqa: F401
         except ImportError as error:
-            raise missing_package(f"{flag} {str(path)!r}", "pyarrow", cause=error) from error
+            raise missing_package(f"{flag} {str(path)!r}", "pyarrow", extra="data", cause=error) from error
 
 
 class RowFile:

@@ -1,4 +1,4 @@
-"""`lockstep parity compare`: compare the losses of two runs."""
+"""`lockstep parity compare`: compare the losses of two runs, or another figure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def parser() -> argparse.ArgumentParser:
     """Every flag."""
     parser = arguments.command_parser(
         "lockstep parity compare",
-        "Compare the losses of two runs. A run may be a run directory, a metrics.jsonl, a TensorBoard event "
-        "file or folder, a trainer_state.json or a text log. Exit status 1: a loss differs by more than the "
-        "threshold, or is not finite.",
+        "Compare the losses of two runs step by step, or another figure (--key reward/mean). A run may be a "
+        "run directory, a metrics.jsonl, a TensorBoard event file or folder, a trainer_state.json or a text "
+        "log. Exit status 1: a value differs by more than the threshold, or is not finite.",
     )
     parser.add_argument("a", type=path, metavar="A", help="the baseline run")
     parser.add_argument("b", type=path, metavar="B", help="the other run")
@@ -34,10 +34,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: every loss agrees, 1: not.
+    """0: every value agrees, 1: not.
 
     Raises:
-        ConfigError: a run cannot be read, has no loss, or another number of them.
+        ConfigError: a run cannot be read, lacks the key, or has another number of values.
     """
     args = parser().parse_args(list(argv))
     for flag, file in (("--json", args.json), ("--plot", args.plot)):

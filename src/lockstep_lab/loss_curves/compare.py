@@ -1,4 +1,4 @@
-"""`lockstep parity compare`: the losses of two runs, step by step."""
+"""`lockstep parity compare`: the losses of two runs, or another figure, step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep_lab.loss_curves.differences import Falls, Spread, falls, ratio, relative, spread
+from lockstep_lab.loss_curves.differences import Spread, direction, ratio, relative, spread
 from lockstep_lab.loss_curves.draw import COLOURS, Curve, Panel, write_png
 from lockstep_lab.loss_curves.read import Losses
 from lockstep_lab.suite.report import Column, Head, Row, figures, print_line, print_table
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LEAST = 1e-4
-"""Differences of losses nearer to 0 are relative to this: at a threshold of 0.05, 5e-6 passes."""
+"""Differences of values nearer to 0 are relative to this: at a threshold of 0.05, 5e-6 passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +31,9 @@ class CurveComparison:
     losses: tuple[tuple[float, float], ...]
     """(a's, b's) at each of them."""
     differences: tuple[float, ...]
-    """Relative to a's loss."""
+    """Relative to a's value."""
     floor: float
-    """Losses of a below it count as this large; 0 unless a's losses change their sign."""
+    """Values of a below it count as this large; 0 unless a's values change their sign."""
     threshold: float
     notes: tuple[str, ...]
 
@@ -43,8 +43,14 @@ class CurveComparison:
 
     @property
     def ok(self) -> bool:
-        """Whether no difference is above the threshold, and every loss is finite."""
+        """Whether no difference is above the threshold, and every value is finite."""
         return self.spread.max <= self.threshold
+
+    @property
+    def name(self) -> str:
+        """What is compared, after a number of them: "losses", or "values of KEY"."""
+        keys = dict.fromkeys((self.a.key, self.b.key))
+        return "losses" if all("loss" in key.lower() for key in keys) else f"values of {' and '.join(keys)}"
 
     @property
     def verdict(self) -> str:
@@ -52,18 +58,18 @@ class CurveComparison:
         for losses in (self.a, self.b):
             for step, value in zip(losses.steps, losses.values, strict=True):
                 if not math.isfinite(value):
-                    return f"parity: differs, the loss of {losses.path} is {value} at step {step}"
+                    return f"parity: differs, {losses.key} of {losses.path} is {value} at step {step}"
         spread, limit = self.spread, ratio(self.threshold)
         at = self.steps[spread.at - 1]
         if self.ok:
             return (
-                f"parity: {len(self.steps)} losses agree within {limit} (largest relative difference "
+                f"parity: {len(self.steps)} {self.name} agree within {limit} (largest relative difference "
                 f"{ratio(spread.max)} at step {at})"
             )
         over = sum(not difference <= self.threshold for difference in self.differences)
         return (
-            f"parity: {over} of {len(self.steps)} losses differ by more than {limit} (largest relative "
-            f"difference {ratio(spread.max)} at step {at})"
+            f"parity: {over} of {len(self.steps)} {self.name} differ by more than {limit} (largest "
+            f"relative difference {ratio(spread.max)} at step {at})"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,7 +97,7 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
         common: compare the steps that both have, however many each has.
 
     Raises:
-        ConfigError: the runs have different numbers of losses, or nothing in common.
+        ConfigError: the runs have different numbers of values, or nothing in common.
     """
     notes = [f"{losses.path}: {note}" for losses in (a, b) for note in losses.notes]
     ours, theirs = dict(zip(a.steps, a.values, strict=True)), dict(zip(b.steps, b.values, strict=True))
@@ -105,8 +111,8 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
         pairs = list(zip(a.steps, a.values, b.values, strict=True))
     elif not common:
         raise ConfigError(
-            f"wrong-shape: {a.path} has {len(a.steps)} losses, but {b.path} has {len(b.steps)}; with "
-            "--common only the steps that both have are compared"
+            f"wrong-shape: {a.path} has {len(a.steps)} values of {a.key}, but {b.path} has {len(b.steps)}; "
+            "with --common only the steps that both have are compared"
         )
     else:
         pairs = [(step, ours[step], theirs[step]) for step in a.steps if step in theirs]
@@ -118,7 +124,7 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
         )
     floor = _floor([value for _, value, _ in pairs])
     if floor:
-        notes.append(f"losses of a are around 0: differences are relative to at least {floor:.3g}")
+        notes.append(f"the values of a are around 0: differences are relative to at least {floor:.3g}")
     return CurveComparison(
         a=a,
         b=b,
@@ -132,7 +138,7 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
 
 
 def _floor(values: list[float]) -> float:
-    """Where losses change their sign their mean size; and never less than LEAST where one is smaller: the
+    """Where values change their sign their mean size; and never less than LEAST where one is smaller: the
     loss of GRPO on the sampling policy is 0 but for the float32 rounding of its terms."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -181,7 +187,7 @@ def plot(comparison: CurveComparison, path: Path) -> None:
     far = Curve(name="difference", steps=comparison.steps, values=comparison.differences, colour=COLOURS[2])
     write_png(
         [
-            Panel(title="loss", curves=losses),
+            Panel(title=comparison.a.key, curves=losses),
             Panel(title="relative difference (0 is drawn at 1e-9)", curves=[far], log=True),
         ],
         path,
@@ -189,23 +195,23 @@ def plot(comparison: CurveComparison, path: Path) -> None:
 
 
 def _run_dict(losses: Losses) -> dict[str, Any]:
-    trend: Falls = falls(losses.values)
     return {
         "path": str(losses.path),
+        "key": losses.key,
         "source": losses.source,
         "steps": list(losses.steps),
-        "losses": list(losses.values),
-        "trend": trend.trend,
+        "values": list(losses.values),
+        "trend": direction(losses.values),
         "notes": list(losses.notes),
     }
 
 
 RUNS = (
     Column("taken from", "", "source", kind=""),
-    Column("losses", "", lambda run: len(run.steps)),
+    Column("steps", "", lambda run: len(run.steps)),
     Column("first", "", lambda run: run.values[0], ".6g"),
     Column("last", "", lambda run: run.values[-1], ".6g"),
-    Column("trend", "", lambda run: falls(run.values).trend, kind=""),
+    Column("trend", "", lambda run: direction(run.values), kind=""),
 )
 STEPS = (
     Column("step", "", lambda both, i: both.steps[i]),

@@ -1,4 +1,4 @@
-"""Whether a loss falls, and how far apart two losses are: pure functions."""
+"""Whether a loss falls, where a figure goes, and how far apart two of them are: pure functions."""
 
 from __future__ import annotations
 
@@ -46,6 +46,21 @@ def falls(losses: Sequence[float]) -> Falls:
     error = math.sqrt((statistics.variance(head) + statistics.variance(tail)) / window)
     trend: Trend = "falls" if first - last > STANDARD_ERRORS * error else "does not fall"
     return Falls(trend=trend, first=first, last=last, standard_error=error, window=window)
+
+
+def direction(values: Sequence[float]) -> str:
+    """Return "falls", "rises" or "flat", by the test of `falls` in both directions; or why it cannot be said.
+
+    Example:
+        >>> direction([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+        'rises'
+    """
+    if not all(map(math.isfinite, values)):
+        return "not finite"
+    down = falls(values).trend
+    if down == "does not fall":
+        return "rises" if falls([-value for value in values]).trend == "falls" else "flat"
+    return down
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

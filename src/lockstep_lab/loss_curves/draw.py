@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError
 from lockstep.observe.text import printable_lines
 
@@ -74,7 +75,10 @@ def write_png(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
 
 @contextmanager
 def _drawn(panels: Sequence[Panel], title: str) -> Iterator[Figure]:
-    from matplotlib import rc_context
+    try:
+        from matplotlib import rc_context
+    except ImportError as error:
+        raise missing_package("drawing curves", "matplotlib", extra="plots", cause=error) from error
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -7,6 +7,7 @@ size. Which key or tag was taken is part of the result.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError
 from lockstep.observe.files import read_plain
 from lockstep.observe.run_history import EVALUATION
@@ -44,9 +46,11 @@ _LONGEST_LINE = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """The losses of one run."""
+    """The losses of one run, or its values of another key."""
 
     path: Path
+    key: str
+    """The key or tag that was read."""
     source: str
     """A description of the file, key and kind."""
     steps: tuple[int, ...]
@@ -170,8 +174,9 @@ def _from_rows(path: Path, rows: Iterable[Mapping[str, Any]], key: str | None, *
     numbered = all(isinstance(step, int) and not isinstance(step, bool) for step, _ in pairs)
     return _losses(
         path,
-        f"{what}, key {chosen!r}",
         [(step if numbered else None, math.nan if value is None else value) for step, value in pairs],
+        key=chosen,
+        source=f"{what}, key {chosen!r}",
     )
 
 
@@ -195,6 +200,8 @@ def _number(value: Any) -> float | None:
 def _from_tensorboard(path: Path, key: str | None) -> Losses:
     import logging
 
+    if importlib.util.find_spec("tensorboard") is None:
+        raise missing_package(f"{path}: reading event files", "tensorboard", extra="tensorboard")
     accumulators: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     tensor_util: Any = importlib.import_module("tensorboard.util.tensor_util")
 
@@ -218,7 +225,7 @@ def _from_tensorboard(path: Path, key: str | None) -> Losses:
             (e.step, float(tensor_util.make_ndarray(e.tensor_proto).reshape(-1)[0]))
             for e in events.Tensors(chosen)
         ]
-    return _losses(path, f"TensorBoard, tag {chosen!r}", pairs)
+    return _losses(path, pairs, key=chosen, source=f"TensorBoard, tag {chosen!r}")
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -241,7 +248,7 @@ def _from_text(path: Path, text: str, key: str | None) -> Losses:
     pairs = entries[chosen]
     if any(step is None for step, _ in pairs):
         pairs = [(None, value) for _, value in pairs]
-    return _losses(path, f"text, {chosen!r}", pairs)
+    return _losses(path, pairs, key=chosen, source=f"text, {chosen!r}")
 
 
 # --- all ----------------------------------------------------------------------------------------------------
@@ -270,7 +277,7 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
     raise ConfigError(f"missing-values: {path}: no loss found{hint}")
 
 
-def _losses(path: Path, source: str, pairs: list[tuple[int | None, float]]) -> Losses:
+def _losses(path: Path, pairs: list[tuple[int | None, float]], *, key: str, source: str) -> Losses:
     """In the order of steps; of a step that is there again (a resumed run, several ranks) the last value."""
     numbered = all(step is not None for step, _ in pairs)
     known: dict[int, float] = {}
@@ -282,6 +289,7 @@ def _losses(path: Path, source: str, pairs: list[tuple[int | None, float]]) -> L
     steps = tuple(sorted(known))
     return Losses(
         path=path,
+        key=key,
         source=source,
         steps=steps,
         values=tuple(known[step] for step in steps),

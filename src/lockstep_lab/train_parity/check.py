@@ -38,7 +38,6 @@ REQUIRED = (
     "safetensors",
     "numpy",
     "pydantic",
-    "tensorboard",
     "rich",
     "jinja2",
     "matplotlib",

@@ -1,0 +1,234 @@
+"""`lockstep init`: write a run file for the user's own data.
+
+lockstep init grpo problems.jsonl
+lockstep init sft conversations.parquet --model Qwen/Qwen3-0.6B --out sft.toml
+lockstep init dpo pairs.jsonl --column prompt=question
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli import arguments as values
+from lockstep.common_errors import already_exists, unknown
+from lockstep.config.data import DataConfig
+from lockstep.config.load import build, parse_toml, toml_value
+from lockstep.data.sources import count_rows, load_rows, missing_column
+from lockstep.errors import ConfigError
+from lockstep.observe.files import check_writable, write_atomic
+from lockstep.observe.text import echo
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "problem", "instruction", "query", "input", "messages"),
+    "answer": ("answer", "solution", "final_answer", "expected_answer", "ground_truth", "target"),
+    "messages": ("messages", "conversation", "conversations"),
+    "completion": ("completion", "response", "output", "answer", "solution"),
+    "text": ("text", "content"),
+    "chosen": ("chosen", "preferred", "accepted"),
+    "rejected": ("rejected", "dispreferred", "refused"),
+}
+"""What a column is for -> the names that it usually has, the first that the data has is taken."""
+_ROWS = 64
+"""Rows that are counted, so that a batch is not larger than a small file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The user's data, as a template takes it."""
+
+    source: str
+    model: str
+    file: Path
+    """Where the run file goes."""
+    columns: Mapping[str, str]
+    """Role -> column, of those that were found."""
+    row: Mapping[str, Any]
+    """The first row."""
+    rows: int
+    """Up to _ROWS."""
+
+    def need(self, *roles: str) -> None:
+        """Raise ConfigError unless the data has a column for one of the roles."""
+        if not any(role in self.columns for role in roles):
+            usual = ", ".join(name for role in roles for name in ROLES[role])
+            raise ConfigError(
+                f"missing-column: {self.source} has the columns {', '.join(self.row)}, but none with a usual "
+                f"name for the {' or '.join(roles)} ({usual}); name it: --column {roles[0]}=NAME"
+            )
+
+    def lines(self, *roles: str) -> list[tuple[str, str]]:
+        """The settings that name the columns of these roles, as far as the data has them."""
+        found = {role: self.columns[role] for role in roles if role in self.columns}
+        return [(f"{role}_column = {toml_value(column)}", "") for role, column in found.items()]
+
+
+Lines = list[tuple[str, str]]
+"""Each a line of TOML and its comment, either of which may be empty."""
+
+
+def _head(kind: str, found: Found, steps: str) -> Lines:
+    return [
+        ("", f"lockstep train {found.file}    (--help lists the common settings, --help-all every one)"),
+        (f'kind = "{kind}"', ""),
+        ("steps = 100", f"{steps}; or epochs = 3 instead"),
+    ]
+
+
+def _model(found: Found) -> Lines:
+    return [("", ""), ("[model]", ""), (f"name = {toml_value(found.model)}", "a hub name or a folder")]
+
+
+def _data(found: Found, columns: Lines) -> Lines:
+    return [("", ""), ("[data]", ""), (f"source = {toml_value(found.source)}", ""), *columns]
+
+
+def _train(lr: str, why: str) -> Lines:
+    return [("", ""), ("[train]", ""), (f"lr = {lr}", why)]
+
+
+def _rl(kind: str, found: Found) -> Lines:
+    found.need("prompt")
+    reward = ('rewards = [{name = "math"}]', 'compares with the answer; "module:function" calls your own')
+    if "answer" not in found.columns:
+        reward = (
+            'rewards = [{name = "length", kwargs = {target = 64}}]',
+            'put your own here: {name = "module:function"}',
+        )
+    return [
+        *_head(kind, found, "rollout batches"),
+        reward,
+        *([("value.lr = 1e-5", "learning rate of the value model")] if kind == "ppo" else []),
+        *_model(found),
+        *_data(found, found.lines("prompt", "answer")),
+        ("", ""),
+        ("[rollout]", ""),
+        (f"prompts_per_step = {max(1, min(8, found.rows // 2))}", ""),
+        ("group_size = 8", "completions of each prompt"),
+        ("sampling.max_tokens = 256", "raise it if rollout/truncated is high"),
+        *_train("1e-6", "with LoRA ([model.lora]) about ten times more"),
+        ("", ""),
+        ("[eval]", "on held-out rows; also before and after training"),
+        ("every = 20", ""),
+    ]
+
+
+def _sft(kind: str, found: Found) -> Lines:
+    found.need("messages", "completion", "text")
+    roles = next(
+        roles for roles in (("messages",), ("prompt", "completion"), ("text",)) if roles[-1] in found.columns
+    )
+    if "completion" in roles:
+        found.need("prompt")
+    return [
+        *_head(kind, found, "optimizer steps"),
+        (f"batch_size = {min(32, found.rows)}", "documents per step"),
+        *_model(found),
+        *_data(found, found.lines(*roles)),
+        ("max_length = 2048", "tokens of a document; longer ones are truncated"),
+        *_train("1e-5", "with LoRA ([model.lora]) about ten times more"),
+        ('schedule = "cosine"', ""),
+    ]
+
+
+def _dpo(kind: str, found: Found) -> Lines:
+    found.need("chosen")
+    found.need("rejected")
+    return [
+        *_head(kind, found, "optimizer steps"),
+        (f"batch_size = {min(32, found.rows)}", "pairs per step"),
+        *_model(found),
+        *_data(found, found.lines("prompt", "chosen", "rejected")),
+        ("max_length = 2048", "tokens of prompt and answer"),
+        ("", ""),
+        ("[algorithm]", ""),
+        ('name = "dpo"', "or robust_dpo, ipo, simpo, orpo, kto"),
+        ("beta = 0.1", "a larger beta keeps the policy closer to where it began"),
+        *_train("1e-6", "with LoRA ([model.lora]) about ten times more"),
+    ]
+
+
+TEMPLATES: Mapping[str, Callable[[str, Found], Lines]] = {"grpo": _rl, "ppo": _rl, "sft": _sft, "dpo": _dpo}
+"""What can be written -> the lines of its file. A kind of run, or what a run of some kind is for."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the file; 0.
+
+    Raises:
+        ConfigError: the file exists, or the data has no column that the kind of run needs.
+        DataError: the data cannot be read.
+    """
+    args = parser().parse_args(list(argv))
+    if args.out.exists():
+        raise already_exists(f"--out {args.out}", "choose another file, or delete it")
+    check_writable(args.out, flag="--out")
+    found = look(args.data, args.column, model=args.model, file=args.out)
+    text = written(TEMPLATES[args.kind](args.kind, found))
+    build(parse_toml(text.encode(), origin=str(args.out)), origin=str(args.out))
+    write_atomic(args.out, text)
+    echo(f"init: {args.out}; start it with: lockstep train {args.out}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag."""
+    parser = values.command_parser(
+        "lockstep init",
+        "Write a short run file with comments for your data. Columns are recognised by their usual names.",
+    )
+    parser.add_argument("kind", choices=list(TEMPLATES), help="what to train")
+    source = "a .jsonl, .json or .parquet file, a folder saved by `datasets`, or a hub name"
+    parser.add_argument("data", metavar="DATA", help=source)
+    flags = values.Flags(parser)
+    flags.value("--out", values.path, "the file to write", Path("run.toml"))
+    flags.value("--model", "NAME", "hub name or folder of the model", "bundled:smollm2-135m")
+    flags.many("--column", "ROLE=NAME", f"a column with an unusual name; roles: {', '.join(ROLES)}")
+    return parser
+
+
+def look(source: str, named: Sequence[str], *, model: str, file: Path) -> Found:
+    """Read the first row of the data, and find the columns.
+
+    Args:
+        named: ROLE=NAME, each a column that need not be guessed.
+
+    Raises:
+        DataError: the data cannot be read.
+        ConfigError: there is no such role or column.
+    """
+    data = DataConfig(source=source)
+    row = load_rows(data.model_copy(update={"size": 1}))[0]
+    columns = {
+        role: found for role, usual in ROLES.items() if (found := next((n for n in usual if n in row), ""))
+    }
+    for word in named:
+        role, column = values.pair("--column", word, example="prompt=question")
+        if role not in ROLES:
+            raise unknown("role", role, ROLES)
+        if column not in row:
+            raise missing_column(column, row, setting=f"--column {role}", source=source)
+        columns[role] = column
+    return Found(
+        source=source, model=model, file=file, columns=columns, row=row, rows=count_rows(data, _ROWS)
+    )
+
+
+def written(lines: Lines) -> str:
+    """The text of a file: comments stand below each other within a table."""
+    blocks: list[Lines] = [[]]
+    for line in lines:
+        blocks[-1].append(line)
+        if line == ("", ""):
+            blocks.append([])
+    text = []
+    for block in blocks:
+        width = max((len(toml) for toml, comment in block if toml and comment), default=0)
+        for toml, comment in block:
+            text.append(
+                f"{toml:<{width}}  # {comment}" if toml and comment else f"# {comment}" if comment else toml
+            )
+    return "\n".join(text) + "\n"

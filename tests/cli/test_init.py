@@ -1,0 +1,91 @@
+"""`lockstep init`: a short run file for the user's own data, which trains."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli.init import TEMPLATES
+from lockstep.cli.main import main
+from lockstep.config.load import load_run
+
+QUESTIONS = {"question": "What is 1 + 1?", "solution": "2", "level": 1}
+DATA: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "grpo": (QUESTIONS, {"prompt_column": "question", "answer_column": "solution"}),
+    "ppo": (QUESTIONS, {"prompt_column": "question", "answer_column": "solution"}),
+    "sft": (
+        {"instruction": "What is 1 + 1?", "output": "2"},
+        {"prompt_column": "instruction", "completion_column": "output"},
+    ),
+    "dpo": (
+        {"problem": "What is 1 + 1?", "chosen": "2", "rejected": "I do not know."},
+        {"prompt_column": "problem", "chosen_column": "chosen"},
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def data(row: dict[str, Any], rows: int = 10) -> str:
+    made = (json.dumps(row | {"n": n}).replace("1 + 1", f"{n} + 1") for n in range(rows))
+    Path("my data.jsonl").write_text("\n".join(made))
+    return "my data.jsonl"
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_written_file_is_short_and_trains(
+    kind: str, folder: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, columns = DATA[kind]
+    assert main(["init", kind, data(row), "--model", str(tiny_folder), "--out", "mine.toml"]) == 0
+    assert capsys.readouterr().out == "init: mine.toml; start it with: lockstep train mine.toml\n"
+    lines = Path("mine.toml").read_text().splitlines()
+    assert len(lines) <= 25 and sum("# " in line for line in lines) >= 5
+    run = load_run("mine.toml")
+    assert {name: getattr(run.data, name) for name in columns} == columns
+    assert run.data.source == "my data.jsonl" and run.model.name == str(tiny_folder)
+    assert main(["train", "mine.toml", "--print-config"]) == 0
+    capsys.readouterr()
+    flags = ["--steps", "3", "--run-dir", "run", "--log.no-tensorboard", "--checkpoint.no-export-at-end"]
+    if run.online:
+        flags += ["--rollout.sampling.max-tokens", "4", "--rollout.group-size", "2", "--eval.no-before"]
+    assert main(["train", "mine.toml", *flags]) == 0
+    assert "train: finished, 3 steps" in capsys.readouterr().out
+
+
+def test_conversations_and_rows_without_an_answer(folder: Path) -> None:
+    talk = [{"role": "user", "content": "Hi."}]
+    assert main(["init", "sft", data({"messages": talk, "text": "x"})]) == 0
+    run = load_run("run.toml")
+    assert run.data.messages_column == "messages" and run.documents_per_update == 10
+    assert "text" not in Path("run.toml").read_text()
+    assert main(["init", "grpo", data({"messages": talk}, rows=3), "--out", "rl.toml"]) == 0
+    run = load_run("rl.toml")
+    assert run.data.prompt_column == "messages" and run.reward_functions[0].name == "length"
+    assert run.documents_per_update == 8  # one prompt of three rows, as some are held out
+
+
+def test_what_init_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = data({"frage": "1 + 1?", "antwort": "2"})
+    for argv, told in (
+        (["grpo", file], "error[missing-column]: my data.jsonl has the columns frage, antwort, n"),
+        (["sft", file, "--column", "completion=antwort"], "name it: --column prompt=NAME"),
+        (["dpo", file, "--column", "chosen=nope"], "error[missing-column]"),
+        (["dpo", file, "--column", "choosen=frage"], "did you mean 'chosen'?"),
+        (["grpo", "nope.jsonl"], "error[no-such-file]"),
+    ):
+        assert main(["init", *argv]) == 2
+        assert told in capsys.readouterr().err
+    assert not Path("run.toml").exists()
+    named = ["--column", "prompt=frage", "--column", "answer=antwort"]
+    assert main(["init", "grpo", file, *named]) == 0
+    assert load_run("run.toml").data.answer_column == "antwort"
+    before = Path("run.toml").read_text()
+    assert main(["init", "grpo", file, *named]) == 2
+    assert "error[already-exists]: --out run.toml" in capsys.readouterr().err
+    assert Path("run.toml").read_text() == before
