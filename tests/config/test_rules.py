@@ -13,6 +13,7 @@ from lockstep.config.algorithm import DPOConfig, RolloutCorrectionConfig
 from lockstep.config.batch import GenerateConfig, RewardRoleConfig, ScoreConfig
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.engine import EngineConfig, check_engine
+from lockstep.config.environment import EnvironmentConfig
 from lockstep.config.ppo import PPOConfig, PPOKLConfig, PPORun
 from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
@@ -98,6 +99,7 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
             {"data": {"source": "ids", "shuffle": False}},
         ],
     ),
+    "environment": (EnvironmentConfig, [{"name": "Calculator"}]),
     "record": (RecordConfig, [{"first_step": 3, "last_step": 2}]),
     "reward_model": (RewardRoleConfig, [{"name": "m", "aggregation": "min"}]),
     "rewards": (RewardConfig, [{"name": "math", "secrets": {"key": "env:KEY"}}]),
