@@ -28,7 +28,7 @@ async def check_runs(scene: Scene) -> None:
     expected += [f"{last['reward/mean']:.3f}"]
     same("runs: name to reward", [cell.strip() for cell in cells[1:7]], expected)
     same("runs: speed and gap", [cells[9].strip(), cells[10].strip()], [f"{speed:,.0f}", f"{gap:.1e}"])
-    await browser.open(f"{scene.base}/?sort=-step")
+    await browser.open(f"{scene.base}/?sort=-steps")
     shown = [int(text.partition("/")[0].replace(",", "")) for text in await scene.texts("td[data-name=Step]")]
     same("runs: sorted by step", shown, sorted(shown, reverse=True))
     names = {path.name for path in scene.runs.iterdir()}
@@ -53,7 +53,7 @@ async def check_curves(scene: Scene) -> None:
     same("curves: values by time", ys, rewards)
     apart = [row["timestamp"] - rows[0]["timestamp"] for row in rows]
     same("curves: times", [round(x - xs[0], 3) for x in xs], [round(each, 3) for each in apart])
-    smooth = "const box = document.querySelector('[data-smooth]'); box.value = '5'; box.onchange()"
+    smooth = "const box = document.querySelector('[name=smooth]'); box.value = '5'; box.onchange()"
     await browser.look(smooth)
     _, ys, means = await scene.curve("reward/mean", until="data.length === 3", count=3)
     same("curves: raw values beside smoothed ones", ys, rewards)

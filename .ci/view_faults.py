@@ -22,8 +22,8 @@ FAULTS = (
     Fault(
         name="unescaped row",
         file="render.py",
-        old="        return escape(printable_text(text))\n",
-        new="        return Markup(printable_text(text))\n",
+        old="mark(each) if number % 2 else each for",
+        new="mark(each) if number % 2 else Markup(each) for",
         check="hostile",
     ),
     Fault(
@@ -85,14 +85,14 @@ FAULTS = (
     Fault(
         name="gap and logprob swapped",
         file="render.py",
-        old="(one.id, one.logprob, one.gap,",
-        new="(one.id, one.gap, one.logprob,",
+        old="(one.logprob, one.gap,",
+        new="(one.gap, one.logprob,",
         check="rollouts",
     ),
     Fault(
         name="tokens cut off in silence",
         file="templates/parts.html.j2",
-        old="{% if piece.left %}",
+        old="{% if left %}",
         new="{% if false %}",
         check="long_rollout",
     ),
@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         name="any token accepted",
         file="server.py",
-        old="return None if self._right(self._sent(scope)) else",
-        new="return None if True else",
+        old="if self._right(request.cookies.get(self._cookie, \"\")):",
+        new="if True:",
         check="access",
     ),
     Fault(

@@ -157,7 +157,7 @@ def test_the_table_of_runs(client):
     assert "finished" in page.text and "0.750" in page.text
     assert not client.page("/?q=nothing-like-it").all("a", class_="row")
     assert len(client.page("/?q=RUN-B+grpo").all("a", class_="row")) == 1
-    assert client.page("/?sort=-run").all("a", class_="row")[0]["href"] == "/run/run-b"
+    assert client.page("/?sort=-id").all("a", class_="row")[0]["href"] == "/run/run-b"
 
 
 def test_a_run_that_begins_later_is_found(tmp_path):
@@ -178,9 +178,11 @@ def test_curves_are_those_of_the_run(client):
     assert (odd["y"], odd["not_finite"]) == ([1.0], [1, 2])
     assert "entropyinf" in client.page(f"/run/{RUN}/step/2").text
     assert client.ask(f"/run/{RUN}/curves.json?names=loss&points=x").status == 400
-    assert client.ask("/run/none/curves.json?names=loss").status == 400
-    values = json.loads(client.ask(f"/run/{RUN}/step/2/values.json").content)
-    assert values["values"]["reward/mean"] == REWARDS[2]
+    assert client.ask(f"/run/{RUN}/curves.json?names=loss&from=1").status == 400
+    assert client.ask("/run/none/curves.json?names=loss").status == 404
+    one = json.loads(client.ask(f"/run/{RUN}/curves.json?names=reward/mean,entropy&from=2&to=2").content)
+    assert one["series"]["reward/mean"]["y"] == [REWARDS[2]]
+    assert (one["series"]["entropy"]["y"], one["series"]["entropy"]["not_finite"]) == ([], [1, 2])
     figures = client.page(f"/run/{RUN}").all("figure")
     assert {"reward/mean", "loss", "time/step", "eval/mean_reward"} <= {has["data-metric"] for has in figures}
 

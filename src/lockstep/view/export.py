@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from lockstep.observe.files import check_writable, write_atomic
 from lockstep.view.render import STATIC, Site, address, names_of, smoothing, template
+from lockstep.view.rollouts import RolloutQuery
 from lockstep.view.runs import RunReader
 
 MOST_ROLLOUTS = 50
@@ -32,22 +33,16 @@ def write(paths: Sequence[Path], file: Path) -> str:
         DataError: there is no run.
     """
     check_writable(file, flag="--export")
-    with contextlib.closing(Site(paths)) as site:
-        return _write(site, file)
-
-
-def _write(site: Site, file: Path) -> str:
-    readers = site.runs()
     pages: Pages = {}
-    if len(readers) > 1:
-        pages[address()] = lambda: site.home(query={})
-        pages[address("compare")] = lambda: site.compare(list(readers))
-    held = 0
-    for run, reader in readers.items():
-        held += _add(pages, site, run, reader)
-    site.exported = frozenset(pages)
-    sections = [show() for show in pages.values()]
-    curves = {run: {x: _curves(reader, x) for x in ("step", "time")} for run, reader in readers.items()}
+    with contextlib.closing(Site(paths)) as site:
+        readers = site.runs()
+        if len(readers) > 1:
+            pages[address()] = lambda: site.home(query={})
+            pages[address("compare")] = lambda: site.compare(list(readers))
+        held = sum(_add(pages, site, run, reader) for run, reader in readers.items())
+        site.exported = frozenset(pages)
+        sections = [show() for show in pages.values()]
+        curves = {run: {x: _curves(reader, x) for x in ("step", "time")} for run, reader in readers.items()}
     write_atomic(file, _file(sections, {"curves": curves}))
     runs = "1 run" if len(readers) == 1 else f"{len(readers)} runs"
     return (
@@ -61,11 +56,10 @@ def _add(pages: Pages, site: Site, run: str, reader: RunReader) -> int:
     pages[address("run", run)] = lambda: site.curves(run, query={})
     pages[address("run", run, "step")] = lambda: site.step(run, query={})
     pages[address("run", run, "about")] = lambda: site.about(run, query={})
-    steps = reader.rollouts.steps()
-    last = {"first_step": str(steps[-1]), "last_step": str(steps[-1])} if steps else {}
-    asked = last | {"limit": str(MOST_ROLLOUTS)}
+    last = max(reader.rollouts.steps(), default=-1)
+    asked = {"first_step": str(last), "last_step": str(last), "limit": str(MOST_ROLLOUTS)}
     pages[address("run", run, "rollouts")] = lambda: site.rollouts(run, query=asked)
-    shown = site.page_of(reader, asked).rollouts if steps else ()
+    shown = reader.rollouts.page(RolloutQuery(first_step=last, last_step=last, limit=MOST_ROLLOUTS)).rollouts
     groups = dict.fromkeys((one.step, one.prompt_index) for one in shown)
     for step, prompt in groups:
         path = address("run", run, "rollouts", step, prompt)
@@ -80,8 +74,7 @@ def _curves(reader: RunReader, x: Any) -> dict[str, Any]:
 
 def _file(sections: Sequence[str], data: Any) -> str:
     """One page, which may load nothing: its policy names its own style and script by their hashes."""
-    style = _static("uplot/uPlot.min.css") + _static("view.css")
-    script = _static("uplot/uPlot.iife.min.js") + _static("view.js")
+    style, script = _static("uplot/uPlot.min.css", "view.css"), _static("uplot/uPlot.iife.min.js", "view.js")
     # Inside a script element, only "<" can begin what ends it.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return template("export").render(
@@ -90,14 +83,13 @@ def _file(sections: Sequence[str], data: Any) -> str:
         style=Markup(style),
         script=Markup(script),
         data=Markup(text),
-        sections=[Markup(each) for each in sections],
+        sections=Markup("\n".join(sections)),
         exported=True,
     )
 
 
-def _static(name: str) -> str:
-    text = (STATIC / name).read_text(encoding="utf-8")
-    return text + "\n"
+def _static(*names: str) -> str:
+    return "\n".join((STATIC / name).read_text(encoding="utf-8") for name in names)
 
 
 def _hash(text: str) -> str:

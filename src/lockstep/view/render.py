@@ -4,73 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import math
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe.files import read_json
 from lockstep.observe.text import printable_text
 from lockstep.view.about import Setting
-from lockstep.view.presets import Preset
-from lockstep.view.rollouts import Only, Order, Rollout, RolloutPage, RolloutQuery
+from lockstep.view.rollouts import LIMIT, Only, Order, Rollout, RolloutQuery, Span, Token
 from lockstep.view.runs import RunReader, RunRow, open_runs
+from lockstep.view.steps import RankTimeline
 
 FOLDER = Path(__file__).resolve().parent
 STATIC = FOLDER / "static"
 NOTHING = "\N{EN DASH}"
 """Stands for a value that there is not."""
-PAGE_ROWS, MOST_ROWS = 50, 100
+PAGE_ROWS = 50
 MOST_TOKENS = 2000
 """Of one rollout beside others; alone, a rollout is shown whole."""
 SMOOTHINGS = (0, 5, 10, 20, 50, 100, 200, 500, 1000)
 """Numbers of values that a curve can be the mean of."""
 Query = Mapping[str, str]
-_SORTED = {
-    "run": "id",
-    "state": "state",
-    "model": "model",
-    "algorithm": "algorithm",
-    "step": "steps",
-    "started": "started",
-    "reward": "reward",
-    "before": "accuracy_before",
-    "after": "accuracy_after",
-    "speed": "tokens_per_second",
-    "gap": "gap",
+Piece = tuple[str, str | None, Markup | None, int]
+"""Of a rollout, as it is shown: author, text, tokens, number of tokens that are left out."""
+_NUMBERS = {
+    **dict.fromkeys(("first_step", "last_step", "min_length", "max_length", "offset", "limit"), int),
+    **dict.fromkeys(("min_reward", "max_reward"), float),
 }
-"""Column of the table of runs -> field of RunRow."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """A chart of one metric."""
-
-    metric: str
-    title: str
-    hint: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A span of a rollout as it is shown."""
-
-    author: str
-    text: str | None
-    tokens: Markup | None
-    """Of the policy, one element each."""
-    left: int
-    """Tokens that are not shown."""
+"""Fields of RolloutQuery that are numbers."""
 
 
 class Site:
@@ -96,40 +67,29 @@ class Site:
 
     def home(self, *, query: Query) -> str:
         """The table of runs."""
-        rows = [self._row(reader) for reader in self.runs().values()]
-        words = query.get("q", "").casefold().split()
+        rows = [reader.row() for reader in self.runs().values()]
+        words, sort = query.get("q", "").casefold().split(), query.get("sort", "-started")
         shown = [row for row in rows if all(word in _searched(row) for word in words)]
-        sort = query.get("sort", "-started")
-        field = _SORTED.get(sort.removeprefix("-"), "started")
-        known = [row for row in shown if getattr(row, field) is not None]
-        known.sort(key=lambda row: getattr(row, field), reverse=sort.startswith("-"))
-        shown = known + [row for row in shown if getattr(row, field) is None]
-        return self._page(
-            "runs", "/", title="Runs", rows=shown, total=len(rows), q=query.get("q", ""), sort=sort
-        )
+        field = sort.removeprefix("-")
+        if field in {one.name for one in fields(RunRow)}:
+            known = [row for row in shown if getattr(row, field) is not None]
+            known.sort(key=lambda row: getattr(row, field), reverse=sort.startswith("-"))
+            shown = known + [row for row in shown if getattr(row, field) is None]
+        return self._page("runs", title="Runs", rows=shown, total=len(rows), q=query.get("q", ""), sort=sort)
 
-    def compare(self, runs: Sequence[str]) -> str:
+    def compare(self, runs: Iterable[str]) -> str:
         """Several runs over each other: their curves, and the settings in which they differ."""
-        if not runs:
-            raise ConfigError("unknown-name: no run is selected; tick runs in the table and press Compare")
         readers = [self._run(run) for run in dict.fromkeys(runs)]
-        names = dict.fromkeys(name for reader in readers for name in names_of(reader))
+        if not readers:
+            raise ConfigError("unknown-name: no run is selected; tick runs in the table and press Compare")
         settings = [{one.key: one for one in reader.about().config} for reader in readers]
-        return self._page(
-            "compare",
-            "/compare",
-            title="Compare",
-            rows=[self._row(reader) for reader in readers],
-            differences=_differences(settings),
-            smooth=smoothing(readers),
-            **_charts(readers[0].presets(), list(names)),
-        )
+        differences = _differences(settings)
+        return self._page("curves", "compare", title="Compare", differences=differences, **_charts(readers))
 
     def curves(self, run: str, *, query: Query) -> str:
         """A run's curves."""
         reader = self._run(run)
-        charts = _charts(reader.presets(), names_of(reader)) | {"smooth": smoothing([reader])}
-        return self._page("curves", address("run", run), title="Curves", **self._of(reader), **charts)
+        return self._page("curves", reader=reader, title="Curves", differences=None, **_charts([reader]))
 
     def rollouts(self, run: str, *, query: Query) -> str:
         """Rollouts of a run: a page of those that the query asks for."""
@@ -138,13 +98,12 @@ class Site:
         page = reader.rollouts.page(asked)
         return self._page(
             "rollouts",
-            address("run", run, "rollouts"),
+            "rollouts",
+            reader=reader,
             title="Rollouts",
-            **self._of(reader),
             page=page,
             asked=asked,
             form=query,
-            next=replace(asked, offset=asked.offset + asked.limit),
             problems=(*problems, *page.problems),
             steps=reader.rollouts.steps(),
             evaluations=reader.rollouts.evaluations(),
@@ -156,31 +115,30 @@ class Site:
     def group(self, run: str, step: int, prompt: int, *, query: Query) -> str:
         """The rollouts of one prompt beside each other, token by token."""
         reader = self._run(run)
-        evaluation = query.get("evaluation") or None
+        evaluation, sample = query.get("evaluation") or None, query.get("sample", "")
         group = reader.rollouts.group(step, prompt, evaluation=evaluation)
         if not group:
             raise DataError(f"unknown-name: {run} has no rollouts of prompt {prompt} in step {step}")
-        only = query.get("sample", "")
-        shown = [one for one in group if not only or str(one.sample) == only]
-        same = all(_prompt(one) == _prompt(group[0]) for one in group)
+        prompts = {words(one.spans[0]) for one in group}
         return self._page(
             "group",
-            address("run", run, "rollouts", step, prompt),
+            *("rollouts", step, prompt),
+            reader=reader,
             title=f"Prompt {prompt}, step {step}",
-            **self._of(reader),
             step=step,
             prompt=prompt,
             evaluation=evaluation,
-            group=[(one, pieces(one, None if only else MOST_TOKENS)) for one in shown],
+            group=[one for one in group if sample in ("", str(one.sample))],
+            most=None if sample else MOST_TOKENS,
             size=len(group),
-            shared=_prompt(group[0]) if same else None,
+            shared=prompts.pop() if len(prompts) == 1 else None,
             details=any(one.gaps for one in group),
             worded=all(one.text is not None for one in group[0].tokens(0, 8)),
             names=list(dict.fromkeys(name for one in group for name in one.rewards)),
         )
 
     def step(self, run: str, step: int | None = None, *, query: Query) -> str:
-        """One step: its time, its batch, its memory, all its metrics."""
+        """One step, or the last: its time, its batch, its memory, all its metrics."""
         reader = self._run(run)
         numbers, given = [int(number) for number in reader.curves().steps], () if step is None else (step,)
         if step is None:
@@ -190,14 +148,15 @@ class Site:
         detail = reader.step(step)
         return self._page(
             "step",
-            address("run", run, "step", *given),
+            *("step", *given),
+            reader=reader,
             title=f"Step {step}",
-            **self._of(reader),
             detail=detail,
             before=max((number for number in numbers if number < step), default=None),
             after=min((number for number in numbers if number > step), default=None),
             rollouts=step in reader.rollouts.steps(),
             phases=_phases(detail.timeline),
+            between={bar.phase: bar.seconds for bar in detail.between},
             widest=max((bar.start + bar.seconds for each in detail.timeline for bar in each.bars), default=0),
         )
 
@@ -206,51 +165,30 @@ class Site:
         reader = self._run(run)
         about = reader.about()
         keys = dict.fromkeys(key for row in about.evaluations for key in row if key.startswith("eval/"))
-        samples = [
-            (each, [(name, one, pieces(one, MOST_TOKENS) if one else []) for name, one in _sides(each)])
-            for each in about.samples
-        ]
-        return self._page(
-            "about",
-            address("run", run, "about"),
-            title="About",
-            **self._of(reader),
-            about=about,
-            evaluated=list(keys),
-            samples=samples,
-        )
+        return self._page("about", "about", reader=reader, title="About", about=about, evaluated=list(keys))
 
     def report_page(self, run: str, name: str, path: Path) -> str:
         """A report that is JSON."""
         content = read_json(path, DataError)
         return self._page(
-            "report",
-            address("run", run, "report", name),
-            title=name,
-            **self._of(self._run(run)),
-            content=content,
+            "report", *("report", name), reader=self._run(run), title=name, tab="about", content=content
         )
 
-    def error(self, error: LockstepError) -> str:
-        """The page in place of one that cannot be shown."""
-        return self._page("error", "/", title="Not here", error=str(error))
+    def error(self, error: LockstepError, run: str | None = None) -> str:
+        """The page in place of one, maybe of a run, that cannot be shown."""
+        reader = None if run is None else self._readers.get(run)
+        return self._page("error", reader=reader, title="Not here", tab=None, error=str(error))
 
     @staticmethod
     def refusal(path: str) -> str:
         """The page for a browser without the token."""
         return template("refusal").render(path=path)
 
-    # Data for charts.
+    # Data.
 
     def curve_data(self, run: str, names: Iterable[str], **options: Any) -> dict[str, Any]:
         """What the charts of these metrics draw: `Curves.json`. Raises ConfigError: no such run."""
         return self._run(run).curves().json(list(names), **options)
-
-    def values(self, run: str, step: int) -> dict[str, Any]:
-        """All metrics of a step, exactly as they were logged."""
-        values = self._run(run).curves().at(step)
-        # JSON has no NaN and no infinities.
-        return {"step": step, "values": {n: v if math.isfinite(v) else None for n, v in values.items()}}
 
     def report(self, run: str, name: str) -> tuple[Path, bool]:
         """Return a report's file and whether it is a whole page. Raises DataError: none."""
@@ -259,21 +197,13 @@ class Site:
                 return each.path, each.html
         raise DataError(f"no-such-file: {run} has no report {name}")
 
-    # Parts.
-
     def runs(self) -> dict[str, RunReader]:
         """The runs by id: those that were there once, and those that have begun since."""
         with self._lock, contextlib.suppress(DataError):  # none is left
-            there = {reader.path for reader in self._readers.values()}
-            for name, reader in open_runs(self._paths).items():
-                if reader.path not in there:
-                    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-                    self._readers[next(each for each in names if each not in self._readers)] = reader
+            self._readers = open_runs(self._paths, known=self._readers)
         return self._readers
 
-    def page_of(self, reader: RunReader, query: Query) -> RolloutPage:
-        """The rollouts that `rollouts` shows."""
-        return reader.rollouts.page(_rollout_query(query)[0])
+    # Parts.
 
     def _run(self, run: str) -> RunReader:
         reader = self._readers.get(run) or self.runs().get(run)
@@ -281,31 +211,25 @@ class Site:
             raise ConfigError(f"unknown-name: there is no run {run!r} here")
         return reader
 
-    def _row(self, reader: RunReader) -> RunRow:
-        return reader.row()
-
-    def _of(self, reader: RunReader) -> dict[str, Any]:
-        return {"run": self._row(reader)}
-
-    def _page(self, name: str, path: str, **content: Any) -> str:
-        exported = self.exported
-
-        def href(*parts: object, **query: object) -> Markup:
-            """Attribute of a link to a page; none where the exported file does not have the page."""
-            target = address(*parts)
-            given = urlencode({name: value for name, value in query.items() if value not in (None, "")})
-            if exported is None:
-                return Markup(' href="{}"').format(target + (f"?{given}" if given else ""))
-            known = target in exported and not given
-            return Markup(' href="#{}"').format(target) if known else Markup("")
-
+    def _page(self, name: str, *parts: object, reader: RunReader | None = None, **content: Any) -> str:
+        """Render a template. parts: of the page's address, below that of the run."""
+        of_run = {} if reader is None else {"run": reader.row()}
         return template(name).render(
-            layout="page.html.j2" if exported is None else "section.html.j2",
-            path=path,
-            href=href,
-            exported=exported is not None,
-            **({"run": None, "problems": ()} | content),
+            layout="page.html.j2" if self.exported is None else "section.html.j2",
+            path=address(*(() if reader is None else ("run", reader.id)), *parts),
+            href=self._href,
+            exported=self.exported is not None,
+            **{"run": None, "tab": parts[0] if parts else ""} | of_run | content,
         )
+
+    def _href(self, *parts: object, **query: object) -> Markup:
+        """Attribute of a link to a page; none where the exported file does not have the page."""
+        target = address(*parts)
+        given = urlencode({name: value for name, value in query.items() if value not in (None, "")})
+        if self.exported is None:
+            return Markup(' href="{}"').format(target + (f"?{given}" if given else ""))
+        known = target in self.exported and not given
+        return Markup(' href="#{}"').format(target) if known else Markup("")
 
 
 def address(*parts: object) -> str:
@@ -316,56 +240,6 @@ def address(*parts: object) -> str:
 def template(name: str) -> Template:
     """A page's template."""
     return _environment().get_template(f"{name}.html.j2")
-
-
-def pieces(rollout: Rollout, most: int | None) -> list[Piece]:
-    """Return the spans of a rollout, with at most `most` tokens of the policy."""
-    shown, at = [], 0
-    for span in rollout.spans:
-        if span.author != "policy":
-            shown.append(
-                Piece(author=span.author, text=_words(span.text, span.token_ids), tokens=None, left=0)
-            )
-            continue
-        count = len(span.token_ids) if most is None else max(0, min(len(span.token_ids), most - at))
-        tokens = rollout.tokens(at, count)
-        at += len(span.token_ids)
-        worded = all(one.text is not None for one in tokens)
-        shown.append(
-            Piece(
-                author=span.author,
-                text=None if worded else span.text,
-                tokens=Markup("").join(map(_token, tokens)),
-                left=len(span.token_ids) - count,
-            )
-        )
-    return shown
-
-
-_TOKEN = Markup('<i data-t="{}">{}</i>')
-_LINE_END = Markup('<i data-t="{}" class="nl">{}</i>')
-
-
-def _token(one: Any) -> Markup:
-    figures = (one.id, one.logprob, one.gap, one.entropy, one.advantage)
-    data = ",".join(
-        "" if each is None else f"{each:.6g}" if isinstance(each, float) else str(each) for each in figures
-    )
-    text = f"{one.id} " if one.text is None else printable_text(one.text)
-    return (_LINE_END if "\n" in text else _TOKEN).format(data, text)
-
-
-def _words(text: str | None, ids: Sequence[int]) -> str:
-    return " ".join(map(str, ids)) if text is None else text
-
-
-def _prompt(rollout: Rollout) -> str:
-    first = rollout.spans[0]
-    return _words(first.text, first.token_ids) if first.author == "prompt" else ""
-
-
-def _sides(sample: Any) -> list[tuple[str, Rollout | None]]:
-    return [("before", sample.before), ("after", sample.after)]
 
 
 def _searched(row: RunRow) -> str:
@@ -384,14 +258,20 @@ def names_of(reader: RunReader) -> list[str]:
     return list(dict.fromkeys((*curves.names, *evaluated)))
 
 
-def _charts(presets: Iterable[Preset], names: Sequence[str]) -> dict[str, Any]:
-    """Return the charts that come first, and all metrics by the part of their name before the slash."""
-    groups: dict[str, list[Chart]] = {}
+def _charts(readers: Sequence[RunReader]) -> dict[str, Any]:
+    """Return what the macro `charts` takes: the charts that come first, and all metrics by the part of their
+    name before the slash."""
+    names = list(dict.fromkeys(name for reader in readers for name in names_of(reader)))
+    groups: dict[str, list[str]] = {}
     for name in names:
         head, slash, _ = name.partition("/")
-        groups.setdefault(head if slash else "policy", []).append(Chart(metric=name, title=name, hint=""))
-    first = [Chart(metric=one.metric(names), title=one.title, hint=one.hint) for one in presets]
-    return {"presets": first, "groups": groups}
+        groups.setdefault(head if slash else "policy", []).append(name)
+    return {
+        "runs": [reader.id for reader in readers],
+        "presets": [(one.metric(names), one.title, one.hint) for one in readers[0].presets()],
+        "groups": groups,
+        "smooth": smoothing(readers),
+    }
 
 
 def smoothing(readers: Iterable[RunReader]) -> int:
@@ -409,57 +289,75 @@ def _differences(runs: Sequence[Mapping[str, Setting]]) -> list[tuple[str, list[
 
 def _rollout_query(query: Query) -> tuple[RolloutQuery, list[str]]:
     """Return what the form asks for, and what of it is no number."""
-    problems = []
-
-    def number(name: str, kind: type[int] | type[float]) -> Any:
+    problems, numbers, ids = list[str](), dict[str, Any](), tuple[int, ...]()
+    for name, kind in _NUMBERS.items():
         text = query.get(name, "").strip()
         try:
-            value = kind(text) if text else None
+            numbers[name] = kind(text) if text else None
         except ValueError:
-            value = math.nan
-        if value is not None and not math.isfinite(value):
+            numbers[name] = math.nan
+        if numbers[name] is not None and not math.isfinite(numbers[name]):
+            numbers[name] = None
             problems.append(f"{name} = {text!r} is not a number, so it selects nothing")
-            return None
-        return value
-
     try:
         ids = tuple(int(word) for word in query.get("ids", "").replace(",", " ").split())
     except ValueError:
-        ids = ()
         problems.append(f"ids = {query['ids']!r} are not token ids, such as 12, 345, so they select nothing")
+    numbers["offset"] = max(0, numbers["offset"] or 0)
+    numbers["limit"] = max(1, min(LIMIT, numbers["limit"] or PAGE_ROWS))
     order: Any = query.get("order")
     only: Any = query.get("only")
     return RolloutQuery(
-        first_step=number("first_step", int),
-        last_step=number("last_step", int),
         text=query.get("text", ""),
         ids=ids,
-        min_reward=number("min_reward", float),
-        max_reward=number("max_reward", float),
-        min_length=number("min_length", int),
-        max_length=number("max_length", int),
         finish_reason=query.get("finish_reason") or None,
-        prompt_index=number("prompt_index", int),
         order=order if order in get_args(Order) else "step",
         descending=query.get("descending") == "1",
         only=only if only in get_args(Only) else None,
         evaluation=query.get("evaluation") or None,
-        offset=max(0, number("offset", int) or 0),
-        limit=max(1, min(MOST_ROWS, number("limit", int) or PAGE_ROWS)),
+        **numbers,
     ), problems
 
 
-def _phases(timeline: Iterable[Any]) -> list[tuple[str, float, float]]:
-    """Return (phase, mean seconds of a rank, most seconds of a rank), in order of appearance."""
-    ranks = list(timeline)
+def _phases(ranks: Sequence[RankTimeline]) -> dict[str, tuple[float, float]]:
+    """Return phase -> (mean seconds of a rank, most seconds of a rank), in order of appearance."""
     found: dict[str, list[float]] = {}
     for number, rank in enumerate(ranks):
         for bar in rank.bars:
             found.setdefault(bar.phase, [0.0] * len(ranks))[number] += bar.seconds
-    return [(phase, sum(each) / len(each), max(each)) for phase, each in found.items()]
+    return {phase: (sum(each) / len(each), max(each)) for phase, each in found.items()}
 
 
-# How values are shown.
+# Filters of the templates.
+
+
+def pieces(rollout: Rollout, most: int | None = MOST_TOKENS) -> list[Piece]:
+    """Return the spans of a rollout, with at most `most` tokens of the policy. The policy's spans have a text
+    beside the tokens only if these are shown as ids; those of others have only a text."""
+    shown, at = list[Piece](), 0
+    for span in rollout.spans:
+        if span.author != "policy":
+            shown.append((span.author, words(span), None, 0))
+            continue
+        size = len(span.token_ids)
+        tokens = rollout.tokens(at, size if most is None else max(0, min(size, most - at)))
+        at += size
+        text = None if all(one.text is not None for one in tokens) else span.text
+        shown.append((span.author, text, Markup("").join(map(_token, tokens)), size - len(tokens)))
+    return shown
+
+
+def _token(one: Token) -> Markup:
+    figures = (one.logprob, one.gap, one.entropy, one.advantage)
+    data = ",".join((str(one.id), *("" if each is None else f"{each:.6g}" for each in figures)))
+    text = f"{one.id} " if one.text is None else printable_text(one.text)
+    line_end = Markup(' class="nl"') if "\n" in text else ""
+    return Markup('<i data-t="{}"{}>{}</i>').format(data, line_end, text)
+
+
+def words(span: Span) -> str:
+    """The text of a span, or its token ids where the run has no text."""
+    return " ".join(map(str, span.token_ids)) if span.text is None else span.text
 
 
 def figure(value: object) -> str:
@@ -512,15 +410,10 @@ def percent(part: float, whole: float) -> str:
 
 def marked(text: str, word: str) -> Markup:
     """The text with every occurrence of `word` marked, in any case."""
-    lower, word = text.lower(), word.lower()
-    if not word or len(lower) != len(text):
-        return escape(printable_text(text))
-    parts, at = [], 0
-    while (found := lower.find(word, at)) >= 0:
-        parts += [escape(printable_text(text[at:found]))]
-        at = found + len(word)
-        parts += [Markup("<mark>{}</mark>").format(printable_text(text[found:at]))]
-    return Markup("").join([*parts, escape(printable_text(text[at:]))])
+    parts = re.split(f"({re.escape(word)})", text, flags=re.IGNORECASE) if word else [text]
+    mark = Markup("<mark>{}</mark>").format
+    shown = map(printable_text, parts)
+    return Markup("").join(mark(each) if number % 2 else each for number, each in enumerate(shown))
 
 
 def around(text: str, word: str, *, end: bool = False, size: int = 240) -> str:
@@ -542,15 +435,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    for each in (around, duration, figure, fixed, marked, moment, percent, pieces, words):
+        environment.filters[each.__name__] = each
     environment.globals["SMOOTHINGS"] = SMOOTHINGS
-    environment.filters |= {
-        "figure": figure,
-        "fixed": fixed,
-        "duration": duration,
-        "moment": moment,
-        "percent": percent,
-        "marked": marked,
-        "around": around,
-        "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False, default=str),
-    }
+    environment.globals["parts"] = environment.get_template("parts.html.j2").module
     return environment

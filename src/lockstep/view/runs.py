@@ -114,10 +114,16 @@ def _folders(path: Path) -> list[Path]:
         return []
 
 
-def open_runs(paths: Sequence[Path], *, cache: Path | None = None) -> dict[str, RunReader]:
-    """Return a reader of each run under `paths`, by unique id. Args of RunReader; raises as `find_runs`."""
-    readers: dict[str, RunReader] = {}
+def open_runs(
+    paths: Sequence[Path], *, known: Mapping[str, RunReader] | None = None, cache: Path | None = None
+) -> dict[str, RunReader]:
+    """Return a reader of each run under `paths`, by unique id: those of `known`, and one of each run that has
+    none there. Args of RunReader; raises as `find_runs`."""
+    readers = dict(known or {})
+    there = {reader.path for reader in readers.values()}
     for path in find_runs(paths):
+        if path in there:
+            continue
         name, number = path.resolve().name, 1
         while name in readers:
             number += 1

@@ -4,6 +4,7 @@
 (() => {
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
+const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
 const EXPORTED = () => $("#exported") && (EXPORTED.data ??= JSON.parse($("#exported").textContent));
 const POLL = 2000, SERIES = 8, EVALUATED = "eval/";
 
@@ -16,9 +17,9 @@ function theme(name) {
   for (const button of $$('[data-do="theme"]')) button.textContent = `Theme: ${name}`;
   charts.forEach(section => section.draw());
 }
-function ink(name, alpha = 1) {
-  const probe = document.body.appendChild(document.createElement("i"));
-  probe.style.color = `color-mix(in srgb, var(--${name}) ${alpha * 100}%, transparent)`;
+function ink(name) {
+  const probe = document.body.appendChild(make("i"));
+  probe.style.color = `var(--${name})`;
   const color = getComputedStyle(probe).color;
   probe.remove();
   return color;
@@ -26,13 +27,13 @@ function ink(name, alpha = 1) {
 
 // --- figures -------------------------------------------------------------------------------------------------
 
+// Four significant digits, and all digits before the point.
+const FOUR = new Intl.NumberFormat("en", { minimumSignificantDigits: 4, maximumSignificantDigits: 4, maximumFractionDigits: 0, roundingPriority: "morePrecision" });
 function figure(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (value === 0 || (Number.isInteger(value) && size < 1e9)) return value.toLocaleString("en");
-  if (size >= 1e9 || size < 1e-3) return value.toExponential(3).replace("e+", "e");
-  const digits = Math.max(0, 3 - Math.floor(Math.log10(size)));
-  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  return size >= 1e9 || size < 1e-3 ? value.toExponential(3).replace("e+", "e") : FOUR.format(value);
 }
 const tick = value => value === null ? "" : Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-3)
   ? value.toExponential(1).replace(/\.0(?=e)/, "").replace("e+", "e") : String(+value.toPrecision(6));
@@ -51,19 +52,19 @@ class Charts {
     this.zoom = null;
     this.tags = {};
     this.seen = {};  // metric -> run -> series
-    this.figures = new Map($$(".chart", root).map(each => [each, null]));
-    root.classList.toggle("several", this.runs.length > 1);
+    this.figures = $$(".chart", root);
+    this.smooth = $("[name=smooth]", root);
+    this.smooth.onchange = () => this.load(true);
+    this.smooth.disabled = Boolean(EXPORTED());
     for (const button of $$("[data-x]", root)) button.onclick = () => this.axis(button.dataset.x);
-    $("[data-smooth]", root).onchange = () => this.load(true);
-    $("[data-smooth]", root).disabled = Boolean(EXPORTED());
     $("[data-log]", root).onchange = () => this.draw();
     $('[data-do="reset"]', root).onclick = () => this.range(null);
     $("[data-find]", root).oninput = event => this.find(event.target.value.toLowerCase());
     for (const each of $$("details", root)) each.ontoggle = () => this.load(true);
-    new ResizeObserver(() => this.size()).observe(root);
+    new ResizeObserver(() => this.draw()).observe(root);
     this.load(true);
   }
-  shown() { return [...this.figures.keys()].filter(each => each.checkVisibility()); }
+  shown() { return this.figures.filter(each => each.checkVisibility()); }
   axis(x) {
     this.x = x;
     for (const each of $$("[data-x]", this.root)) each.setAttribute("aria-pressed", each.dataset.x === x);
@@ -86,11 +87,11 @@ class Charts {
   async load(always) {
     const names = [...new Set(this.shown().map(each => each.dataset.metric))];
     if (!names.length) return;
-    const smooth = $("[data-smooth]", this.root).value;
     const asked = this.asked = {};
     let changed = always;
     await Promise.all(this.runs.map(async run => {
-      const { data, tag } = EXPORTED() ? { data: EXPORTED().curves[run][this.x] } : await this.fetch(run, names, smooth, always);
+      const { data, tag } = EXPORTED() ? { data: EXPORTED().curves[run][this.x] }
+        : await this.fetch(run, names, this.x, this.zoom, always || this.tags[run]);
       if (!data || this.asked !== asked) return;
       this.tags[run] = tag;  // of what is drawn: an answer that came too late is asked for again
       changed = true;
@@ -101,50 +102,46 @@ class Charts {
     }));
     if (changed && this.asked === asked) this.draw();
   }
-  async fetch(run, names, smooth, always) {
-    const query = new URLSearchParams({ names: names.join(","), x: this.x, smooth });
-    if (this.zoom) { query.set("from", this.zoom[0]); query.set("to", this.zoom[1]); }
+  async fetch(run, names, x, range, had) {
+    const query = new URLSearchParams({ names: names.join(","), x, smooth: this.smooth.value });
+    if (range) { query.set("from", range[0]); query.set("to", range[1]); }
     const answer = await ask(`/run/${encodeURIComponent(run)}/curves.json?${query}`);
     const tag = answer?.headers.get("etag");
-    return !answer || (!always && tag === this.tags[run]) ? {} : { data: await answer.json(), tag };
+    return answer?.ok && tag !== had ? { data: await answer.json(), tag } : {};
   }
   draw() {
+    this.ink = ink("dim");
     for (const each of this.shown()) this.one(each);
     this.read(null);
   }
   one(figure) {
-    const several = this.runs.length > 1, name = figure.dataset.metric, log = $("[data-log]", this.root).checked;
-    const there = this.runs.map((run, n) => ({ n, ...this.seen[name]?.[run] })).filter(each => each.x?.length);
-    const smoothed = there.filter(each => each.smooth);
+    const seen = this.seen[figure.dataset.metric], box = $(".plot", figure), log = $("[data-log]", this.root).checked;
+    if (!seen) return;
+    const there = this.runs.map((run, n) => ({ n, ...seen[run] })).filter(each => each.x?.length);
     const tables = there.map(each => [each.x, each.y, ...(each.smooth ? [each.smooth] : [])]);
-    const key = [this.x, log, document.documentElement.dataset.theme, there.map(each => each.n), smoothed.length].join();
-    $(".plot", figure).classList.toggle("empty", !there.length);
+    const lost = there.flatMap(each => each.not_finite), more = lost.length > 5 ? ` and ${lost.length - 5} more` : "";
+    $(".lost", figure).textContent = lost.length ? `NaN or infinite at step ${lost.slice(0, 5).join(", ")}${more}` : "";
+    box.classList.toggle("empty", !there.length);
     figure.series = there;
-    const lost = there.flatMap(each => each.not_finite ?? []);
-    $(".lost", figure).textContent = lost.length ? `NaN or infinite at step ${lost.slice(0, 5).join(", ")}${lost.length > 5 ? ` and ${lost.length - 5} more` : ""}` : "";
-    const data = there.length ? uPlot.join(tables) : [[], []];
-    let chart = this.figures.get(figure);
-    if (chart?.key === key) {
-      chart.setData(data, false);
+    const key = [this.x, log, this.ink, box.clientWidth, ...there.map(each => [each.n, !each.smooth])].join();
+    const data = there.length ? uPlot.join(tables) : [[]];
+    if (figure.key === key) {
+      figure.chart?.setData(data, false);
     } else {
-      chart?.destroy();
-      chart = null;
-      if (there.length) chart = this.plot(figure, there, data, log);
-      if (chart) chart.key = key;
-      this.figures.set(figure, chart);
-      figure.chart = chart;
+      figure.chart?.destroy();
+      figure.chart = there.length ? this.plot(figure, there, data, log) : null;
+      figure.key = key;
     }
-    if (!chart) return;
     const [from, to] = this.zoom ?? [data[0][0], data[0].at(-1)];
-    chart.setScale("x", { min: from, max: to > from ? to : from + 1 });
+    figure.chart?.setScale("x", { min: from, max: to > from ? to : from + 1 });
   }
   plot(figure, there, data, log) {
-    const box = $(".plot", figure), color = ink("dim"), grid = { stroke: ink("line"), width: 1 }, font = "11px system-ui";
-    const spaced = { stroke: color, font, ticks: { show: false }, grid, gap: 4 };
+    const box = $(".plot", figure), grid = { stroke: ink("line"), width: 1 };
+    const spaced = { stroke: this.ink, font: "11px system-ui", ticks: { show: false }, grid, gap: 4 };
     const lines = there.flatMap(each => {
-      const few = { show: each.x.length <= 40, size: 4 };
-      const raw = { stroke: ink(`s${each.n % SERIES}`, each.smooth ? .3 : 1), width: each.smooth ? 1 : 1.5, points: few, spanGaps: true };
-      return each.smooth ? [raw, { stroke: ink(`s${each.n % SERIES}`), width: 1.5, points: { show: false }, spanGaps: true }] : [raw];
+      const line = { stroke: ink(`s${each.n % SERIES}`), width: 1.5, points: { show: false }, spanGaps: true };
+      const raw = { ...line, points: { show: each.x.length <= 40, size: 4 } };
+      return each.smooth ? [{ ...raw, alpha: .3, width: 1 }, line] : [raw];
     });
     const options = {
       width: box.clientWidth, height: box.clientHeight, legend: { show: false }, series: [{}, ...lines], padding: [6, 6, 0, 0],
@@ -174,14 +171,8 @@ class Charts {
     return chart;
   }
   open() {
-    const one = this.runs.length === 1 && !EXPORTED() && this.step !== undefined;
+    const one = this.runs.length === 1 && !EXPORTED() && this.step !== null;
     if (one && matchMedia("(hover: hover)").matches) location.assign(`/run/${encodeURIComponent(this.runs[0])}/step/${this.step}`);
-  }
-  size() {
-    for (const [figure, chart] of this.figures) {
-      const box = $(".plot", figure);
-      if (chart && box.clientWidth) chart.setSize({ width: box.clientWidth, height: box.clientHeight });
-    }
   }
   // The values of the step under the cursor, in every chart; of the last step where there is none.
   read(at) {
@@ -192,34 +183,30 @@ class Charts {
       const parts = [];
       for (const each of figure.series ?? []) {
         const i = at === null ? each.x.length - 1 : nearest(each.x, at);
-        parts.push({ run: each.n, value: each.y[i], smooth: each.smooth?.[i], raw: each.raw });
+        parts.push({ run: each.n, value: each.y[i], smooth: each.smooth?.[i] });
         if (!figure.dataset.metric.startsWith(EVALUATED)) [step, when] = [each.step[i], each.x[i]];
       }
       show(figure, parts, this.runs.length > 1);
     }
     const line = $(".at", this.root);
     line.replaceChildren();
-    this.step = step ?? undefined;
+    this.step = step;
     if (step === null || (at === null && this.runs.length > 1)) return;
-    const bold = document.createElement("b");
-    bold.textContent = `${at === null ? "last " : ""}step ${step.toLocaleString("en")}`;
-    line.append(bold, this.x === "time" ? ` at ${clock(when)}` : "");
-    if (this.runs.length === 1 && !EXPORTED()) this.exact(step, at);
-  }
-  // A thinned curve need not have the very step under the cursor: ask for all values of it.
-  exact(step, at) {
+    const told = `${at === null ? "last " : ""}step ${step.toLocaleString("en")}`;
+    line.append(make("b", { textContent: told }), this.x === "time" ? ` at ${clock(when)}` : "");
     clearTimeout(this.timer);
     const thinned = this.shown().some(each => each.series?.some(one => !one.raw));
-    if (at === null || !thinned) return;
-    this.timer = setTimeout(async () => {
-      const answer = await ask(`/run/${encodeURIComponent(this.runs[0])}/step/${step}/values.json`);
-      if (!answer?.ok || this.at !== at) return;
-      const { values } = await answer.json();
-      for (const figure of this.shown()) {
-        const value = values[figure.dataset.metric];
-        if (value !== undefined) show(figure, [{ run: 0, value, smooth: figure.series[0]?.smooth?.[nearest(figure.series[0].x, at)] }], false);
-      }
-    }, 80);
+    if (at !== null && thinned && this.runs.length === 1 && !EXPORTED()) this.timer = setTimeout(() => this.exact(step, at), 80);
+  }
+  // A thinned curve need not have the very step under the cursor: ask for the values of it.
+  async exact(step, at) {
+    const figures = this.shown(), names = figures.map(each => each.dataset.metric);
+    const { data } = await this.fetch(this.runs[0], names, "step", [step, step]);
+    if (!data || this.at !== at) return;
+    for (const figure of figures) {
+      const one = data.series[figure.dataset.metric];
+      if (one?.x.length || one?.not_finite.includes(step)) show(figure, [{ run: 0, value: one.y[0], smooth: one.smooth?.[0] }], false);
+    }
   }
 }
 function around(low, high) {
@@ -228,34 +215,17 @@ function around(low, high) {
   const margin = high - low > Math.abs(high) * 1e-9 ? (high - low) * .06 : Math.abs(high) * .1 || 1;
   return [low - margin, high + margin];
 }
-function nearest(xs, value) {
-  let low = 0, high = xs.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (xs[middle] < value) low = middle; else high = middle;
-  }
-  return value - xs[low] < xs[high] - value ? low : high;
-}
+const nearest = (xs, value) => xs.reduce((best, x, i) => Math.abs(x - value) < Math.abs(xs[best] - value) ? i : best, 0);
 function show(box, parts, several) {
-  const line = $(".read", box);
-  line.replaceChildren();
-  for (const { run, value, smooth } of parts) {
-    const bold = document.createElement("b");
-    bold.textContent = figure(value);
-    if (several) bold.className = `s${run % SERIES}`;
-    line.append(bold);
-    if (!several && smooth !== undefined && smooth !== null) {
-      const light = document.createElement("i");
-      light.textContent = figure(smooth);
-      light.title = "smoothed";
-      line.append(light);
-    }
-  }
+  $(".read", box).replaceChildren(...parts.flatMap(({ run, value, smooth }) => [
+    make("b", { textContent: figure(value), className: several ? `s${run % SERIES}` : "" }),
+    ...(several || smooth === undefined ? [] : [make("i", { textContent: figure(smooth), title: "smoothed" })]),
+  ]));
 }
 
 // --- tokens --------------------------------------------------------------------------------------------------
 
-const FIELDS = ["id", "logprob", "gap", "entropy", "advantage"];
+const FIELDS = ["token", "logprob", "gap", "entropy", "advantage"];
 const token = element => Object.fromEntries(element.dataset.t.split(",").map((text, i) => [FIELDS[i], text === "" ? null : +text]));
 const PAINTS = {
   // kind: [share of full colour from -1 to 1, ends of the scale]
@@ -276,11 +246,9 @@ function paint(name) {
     element.style.background = Math.abs(share) < .02 ? "" : shade(share);
   }
   for (const scale of $$(".scale")) {
-    scale.replaceChildren();
-    if (!kind) continue;
-    const band = document.createElement("i"), [low, high] = kind.ends(most);
-    band.style.background = `linear-gradient(to right, ${kind.below ? shade(-1) : "transparent"}, transparent ${kind.below ? 50 : 0}%, ${shade(1)})`;
-    scale.append(low, band, high);
+    const band = make("i"), [low, high] = kind?.ends(most) ?? [];
+    scale.replaceChildren(...(kind ? [low, band, high] : []));
+    if (kind) band.style.background = `linear-gradient(to right, ${kind.below ? shade(-1) : "transparent"}, transparent ${kind.below ? 50 : 0}%, ${shade(1)})`;
   }
 }
 function tip(event) {
@@ -288,10 +256,9 @@ function tip(event) {
   box.hidden = !element;
   if (!element) return;
   const t = token(element);
-  const rows = [["token", t.id], ["logprob", t.logprob], ["probability", t.logprob === null ? null : Math.exp(t.logprob)],
-    ["gap", t.gap], ["entropy", t.entropy], ["advantage", t.advantage]];
-  box.textContent = rows.filter(([, value]) => value !== null).map(([name, value]) =>
-    `${name.padEnd(12)}${name === "token" ? value : figure(value)}`).join("\n");
+  const values = { ...t, probability: t.logprob === null ? null : Math.exp(t.logprob) };
+  const rows = Object.entries(values).filter(([, value]) => value !== null);
+  box.textContent = rows.map(([name, value]) => name.padEnd(12) + (name === "token" ? value : figure(value))).join("\n");
   const at = element.getBoundingClientRect(), size = box.getBoundingClientRect();
   box.style.left = `${Math.max(4, Math.min(at.left, innerWidth - size.width - 4))}px`;
   box.style.top = `${at.bottom + size.height + 6 > innerHeight ? at.top - size.height - 4 : at.bottom + 4}px`;
@@ -299,14 +266,12 @@ function tip(event) {
 
 // --- live ----------------------------------------------------------------------------------------------------
 
-function gone(text) {
-  for (const each of $$(".gone")) { each.hidden = !text; each.textContent = text; }
-}
+const gone = text => Object.assign($(".gone"), { hidden: !text, textContent: text });
 async function ask(url) {
   try {
     const answer = await fetch(url, { cache: "no-cache" });
     gone(answer.status === 401 ? "The server has a new token: open the URL that it printed." : "");
-    return answer.ok ? answer : null;
+    return answer.status === 401 ? null : answer;
   } catch {
     gone("The server does not answer: this page is no longer live.");
     return null;
@@ -392,9 +357,6 @@ addEventListener("DOMContentLoaded", () => {
     const button = event.target.closest("[data-do], [data-paint]");
     if (button?.dataset.paint) paint(button.dataset.paint);
     else if (button) DO[button.dataset.do]?.();
-  });
-  document.addEventListener("change", event => {
-    if (event.target.matches("[data-all]")) event.target.closest("section").classList.toggle("all", event.target.checked);
   });
   matchMedia("(prefers-color-scheme: dark)").onchange = () => charts.forEach(section => section.draw());
   if (EXPORTED()) { addEventListener("hashchange", route); route(); } else { start(document); setTimeout(live, POLL); }
