@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -45,7 +48,10 @@ class Browser:
     async def __aenter__(self) -> Browser:
         self._profile = tempfile.mkdtemp(prefix="chromium-")
         command = ["chromium", *FLAGS, f"--user-data-dir={self._profile}", "about:blank"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        # Its temporary files are in the profile too; its processes are a group of their own.
+        environment = os.environ | {"TMPDIR": self._profile}
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
         self._session = aiohttp.ClientSession()
         try:
             await self._attach()
@@ -55,7 +61,7 @@ class Browser:
         return self
 
     async def _attach(self) -> None:
-        port = (await _until(self._port_file)).split()[0]
+        port = (await _until(self._port_file, "chromium has not started")).split()[0]
         async with self._session.get(f"http://127.0.0.1:{port}/json/list") as answer:
             pages = [each for each in await answer.json() if each["type"] == "page"]
         self._socket = await self._session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=2**28)
@@ -69,12 +75,18 @@ class Browser:
             self._reader.cancel()
         await self._session.close()
         self._process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        # Processes that outlive the first one still write to the profile.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        await _until(self._removed, "the profile of chromium is still written")
+
+    def _removed(self) -> bool | None:
+        """Remove the profile; None if it has to be tried again."""
         shutil.rmtree(self._profile, ignore_errors=True)
+        return None if os.path.exists(self._profile) else True
 
     def _port_file(self) -> str | None:
         path = Path(self._profile, "DevToolsActivePort")
@@ -187,10 +199,10 @@ class Browser:
         file.write_bytes(base64.b64decode(told["data"]))
 
 
-async def _until(look: Any) -> Any:
+async def _until(look: Any, complaint: str) -> Any:
     until = time.monotonic() + SECONDS
     while (value := look()) is None:
         if time.monotonic() > until:
-            raise TimeoutError(f"chromium has not started after {SECONDS:g} s")
+            raise TimeoutError(f"{complaint} after {SECONDS:g} s")
         await asyncio.sleep(0.05)
     return value

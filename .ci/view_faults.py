@@ -120,7 +120,7 @@ FAULTS = (
     Fault(
         name="any token accepted",
         file="server.py",
-        old="if self._right(request.cookies.get(self._cookie, \"\")):",
+        old='if self._right(request.cookies.get(self._cookie, "")):',
         new="if True:",
         check="access",
     ),

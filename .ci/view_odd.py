@@ -140,12 +140,21 @@ async def check_changed(scene: Scene) -> None:
 async def check_deleted(scene: Scene) -> None:
     """A run that is deleted while it is open: the page says so, and every page still answers."""
     browser = scene.browser
+    run, away = scene.runs / "deleted", scene.runs.parent / "away"
+    state = "document.querySelector('#runhead .state').textContent"
     await scene.open("deleted")
     await scene.unfold()
     await scene.curve("loss")
-    shutil.rmtree(scene.runs / "deleted")
-    await browser.wait("document.querySelector('#runhead .state').textContent === 'unreadable'")
+    run.rename(away)
+    await browser.wait(f"{state} === 'unreadable'")
     there("deleted: says so", await scene.main(), "contains no run")
+    away.rename(run)
+    await browser.wait(f"{state} !== 'unreadable'")
+    await scene.open("deleted", "/rollouts/0/0")
+    same("deleted/rollouts/0/0: there", await browser.look(f"{state} !== 'unreadable'"), True)
+    shutil.rmtree(run)
+    await browser.wait(f"{state} === 'unreadable'")
+    there("deleted/rollouts/0/0: says so", await scene.main(), "contains no run")
     for page in ("", "/rollouts", "/about", "/curves.json?names=loss"):
         same(f"deleted{page}: answers", scene.ask(f"/run/deleted{page}").status, 200)
     same("deleted/rollouts/0/0: not there", scene.ask("/run/deleted/rollouts/0/0").status, 404)

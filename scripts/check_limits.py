@@ -3,6 +3,7 @@
 function <= 80 lines and 99 of 100 <= 50, file <= 600 lines in src and 800 elsewhere,
 <= 6 parameters (self and cls not counted),
 lines of raise statements <= 6.5 % of the code lines of src,
+code lines of the page of lockstep view (what serves and renders it, templates, script, styles) <= 1,500,
 tracked files <= 12 MiB
 
 A signature that others dictate says so in its first line: `def forward(  # signature: torch's flash op`.
@@ -31,6 +32,13 @@ MAX_PARAMETERS = 6
 MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 MAX_RAISE_SHARE = 0.065
+MAX_PAGE_LINES = 1500
+PAGE = (
+    "cli/view.py",
+    *(f"view/{name}" for name in ("server.py", "render.py", "export.py", "templates", "static")),
+)
+"""Below src/lockstep, but for the folders in static, which are vendored."""
+_COMMENTS = ("//", "/*", "{#")
 PACKAGES = ("lockstep", "lockstep_lab")
 
 
@@ -50,6 +58,7 @@ def main(argv: list[str]) -> int:
     excesses = [line for path in files if path.suffix == ".py" for line in check_python(path, root)]
     excesses += check_p99(files, root / "src")
     excesses += check_raised(*raised_lines(files, root))
+    excesses += check_page(files, root / "src" / "lockstep")
     excesses += check_bytes({path: path.stat().st_size for path in files}, root)
     print("\n".join(excesses) if excesses else f"limits hold in {len(files)} tracked files")
     return 1 if excesses else 0
@@ -131,7 +140,8 @@ def count(text: str, *, python: bool = True) -> Lines:
     rows = text.splitlines()
     blank = sum(not row.strip() for row in rows)
     if not python:
-        return Lines(code=len(rows) - blank, all=len(rows))
+        comments = sum(row.lstrip().startswith(_COMMENTS) for row in rows)
+        return Lines(code=len(rows) - blank - comments, comment=comments, all=len(rows))
     docs = {
         line
         for node in ast.walk(ast.parse(text))
@@ -164,6 +174,15 @@ def check_raised(raised: int, code: int) -> Iterator[str]:
             f"src: {raised:,} of {code:,} lines of code belong to raise statements, at most "
             f"{MAX_RAISE_SHARE:.1%}; see src/lockstep/common_errors.py and config/rules.py"
         )
+
+
+def check_page(files: Iterable[Path], source: Path) -> Iterator[str]:
+    """The excess of the lines of the page of lockstep view."""
+    places = [source / name for name in PAGE]
+    of = [path for path in files if path in places or path.parent in places]
+    lines = sum(count(path.read_text(encoding="utf-8"), python=path.suffix == ".py").code for path in of)
+    if lines > MAX_PAGE_LINES:
+        yield f"{source.name}/view: the page has {lines:,} lines of code, at most {MAX_PAGE_LINES:,}"
 
 
 def is_source(path: Path, root: Path) -> bool:

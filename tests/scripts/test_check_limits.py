@@ -23,3 +23,22 @@ def test_lines_of_raise_statements_are_counted_and_bounded(tmp_path: Path) -> No
     (excess,) = check_limits.check_raised(raised, code)
     assert excess.startswith("src: 3 of 5 lines of code belong to raise statements, at most 6.5%")
     assert not [*check_limits.check_raised(65, 1000)] and [*check_limits.check_raised(66, 1000)]
+
+
+def test_the_page_of_lockstep_view_is_bounded_without_what_is_vendored(tmp_path: Path) -> None:
+    texts = {
+        "view/server.py": '"""Doc."""\n\nx = 1\n' * 100,
+        "view/templates/a.html.j2": "{# why #}\n<p>\n" * 700,
+        "view/static/view.js": "// why\n\n  /* why */\nf();\n" * 700,
+        "view/static/other/library.js": "f();\n" * 700,
+        "view/runs.py": "x = 1\n" * 700,
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    files = [tmp_path / name for name in texts]
+    assert not [*check_limits.check_page(files, tmp_path)]
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli" / "view.py").write_text("x = 1\n")
+    (excess,) = check_limits.check_page([*files, tmp_path / "cli" / "view.py"], tmp_path)
+    assert excess.endswith("/view: the page has 1,501 lines of code, at most 1,500")

@@ -59,6 +59,14 @@ def test_runs_are_found_in_folders_and_not_within_runs(tmp_path: Path) -> None:
     assert find_runs([tmp_path]) == runs
     assert find_runs([runs[0], runs[0], tmp_path / "c"]) == [runs[0], runs[2]]
     assert [*open_runs([tmp_path])] == ["a", "x", "x-2"]
+    known = open_runs([tmp_path / "c"])
+    later = open_runs([tmp_path], known=known)
+    assert {id: (reader.id, reader.path) for id, reader in later.items()} == {
+        "x": ("x", runs[2]),
+        "a": ("a", runs[0]),
+        "x-2": ("x-2", runs[1]),
+    }
+    assert later["x"] is known["x"]
     with raises(DataError, "wrong-kind-of-file: nothing"):
         find_runs([tmp_path / "nothing"])
 

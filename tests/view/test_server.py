@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from page_run import EVIL, REWARDS, make_run, serving
+from page_run import EVIL, REWARDS, Page, make_run, serving
 
 from lockstep.cli.main import main
 from lockstep.observe.text import printable_text
@@ -166,6 +167,23 @@ def test_a_run_that_begins_later_is_found(tmp_path):
         make_run(tmp_path / "new")
         assert client.page("/run/new/step/1").all("g")
         assert {has["href"] for has in client.page("/").all("a", class_="row")} == {"/run/old", "/run/new"}
+
+
+def test_a_run_that_is_deleted_while_a_page_of_it_is_open(tmp_path):
+    make_run(tmp_path / "kept")
+    gone = make_run(tmp_path / "gone")
+    group, pages = "/run/gone/rollouts/1/2", ("", "/rollouts", "/step", "/about")
+    with serving(tmp_path) as client:
+        head = client.page(group).all("div", id="runhead")
+        shutil.rmtree(gone)
+        answers = {path: client.ask(path) for path in (group, "/run/gone/step/1")}
+        answers |= {path: client.ask(f"/run/gone{path}") for path in pages}
+    for path, answer in answers.items():
+        page = Page(answer.content.decode())
+        assert answer.status == (200 if path in pages else 404)
+        assert page.all("span", class_="state unreadable"), path
+        # The script takes the head of the page that it fetches.
+        assert page.all("div", id="runhead") == head != []
 
 
 def test_curves_are_those_of_the_run(client):
