@@ -337,7 +337,7 @@ TASKS: Mapping[str, Callable[..., OfflineTask]] = {
 
 
 def _limits(model: OpenedModel) -> dict[str, int]:
-    """What a document must fit."""
+    """The limits that a document must fit."""
     return {"vocab_size": int(model.text.vocab_size), "positions": model.max_positions}
 
 
