@@ -405,7 +405,7 @@ class PromptStream(PromptSet):
 
     @property
     def size(self) -> int | None:
-        """None: endless."""
+        """None, because the set is endless."""
         return None
 
     @property

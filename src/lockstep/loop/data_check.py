@@ -191,7 +191,7 @@ class _Part:
 
 
 def _parts(run: RunConfig, section: str, found: Checked, *, workers: int) -> Iterator[_Part]:
-    """As they are done."""
+    """Yield the results as they are done."""
     places = range(0, found.items.rows, _ITEMS)
     if len(places) == 1 or workers == 1:
         yield from (_part(found, first) for first in places)

@@ -29,7 +29,7 @@ class Machine:
     device: str
     """cpu, cuda or cuda:N: of this rank."""
     ranks: int = 1
-    """That share a step."""
+    """The number of ranks that share a step."""
     gpu: str = ""
     """Name of the device, of all ranks' the smallest; empty: a CPU."""
     total_bytes: int = 0

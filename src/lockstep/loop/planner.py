@@ -361,7 +361,7 @@ class Candidate:
     plan: MemoryPlan
 
     def line(self, run: RunConfig) -> str:
-        """It in a line. run: whose settings were open."""
+        """Describe the plan in a line. run: the run whose settings were open."""
         used = savings(with_settings(run, self.settings), self.settings)
         return f"{gib(self.plan.peak_bytes)}, {self.seconds:.2f} s a step: {used}"
 

@@ -35,7 +35,7 @@ class Trained:
     """Base of the models on the trainer's side: their calls give the engine's memory to the trainer."""
 
     engine: RolloutEngine | None = None
-    """That shares the GPU; None: there is none yet."""
+    """The engine that shares the GPU; None: not created yet."""
     spans: Spans
 
     def _working(self) -> contextlib.AbstractContextManager[None]:

@@ -482,7 +482,7 @@ class Choice(Generic[Value]):
 
     value: Value
     reason: str
-    """For the user; empty: nothing to explain."""
+    """The explanation for the user; may be empty."""
 
 
 def seconds_saved_per_step(

@@ -117,7 +117,7 @@ class OpenedModel:
     head: HeadKind
     """The head of the module that is to be built."""
     folder: Path | None
-    """None: a shape."""
+    """The folder with its files; None: the model is a shape."""
     tokenizer: Tokenizer | None
     """See LoadedModel."""
     config: PretrainedConfig

@@ -420,7 +420,7 @@ class RankMesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By axis."""
+        """The sizes of the mesh by axis."""
         return {"dp": self.dp, "ring": self.ring, "tp": self.tp}
 
     @property
